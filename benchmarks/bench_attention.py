@@ -37,7 +37,7 @@ from benchmarks.common import (
     require_positive,
     write_json,
 )
-from megafp8.context_parallel.attention import Call, plan
+from megafp8.context_parallel.attention import AttentionCall, plan
 from megafp8.data.samples import room_for
 from megafp8.fp8.speed_measurement import time_round_robin
 from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, causal_mask
@@ -106,7 +106,9 @@ def self_attention(sizes: Sizes, mask: AttentionMask, device: torch.device) -> C
     return lambda: torch.autograd.grad(kernels.attention(q, k, v, mask), (q, k, v), do)
 
 
-def calls_of_a_rank(sizes: Sizes, calls: tuple[Call, ...], ranks: int, device: torch.device) -> Callable[[], object]:
+def calls_of_a_rank(
+    sizes: Sizes, calls: tuple[AttentionCall, ...], ranks: int, device: torch.device
+) -> Callable[[], object]:
     """Forward and backward of the kernel calls of a context-parallel rank, its keys already gathered."""
     runs = []
     for call in calls:

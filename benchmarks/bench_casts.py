@@ -43,7 +43,7 @@ def cases() -> list[Case]:
     from megafp8.kernels import norm as normalization
     from megafp8.kernels import quantize
     from megafp8.numerics.formats import E4M3, E5M2
-    from megafp8.numerics.sources import GELU, GELUGrad, Normalized, Plain, QKVGrad, Source, SwiGLU, SwiGLUGrad
+    from megafp8.numerics.sources import GELU, GELUGrad, MatrixSource, Normalized, Plain, QKVGrad, SwiGLU, SwiGLUGrad
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
     current = {"power_of_two": False, "eps": 0.0} | both
     heads = (noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128))
     # Each source, and how many elements it reads and computes.
-    sources: dict[str, tuple[Source, int, int]] = {
+    sources: dict[str, tuple[MatrixSource, int, int]] = {
         "plain": (Plain(x), M * H, M * H),
         "rmsnorm": (Normalized(x, rstd, weight), M * H, M * H),
         "swiglu": (SwiGLU(gate_up), 2 * M * F, M * F),
@@ -109,13 +109,13 @@ def copy_bandwidth() -> float:
 
 def tiles_to_try(what: str, source: str) -> list[Any]:
     """Candidate tiles for a pass over a source."""
-    from megafp8.kernels.quantize import Tile
+    from megafp8.kernels.quantize import CastTile
 
     if what in ("1x128", "128x128"):
         columns = 64 if source == "qkv_grad" else 128
-        return [Tile(128, columns, *rest) for rest in itertools.product((4, 8, 16), (None, 128, 168))]
+        return [CastTile(128, columns, *rest) for rest in itertools.product((4, 8, 16), (None, 128, 168))]
     widths = (32, 64) if source == "qkv_grad" else (64, 128, 256)
-    tiles = [Tile(*tile) for tile in itertools.product((32, 64, 128, 256), widths, (4, 8), (None, 128))]
+    tiles = [CastTile(*tile) for tile in itertools.product((32, 64, 128, 256), widths, (4, 8), (None, 128))]
     return [tile for tile in tiles if 16 <= tile.rows * tile.columns // (32 * tile.warps) <= 128]
 
 

@@ -76,7 +76,7 @@ def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool, 
     dy = torch.randn(len(x), n, device=x.device).to(x.dtype)
 
     def run() -> None:
-        y = grouped_linear(x, weight, RowGroups.of(ends, len(x)), state)
+        y = grouped_linear(x, weight, RowGroups.from_ends(ends, len(x)), state)
         if backward:
             weight.grad = None
             y.backward(dy)
@@ -106,7 +106,7 @@ def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[]
     from megafp8.kernels.quantize import cast_128x128
 
     (m, k), experts, device = x.shape, len(ends), x.device
-    groups = RowGroups.of(ends, m)
+    groups = RowGroups.from_ends(ends, m)
     dy = torch.randn(m, n, device=device).to(x.dtype)
     weight = torch.randn(experts * n, k, device=device).mul_(0.02).to(x.dtype)
     cast = partial(

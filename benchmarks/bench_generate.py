@@ -33,7 +33,7 @@ from megafp8.config import load_config
 from megafp8.config.schema import Fp8Config, ModelConfig
 from megafp8.gpus import H200
 from megafp8.inference.generator import CacheOptions, Generator
-from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.load import InferenceLayout, build_model, config_of
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import quantize_stages
 from megafp8.inference.sampling import SamplingOptions
@@ -59,7 +59,7 @@ def our_generate(
         cache = cache._replace(**CACHES.get(extra, {}))  # type: ignore[arg-type]
     fp8 = Fp8Config() if recipe == "bf16" else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
     invariant, cuda = "invariant" in extras, torch.cuda.is_available()
-    built = build_model(config_of(model, Layout(), fp8, torch.bfloat16, cuda=cuda, batch_invariant=invariant))
+    built = build_model(config_of(model, InferenceLayout(), fp8, torch.bfloat16, cuda=cuda, batch_invariant=invariant))
     (stage,) = built.stages
     initialize_parameters(stage, seed=0)
     assert stage.head is not None

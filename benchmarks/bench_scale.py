@@ -40,7 +40,7 @@ from megafp8.config import Config, check_layout
 from megafp8.data.sampler import sample_indices
 from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 TENSOR, PIPELINE, MICRO_BATCHES = 2, 2, 4
 WARMUP = 2
@@ -118,7 +118,7 @@ def cost(world_size: int, steps: int) -> Cost:
 
     plan_seconds, _ = timed(plan)
     groups_seconds, parallel = timed(groups)
-    trainer_seconds, trainer = timed(lambda: Trainer(settings, parallel))
+    trainer_seconds, trainer = timed(lambda: RankTrainer(settings, parallel))
     batches = random_batches(settings, parallel)
     t, place = settings.training, (parallel.data.rank, parallel.data.size)
 
@@ -137,7 +137,7 @@ def cost(world_size: int, steps: int) -> Cost:
         groups_built=len(dist.distributed_c10d._world.pg_map) - known,
         rss_mib=_rss_mib() - before,
         calls_of_a_step=_calls(lambda: step(WARMUP + steps)),
-        calls_of_start_up=_calls(lambda: (plan(), groups(), Trainer(settings, parallel))),
+        calls_of_start_up=_calls(lambda: (plan(), groups(), RankTrainer(settings, parallel))),
     )
     destroy_model_parallel()
     return found

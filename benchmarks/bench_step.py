@@ -67,7 +67,7 @@ from megafp8.training.metrics import memory_gib
 from megafp8.training.parallel import build_parallel
 from megafp8.training.pipeline import PipelinePlan
 from megafp8.training.process import garbage_collected_after_steps
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import choose_device
 
 DOCUMENT_LENGTH = 1000
@@ -167,7 +167,7 @@ def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
 
 
 def time_steps(
-    trainer: Trainer | CompiledTrainer, batches: list[Batch], warmup: int, steps: int, result: Result
+    trainer: RankTrainer | CompiledTrainer, batches: list[Batch], warmup: int, steps: int, result: Result
 ) -> None:
     """Run steps, and add to `result` the seconds of those after warm-up, all losses, memory and a profile."""
     parallel = trainer.parallel
@@ -184,14 +184,14 @@ def time_steps(
         profiles = all_gather_objects(step_profile(events, duration), parallel.world.group)
         result.profile = StepProfile(*(statistics.fmean(x) for x in zip(*(asdict(p).values() for p in profiles))))
     trainer.train_step(warmup + steps + 1, batches)
-    if isinstance(trainer, Trainer):
+    if isinstance(trainer, RankTrainer):
         result.update_ms = statistics.median(update_ms(trainer) for _ in range(3))
     if trainer.timeline is not None:
         result.bubble = trainer.timeline.bubble_fraction
         result.simulated_bubble = simulated_bubble(trainer.plan, trainer.timeline)
 
 
-def update_ms(trainer: Trainer) -> float:
+def update_ms(trainer: RankTrainer) -> float:
     """Milliseconds of the optimizer's step from the last gradients; with a learning rate of 0 weights stay."""
     device = trainer.parallel.device
     start = now(device)
@@ -216,7 +216,7 @@ def measure(
         logging = config.logging.model_copy(update={"pipeline_trace_step": trace_step})
         config = config.model_copy(update={"logging": logging})
     compiled = result.variant == COMPILED
-    trainer = CompiledTrainer(config, parallel) if compiled else Trainer(config, parallel)
+    trainer = CompiledTrainer(config, parallel) if compiled else RankTrainer(config, parallel)
     batches = random_batches(config, parallel, "documents" in result.variant.split("+"))
     with garbage_collected_after_steps(config.training.gc_interval):  # as in a run
         time_steps(trainer, batches, warmup, steps, result)

@@ -21,7 +21,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.optimizer.step import StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.training.loss import Loss
+from megafp8.training.loss import BatchLoss
 
 SIZES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 class CompiledTrainer:
-    """Trains `Model` with as much of `megafp8.training.trainer.Trainer` as `bench_step` uses."""
+    """Trains `Model` with as much of `megafp8.training.trainer.RankTrainer` as `bench_step` uses."""
 
     timeline = None
 
@@ -82,7 +82,7 @@ class CompiledTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
         self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
 
-    def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[Loss, StepResult]:
+    def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[BatchLoss, StepResult]:
         """One optimizer step on this rank's micro-batches."""
         device = self.parallel.device
         tokens = sum(batch.tokens.numel() for batch in batches)
@@ -96,7 +96,7 @@ class CompiledTrainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad_norm, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Loss((torch.stack(losses).sum() / tokens).item(), tokens), StepResult(norm.item(), skipped=False)
+        return BatchLoss((torch.stack(losses).sum() / tokens).item(), tokens), StepResult(norm.item(), skipped=False)
 
     def close(self) -> None:
         """Free the compiled graphs."""

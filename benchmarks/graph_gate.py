@@ -35,7 +35,7 @@ from megafp8.distributed.collectives import all_gather_objects
 from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import check_recipe
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 STEPS, EVALUATED_AFTER = 9, 6
 SMALL = [
@@ -90,7 +90,7 @@ class Run:
 
 def train(config: Config, parallel: ParallelState, documents: bool) -> Run:
     """Train and evaluate a model of `config`."""
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     run, batches = Run(), random_batches(config, parallel, documents)
     for step in range(STEPS):
         if step == EVALUATED_AFTER:

@@ -442,7 +442,7 @@ def main() -> int:
         if outcome.message:
             print(outcome.message, file=sys.stderr, flush=True)
         if has_rank_0:
-            notify.ended(notify.of_file(subscription), outcome.code, outcome.message)
+            notify.ended(notify.file_subscription(subscription), outcome.code, outcome.message)
     return int(os.environ.get("STOPPED_EXIT_CODE", DONE)) if outcome.stopped else outcome.code
 
 

@@ -117,5 +117,5 @@ class ArgumentParser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = near_name(choice[1], re.findall(r"[^\s,']+", choice[2]))
             return f"did you mean {near}?" if near else see_help
-        of_argparse = re.search(r" is no (whole )?number$|^the following arguments|expected |not allowed with", message)
-        return see_help if of_argparse or not re.search("[;:] ", message) else ""
+        by_argparse = re.search(r" is no (whole )?number$|^the following arguments|expected |not allowed with", message)
+        return see_help if by_argparse or not re.search("[;:] ", message) else ""

@@ -75,11 +75,11 @@ class Batch:
         """With room for at least so many documents."""
         if self.cu_seqlens is None or documents <= self.room:
             return self
-        more = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
+        padding = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
         reference = self.reference
         if reference is not None:
             reference = torch.nn.functional.pad(reference, (0, documents - self.room))
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, more], dim=1), reference=reference)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, padding], dim=1), reference=reference)
 
     def with_later_labels(self, depths: int) -> Batch:
         """Append the labels of depths 1 to `depths` of multi-token prediction, which are d tokens later.

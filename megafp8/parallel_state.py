@@ -122,9 +122,9 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: i
         whole = micro_batch.reshape(len(micro_batch), -1, expert_model, expert_tensor)
         groups["expert_rows"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
     divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
-    shards, of_experts = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
+    shards, expert_shards = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
     groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
-    groups["expert_shard"], _ = _split(groups["expert_data"], of_experts)
+    groups["expert_shard"], _ = _split(groups["expert_data"], expert_shards)
     return groups
 
 
@@ -136,8 +136,8 @@ def _split(groups: Ranks, size: int) -> tuple[Ranks, Ranks]:
 
 def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
     """The group that `rank` is in, if there is one."""
-    found = groups[(groups == rank).any(axis=1)]
-    return tuple(found[0].tolist()) if len(found) else None
+    members = groups[(groups == rank).any(axis=1)]
+    return tuple(members[0].tolist()) if len(members) else None
 
 
 @dataclass(frozen=True)

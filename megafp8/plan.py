@@ -307,7 +307,7 @@ def _fused(place: str, neighbor: str) -> str:
 def _folded(names: list[str]) -> str:
     """`layers.0-31.attention.qkv` of the names of one kind."""
     numbers = zip(*([int(part) for part in name.split(".") if part.isdigit()] for name in names))
-    shown = iter([_ranges(sorted(set(found))) for found in numbers])
+    shown = iter([_ranges(sorted(set(numbers_of_key))) for numbers_of_key in numbers])
     return ".".join(next(shown) if part.isdigit() else part for part in names[0].split("."))
 
 

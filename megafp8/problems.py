@@ -49,5 +49,5 @@ class ConfigError(ValueError):
 
 def divisors(number: int, most: int) -> str:
     """Advice to try the largest divisors of `number` up to `most`."""
-    found = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
-    return "try " + " or ".join(found[-3:])
+    divisor_texts = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
+    return "try " + " or ".join(divisor_texts[-3:])

@@ -18,10 +18,10 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        found = json.loads(text, parse_constant=constant or _refuse, parse_float=_finite)
+        parsed = json.loads(text, parse_constant=constant or _refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels") from None
-    level = [found] if isinstance(found, (dict, list)) else []
+    level = [parsed] if isinstance(parsed, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         level = [
             value
@@ -30,7 +30,7 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
             if isinstance(value, (dict, list))
         ]
         if not level:
-            return found
+            return parsed
     raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
 
 

@@ -23,7 +23,7 @@ OPTIONS = [
     *SMALL,
     "training.global_batch_size=4",
     f"training.steps={STEPS}",
-    "training.replica_check_interval=2",
+    "training.consistency_check_interval=2",
     "checkpoint.interval=4",
 ]
 MORE = {

@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 from megafp8.commands import run_data
 from megafp8.commands.run_data import Curve, downsample
-from megafp8.fp8.health import OPERANDS, Record, ReportWriter
+from megafp8.fp8.health import OPERANDS, Fp8Record, ReportWriter
 from megafp8.training.goodput import PARTS
 from tools import plot_run
 
@@ -88,7 +88,7 @@ def make_run(folder: Path, steps: int = 40) -> list[dict[str, Any]]:
     for step in (10, 20, 30):
         snr = [None if (step, kind) == (20, kinds[0]) else 30.0 - i - step / 100 for i, kind in enumerate(kinds)]
         writer.write(
-            [Record(step, layer, operand, amax=1.0, scale=2.0, underflow=0.01, saturated=0.0, snr_db=x) for (operand,
+            [Fp8Record(step, layer, operand, amax=1.0, scale=2.0, underflow=0.01, saturated=0.0, snr_db=x) for (operand,
             layer), x in zip(kinds, snr)],
         )  # fmt: skip
     writer.close()

@@ -10,7 +10,7 @@ import pytest
 from megafp8.pipeline_parallel.actions import loop_placement, v_placement
 from megafp8.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
 from megafp8.pipeline_parallel.schedules.zb_v import zb_v
-from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.pipeline_parallel.simulate import StageTimes, simulate
 from megafp8.pipeline_parallel.trace import read_timeline, write_timeline
 from tools import plot_schedule
 
@@ -41,7 +41,7 @@ def test_times_are_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placement, path = v_placement(2), tmp_path / "pipeline_trace.json"
-    timeline = simulate(zb_v(placement, 3), placement, Times(0.5, 1.0, 0.25))
+    timeline = simulate(zb_v(placement, 3), placement, StageTimes(0.5, 1.0, 0.25))
     write_timeline(timeline, placement, path)
     assert read_timeline(path) == (timeline, placement)
     assert plot_schedule.main(["zb-v", "--measured", str(path), "--png", str(tmp_path / "m.png")]) == 0
@@ -52,7 +52,7 @@ def test_a_measured_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_measured_stages_are_simulated_with_their_own_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placement, path = loop_placement(2), tmp_path / "pipeline_trace.json"
-    times = [Times(1.0, 1.0, 1.0), Times(2.0, 3.0, 1.0)]
+    times = [StageTimes(1.0, 1.0, 1.0), StageTimes(2.0, 3.0, 1.0)]
     write_timeline(simulate(one_f_one_b(placement, 4), placement, times), placement, path)
     assert plot_schedule.main(["1f1b", "zb-v", "--measured", str(path)]) == 0
     measured, same, elsewhere = capsys.readouterr().out.splitlines()

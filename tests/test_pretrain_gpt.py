@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule
+from megafp8.pipeline_parallel.schedules import Action, Kind, Schedule, StagePlacement
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 
@@ -54,7 +54,7 @@ def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return run
 
 
-def backwards_in_a_ring(placement: Placement, num_microbatches: int) -> Schedule:
+def backwards_in_a_ring(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """A schedule for two ranks that deadlocks."""
     pairs = [[Action(kind, i) for i in range(num_microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)]]
     return [*pairs, [Action(kind, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(num_microbatches)]]

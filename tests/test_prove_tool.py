@@ -11,17 +11,17 @@ import pytest
 
 from megafp8.config import Config
 from megafp8.prove import proof as engine
-from megafp8.prove.certificate import Certificate, Row
+from megafp8.prove.certificate import Certificate, CheckResult
 from megafp8.prove.shrink import Change
 from tests.quickstart_data import CONFIG
 from tools.prove import main
 
-PASSED = Row("schedule", "1f1b", "equal", None, "4 ranks finished", 1.5)
-DIFFERENT = Row("loss and gradients", "to 1e-10", "DIFFERENT", 0.25, "layers.0.attention_norm.weight", 0.1)
-HUNG = Row("schedule", "1f1b", "FAILED", None, "rank 3 did not finish", 9.0, "rank 3 stood at: recv")
+PASSED = CheckResult("schedule", "1f1b", "equal", None, "4 ranks finished", 1.5)
+DIFFERENT = CheckResult("loss and gradients", "to 1e-10", "DIFFERENT", 0.25, "layers.0.attention_norm.weight", 0.1)
+HUNG = CheckResult("schedule", "1f1b", "FAILED", None, "rank 3 did not finish", 9.0, "rank 3 stood at: recv")
 
 
-def proving(*rows: Row) -> Callable[..., Certificate]:
+def proving(*rows: CheckResult) -> Callable[..., Certificate]:
     """Stands in for `prove`."""
 
     def prove(config: Config, ranks: int | None, *, device: str, timeout: float, begun: Any, show: Any) -> Certificate:
@@ -40,7 +40,7 @@ def proving(*rows: Row) -> Callable[..., Certificate]:
     [((PASSED,), 0, "nothing differs"), ((PASSED, DIFFERENT), 1, "NOT PROVEN"), ((HUNG,), 1, "NOT PROVEN")],
 )
 def test_table_file_and_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rows: tuple[Row, ...],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rows: tuple[CheckResult, ...],
     code: int, last: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(engine, "prove", proving(*rows))
@@ -60,7 +60,7 @@ def test_table_file_and_exit_code(
 
 
 def test_numbers_that_json_does_not_have() -> None:
-    row = Row("x", "y", "DIFFERENT", float("inf"))
+    row = CheckResult("x", "y", "DIFFERENT", float("inf"))
     assert json.loads(Certificate("a", (1, 1), {}, [], [row]).as_json())["rows"][0]["difference"] == "inf"
 
 

@@ -50,7 +50,7 @@ from megafp8.checkpoint.files import Checksum, read_checksums, write_checksums
 from megafp8.checkpoint.torch_file import TorchFile
 from megafp8.config import load_config
 from megafp8.config.schema import ModelConfig
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.convert import convert
 from megafp8.conversion.formats import FORMATS, open_source
 from megafp8.conversion.hf_tokenizer import find_tokenizer
@@ -58,7 +58,7 @@ from megafp8.conversion.model import model_tensors
 from megafp8.conversion.patterns import matches_end
 from megafp8.conversion.safetensors_format import read_header
 from megafp8.data.indexed_dataset import IndexedDataset
-from megafp8.inference.load import Layout, _end_tokens, open_checkpoint
+from megafp8.inference.load import InferenceLayout, _end_tokens, open_checkpoint
 from megafp8.training.resilience.spikes import read_skipped
 
 MAX_BYTES, MAX_SECONDS = 200_000_000, 2.0
@@ -82,7 +82,7 @@ class Case(NamedTuple):
     read: Callable[[Path], Any]
 
 
-class _Random(Source):
+class _Random(CheckpointSource):
     """The tiny model with random weights."""
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ def flipped(pristine: Path, every: int) -> Iterator[Case]:
                     (root / relative).write_bytes(content)
                     if reseal:
                         sums = read_checksums(pristine / name) or {}
-                        write_checksums(root, {**sums, relative: Checksum.of(bytes(content))})
+                        write_checksums(root, {**sums, relative: Checksum.from_content(bytes(content))})
                     return root
 
                 yield Case(group, f"byte {at} ^ {value}", change, _read_checkpoint)
@@ -342,7 +342,7 @@ def _configs(pristine: Path) -> Iterator[Case]:
             file.write_text(text)
             if relative.startswith("native"):
                 sums = read_checksums(pristine / "native") or {}
-                write_checksums(file.parent, {**sums, file.name: Checksum.of(file.read_bytes())})
+                write_checksums(file.parent, {**sums, file.name: Checksum.from_content(file.read_bytes())})
             return file.parent
 
         yield Case("crafted configs", f"seed {seed}: {relative} {key}", change, _open_for_use)
@@ -350,7 +350,7 @@ def _configs(pristine: Path) -> Iterator[Case]:
 
 def _open_for_use(path: Path) -> None:
     open_source(path)
-    open_checkpoint(path, Layout(), device="cpu")
+    open_checkpoint(path, InferenceLayout(), device="cpu")
 
 
 def _small_json(_: Path) -> Iterator[Case]:

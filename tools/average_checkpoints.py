@@ -33,10 +33,12 @@ def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[
     if last is not None:
         if len(given) > 1 or last < 2:
             raise ValueError(f"--last {last} with {len(given)} paths: give one run, and a number of at least 2")
-        found = [path for _, path in complete_checkpoints(given[0] / "checkpoints") or complete_checkpoints(given[0])]
-        if len(found) < last:
-            raise ValueError(f"{given[0]} has {len(found)} complete checkpoints, and --last is {last}")
-        given = found[-last:]
+        complete = [
+            path for _, path in complete_checkpoints(given[0] / "checkpoints") or complete_checkpoints(given[0])
+        ]
+        if len(complete) < last:
+            raise ValueError(f"{given[0]} has {len(complete)} complete checkpoints, and --last is {last}")
+        given = complete[-last:]
     for path in given:
         if not path.exists():
             raise ValueError(f"--load {path}: there is no such folder; {did_you_mean(Path(str(path)), 'give a run')}")

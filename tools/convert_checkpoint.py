@@ -22,10 +22,10 @@ from typing import Any
 
 from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
 from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
-from megafp8.conversion.formats import FORMATS, Format, fetched, recognize
+from megafp8.conversion.formats import FORMATS, CheckpointFormat, fetched, recognize
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.model import check_size_of
 from megafp8.conversion.quantized_export import Expected, QuantizedExport
@@ -102,7 +102,7 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
-def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
+def opened(format: CheckpointFormat, path: Path, to: CheckpointFormat, **options: Any) -> CheckpointSource:
     """Open the source at `path`, as far as the format `to` holds it."""
     source = format.source(path, **options)
     check_size_of(source)

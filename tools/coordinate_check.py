@@ -33,7 +33,7 @@ from megafp8.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 MEASURED = ("embedding", "attention", "mlp", "logits")
 
@@ -78,7 +78,7 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
 def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Sizes:
     """Train a model of `config` on random tokens. `parallel`: of a job of one process."""
     assert config.model.vocab_size is not None
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     (stage,) = trainer.stages
     assert stage.embedding is not None
     assert stage.head is not None
@@ -181,15 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         device = initialize_distributed("cpu")
         parallel = initialize_model_parallel(device=device)
-        found = {
-            title: {width: activation_sizes(own, parallel, arguments.steps) for width, own in by_width.items()}
+        sizes = {
+            title: {width: activation_sizes(model, parallel, arguments.steps) for width, model in by_width.items()}
             for title, by_width in configs.items()
         }
         destroy_model_parallel()
         print(f"times as large in width {max(widths)} as in {min(widths)}, before step {arguments.steps}:")
-        print(table(found))
+        print(table(sizes))
         if arguments.png is not None:
-            draw(found, arguments.png)
+            draw(sizes, arguments.png)
 
     return run_tool(tool)
 

@@ -109,9 +109,9 @@ def given_prompts(arguments: argparse.Namespace) -> list[str] | None:
 
 def as_json(completion: Completion, prompt: str) -> str:
     """A line of --json."""
-    found: dict[str, Any] = asdict(completion)
-    found["prompt"] = prompt
-    return json.dumps(found, ensure_ascii=False)
+    fields: dict[str, Any] = asdict(completion)
+    fields["prompt"] = prompt
+    return json.dumps(fields, ensure_ascii=False)
 
 
 class Writer:
@@ -126,17 +126,17 @@ class Writer:
 
     def write(self, prompts: Sequence[str]) -> None:
         grows = len(prompts) * self.options.num_samples == 1 and not self.json
-        found: dict[tuple[int, int], Completion] = {}
+        completions: dict[tuple[int, int], Completion] = {}
         for piece, completion in self.generator.stream(list(prompts), [self._options(prompt) for prompt in prompts]):
             if grows:
                 self._print(piece, end="")
             if completion.finish_reason is not None:
-                found[completion.prompt, completion.sample] = completion
+                completions[completion.prompt, completion.sample] = completion
         if grows:
             self._print("")
             return
-        for key in sorted(found):
-            prompt, text = prompts[key[0]], found[key]
+        for key in sorted(completions):
+            prompt, text = prompts[key[0]], completions[key]
             self._print(as_json(text, prompt) if self.json else f"--- {prompt!r}, {key[1]}\n{text.text}")
 
     def _options(self, prompt: str) -> SamplingOptions:

@@ -77,7 +77,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     method = _method(arguments)
     keys = STYLES[arguments.style].keys[1:]
-    more_keys = [key.name if (given := _value(arguments, key.flag)) is None else given for key in keys]
+    more_keys = [key.name if (name := _value(arguments, key.flag)) is None else name for key in keys]
     files = input_files(arguments, arguments.style, more_keys)
     summary = preprocess(
         read_documents(files),

@@ -69,7 +69,7 @@ def certificate_path(config: str, out: Path | None, device: str) -> Path:
 def run(arguments: argparse.Namespace) -> bool:
     """Prove, and print and write the certificate; returns whether it has passed."""
     from megafp8.config import ConfigError, Problem, load_config, planned_stages
-    from megafp8.prove.certificate import Certificate, Row, describe_changes, row_line
+    from megafp8.prove.certificate import Certificate, CheckResult, describe_changes, row_line
     from megafp8.prove.proof import prove
     from megafp8.training.init_from import complete_model
 
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> bool:
         print("\n".join(describe_changes(certificate.changes)), flush=True)
         print(f"\n{'check':<22} {'result':<10} {'largest':>8} {'time':>8}  how", flush=True)
 
-    def show(row: Row) -> None:
+    def show(row: CheckResult) -> None:
         print(row_line(row), flush=True)
         if row.details:
             print(row.details, file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str],
     """
     draw = random.Random(seed)
     chosen: list[tuple[float, int, str, int]] = []  # negated number, so that the largest is popped; index; text; size
-    limit, held, total = 1.0, 0, 0
+    limit, kept, total = 1.0, 0, 0
     for index, text in enumerate(texts):
         size = len(text.encode("utf-8"))
         total += size
@@ -71,10 +71,10 @@ def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str],
         if number >= limit:
             continue
         heapq.heappush(chosen, (-number, index, text, size))
-        held += size
-        while held > most_bytes:
+        kept += size
+        while kept > most_bytes:
             popped = heapq.heappop(chosen)
-            limit, held = -popped[0], held - popped[3]
+            limit, kept = -popped[0], kept - popped[3]
     return [text for _, _, text, _ in sorted(chosen, key=lambda entry: entry[1])], total
 
 
@@ -162,10 +162,13 @@ def _train(arguments: argparse.Namespace) -> None:
     with tqdm(total=size, unit="B", unit_scale=True, desc="reading") as bar:
         documents = read_documents(files, on_progress=bar.update)
         texts, total = sample(pieces(documents, arguments.skip_errors), arguments.sample_bytes, arguments.seed)
-    given = sum(len(text.encode("utf-8")) for text in texts)
+    total_bytes = sum(len(text.encode("utf-8")) for text in texts)
     if not texts:
         raise ValueError(f"no text among the inputs that fits --sample-bytes {arguments.sample_bytes}")
-    print(f"training {arguments.vocab_size} tokens on {given / 1e6:.1f} of {total / 1e6:.1f} MB of text …", flush=True)
+    print(
+        f"training {arguments.vocab_size} tokens on {total_bytes / 1e6:.1f} of {total / 1e6:.1f} MB of text …",
+        flush=True,
+    )
     # Ctrl-C and SIGTERM end the process at once: Python's handlers would run only after the library's call.
     with signal_handler(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM):
         model = train(texts, arguments.vocab_size)

@@ -6,7 +6,7 @@ from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.node_memory import MemoryReader, NodeMemory
 from megafp8.checkpoint.reader import CheckpointReader, newest_readable
 from megafp8.checkpoint.rectangles import Rectangle, Rectangles, collect, collect_shards
-from megafp8.checkpoint.saving import BackgroundSaver, Destination, Saved, save
+from megafp8.checkpoint.saving import BackgroundSaver, Destination, SavedCheckpoint, save
 from megafp8.checkpoint.store import clean_incomplete, complete_checkpoints, config_hash, latest, read_metadata
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Rectangle",
     "Rectangles",
     "SaveFailed",
-    "Saved",
+    "SavedCheckpoint",
     "clean_incomplete",
     "collect",
     "collect_shards",

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint.errors import DamagedCheckpoint, on_all_ranks
 from megafp8.checkpoint.files import Checksum, ChecksummedFiles
-from megafp8.checkpoint.pickle_reader import Record, read_pickle
+from megafp8.checkpoint.pickle_reader import PickledObject, read_pickle
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.checkpoint.torch_file import DTYPE_NAMES, TorchFile, is_size, shape_of
 from megafp8.distributed import collectives
@@ -87,8 +87,8 @@ class _Index:
 
     def __init__(self, found: Any) -> None:
         self._index = _state(found, "Metadata", "the index")
-        self._properties: dict[Record, TensorProperties] = {}
-        self._chunks: dict[Record, ChunkStorageMetadata] = {}
+        self._properties: dict[PickledObject, TensorProperties] = {}
+        self._chunks: dict[PickledObject, ChunkStorageMetadata] = {}
 
     def metadata(self) -> Metadata:
         entries, stored = self._index.get("state_dict_metadata"), self._index.get("storage_data")
@@ -130,13 +130,13 @@ class _Index:
         if type(name) is not str or not name.isprintable():
             raise ValueError(f"a key of state_dict_metadata is no name: {name_text(name)}")
         what = f"the entry of {name_text(name)}"
-        if isinstance(entry, Record) and entry.of == (_METADATA, "BytesStorageMetadata"):
+        if isinstance(entry, PickledObject) and entry.of == (_METADATA, "BytesStorageMetadata"):
             return BytesStorageMetadata()
         about = _state(entry, "TensorStorageMetadata", "the entry of", name)
         size, chunks, properties = (about.get(field) for field in ("size", "chunks", "properties"))
         if not isinstance(size, torch.Size) or type(chunks) is not list or len(chunks) > limit:
             raise ValueError(f"{what} has no size and rectangles")
-        if not isinstance(properties, Record) or properties.of != (_METADATA, "TensorProperties"):
+        if not isinstance(properties, PickledObject) or properties.of != (_METADATA, "TensorProperties"):
             raise ValueError(f"{what} has no TensorProperties")
         if properties not in self._properties:
             state = properties.state  # a tuple that begins with the dtype
@@ -146,7 +146,7 @@ class _Index:
         return TensorStorageMetadata(self._properties[properties], size, [self._chunk(x, name) for x in chunks])
 
     def _chunk(self, chunk: Any, name: str) -> ChunkStorageMetadata:
-        if isinstance(chunk, Record) and chunk in self._chunks:
+        if isinstance(chunk, PickledObject) and chunk in self._chunks:
             return self._chunks[chunk]
         about = _state(chunk, "ChunkStorageMetadata", "a rectangle in the entry of", name)
         offsets, sizes = about.get("offsets"), about.get("sizes")
@@ -158,7 +158,7 @@ class _Index:
 
 def _state(record: Any, class_name: str, what: str, name: Any = None, module: str = _METADATA) -> dict[str, Any]:
     """The fields of a record of the class `module.class_name`. `what`, and `name` of a tensor: for the error."""
-    if not isinstance(record, Record) or record.of != (module, class_name) or type(record.state) is not dict:
+    if not isinstance(record, PickledObject) or record.of != (module, class_name) or type(record.state) is not dict:
         raise ValueError(f"{what}{'' if name is None else f' {name_text(name)}'} is no {class_name}")
     fields: dict[str, Any] = record.state
     return fields

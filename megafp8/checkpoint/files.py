@@ -52,7 +52,7 @@ class Checksum(NamedTuple):
     crc32: int
 
     @classmethod
-    def of(cls, content: bytes) -> Checksum:
+    def from_content(cls, content: bytes) -> Checksum:
         return cls(len(content), zlib.crc32(content))
 
 
@@ -190,7 +190,7 @@ def write_file(path: AnyPath, content: bytes) -> Checksum:
     """Write a file, flushed to disk, or an object; returns its checksum."""
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
-        return Checksum.of(content)
+        return Checksum.from_content(content)
     file = ChecksummedFile(path)
     with _SyncedStream(file, BUFFER_BYTES) as stream:
         stream.write(content)
@@ -356,7 +356,7 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
     if sums is not None:
         if name not in sums:
             raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} has no checksum of {name}")
-        problem = _difference(file, Checksum.of(content), sums[name])
+        problem = _difference(file, Checksum.from_content(content), sums[name])
         if problem is not None:
             raise DamagedCheckpoint(problem)
     return content

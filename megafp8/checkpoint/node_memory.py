@@ -56,7 +56,7 @@ from megafp8.checkpoint.files import (
 from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.distributed import collectives
-from megafp8.distributed.activity import Work
+from megafp8.distributed.activity import CollectiveWork
 from megafp8.distributed.sharding import Shape
 from megafp8.messages import join_first
 from megafp8.user_cache import make_own_folder
@@ -73,7 +73,7 @@ _AT_ONCE = 256  # blocks
 logger = getLogger(__name__)
 
 
-class Transfer(NamedTuple):
+class FileTransfer(NamedTuple):
     """Bytes `[start, start + length)` of the file `name`, which rank `source` sends to rank `target`."""
 
     source: int
@@ -197,7 +197,7 @@ class NodeMemory:
         write_checksums(folder, all_sums | dcp.write_index(folder, plans.index, results))
         return {name: (folder / name).read_bytes() for name in _SMALL_FILES}
 
-    def _copies(self, sums: Sequence[Mapping[str, Checksum]]) -> Iterator[Transfer]:
+    def _copies(self, sums: Sequence[Mapping[str, Checksum]]) -> Iterator[FileTransfer]:
         """Transfers of all files to the next node; `sums`: of the files that each rank has written."""
         if len(self.nodes) == 1:
             return
@@ -206,7 +206,7 @@ class NodeMemory:
                 for name, checksum in sums[rank].items():
                     yield from _blocks(rank, targets[i % len(targets)], name, 0, checksum.size)
 
-    def _reserve(self, folder: Path, transfers: Sequence[Transfer]) -> None:
+    def _reserve(self, folder: Path, transfers: Sequence[FileTransfer]) -> None:
         """Reserve space for what this rank receives: writing to a map of a file that has none ends the process."""
         for transfer in transfers:
             if transfer.target == self._rank:
@@ -314,7 +314,7 @@ class NodeMemory:
 
     def _fetches(
         self, holders: Mapping[str, Sequence[int]], needed: Sequence[set[tuple[str, int, int]]]
-    ) -> Iterator[Transfer]:
+    ) -> Iterator[FileTransfer]:
         """Transfers of what each rank needs, spread over the ranks of the nodes that have it and that need it."""
         number = 0
         for ranks in self.nodes:
@@ -376,13 +376,13 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _blocks(source: int, target: int, name: str, start: int, length: int) -> Iterator[Transfer]:
+def _blocks(source: int, target: int, name: str, start: int, length: int) -> Iterator[FileTransfer]:
     """A transfer in blocks that can be sent at once."""
     for at in range(0, length, _BLOCK_BYTES):
-        yield Transfer(source, target, name, start + at, min(_BLOCK_BYTES, length - at))
+        yield FileTransfer(source, target, name, start + at, min(_BLOCK_BYTES, length - at))
 
 
-def _exchange(transfers: Sequence[Transfer], folder: Path, group: ProcessGroup | None) -> None:
+def _exchange(transfers: Sequence[FileTransfer], folder: Path, group: ProcessGroup | None) -> None:
     """Send and receive bytes between files in the folder of each rank. Space for them is reserved before.
 
     `transfers`: of all ranks, in the same order on all. Collective.
@@ -390,7 +390,7 @@ def _exchange(transfers: Sequence[Transfer], folder: Path, group: ProcessGroup |
     me = collectives.rank(group)
     for first in range(0, len(transfers), _AT_ONCE):
         assert group is not None
-        works: list[Work] = []
+        works: list[CollectiveWork] = []
         blocks: list[Tensor] = []
         for one in transfers[first : first + _AT_ONCE]:
             if one.source == me:
@@ -402,7 +402,7 @@ def _exchange(transfers: Sequence[Transfer], folder: Path, group: ProcessGroup |
         collectives.WorkList(works, blocks).wait()
 
 
-def _mapped(folder: Path, where: Transfer, mode: Literal["c", "r+"]) -> Tensor:
+def _mapped(folder: Path, where: FileTransfer, mode: Literal["c", "r+"]) -> Tensor:
     """Bytes of a file in `folder`; writing to them changes the file in mode `r+` only."""
     return torch.from_numpy(np.memmap(folder / where.name, np.uint8, mode, where.start, (where.length,)))
 

@@ -3,8 +3,8 @@
 A pickle is a program that imports classes, calls them and sets their attributes. Python's unpickler does all of this
 even where its `find_class` admits few names: BUILD sets attributes of whatever class was named, and an index of the
 memo is the size of an array. This interpreter imports nothing and calls nothing that a file names. A name of a file is
-a `Global`, and an object of it a `Record` with its arguments and its state, which do nothing. Callers make values of
-them, with checks (`dcp`), or give functions of their own for a few names (`torch_file`).
+a `Global`, and an object of it a `PickledObject` with its arguments and its state, which do nothing. Callers make
+values of them, with checks (`dcp`), or give functions of their own for a few names (`torch_file`).
 
 What a file can cost is bounded by its length: sizes are compared with the bytes that follow, the memo is a dictionary,
 and keys of dictionaries and members of sets are those that Python hashes in constant time. Values may be shared, so a
@@ -42,7 +42,7 @@ class Global(NamedTuple):
         return f"<{self.module}.{self.name}>"
 
 
-class Record:
+class PickledObject:
     """An object of a class, or the result of a function, that a pickle names: what made it, and nothing else.
 
     `arguments`: of the call; `state`: what it would be restored from; `items`: what would be appended or set, as pairs.
@@ -128,7 +128,7 @@ class _Interpreter:
                 ):
                     values = tuple(stack[0x84 - opcode :])
                     builder = builders.get(of)
-                    made = Record(of, (values,)) if builder is None else builder(values)
+                    made = PickledObject(of, (values,)) if builder is None else builder(values)
                     stack[0x83 - opcode :] = [made]
                     count = len(memo)
                     memo[count], memo[count + 1], memo[count + 2] = values, (values,), made
@@ -141,7 +141,7 @@ class _Interpreter:
                     and of not in builders
                     and len(marks) < MAX_DEPTH
                 ):
-                    stack[-1] = made = Record(of, ())
+                    stack[-1] = made = PickledObject(of, ())
                     stack.append({})
                     count = len(memo)
                     memo[count], memo[count + 1] = made, stack[-1]
@@ -239,7 +239,7 @@ class _Interpreter:
         target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif type(target) is Record:
+        elif type(target) is PickledObject:
             target.items.extend(items)
         else:
             self.fail(f"it appends to a {type(target).__name__}")
@@ -256,7 +256,7 @@ class _Interpreter:
                 if type(key) is not str:
                     self.check_key(key)
             target.update(zip(keys, items[1::2]))
-        elif type(target) is Record:
+        elif type(target) is PickledObject:
             target.items.extend(zip(keys, items[1::2]))
         else:
             self.fail(f"it sets items of a {type(target).__name__}")
@@ -267,7 +267,7 @@ class _Interpreter:
             return False
         record, state = self.marks[-1][-2:]
         keys = self.stack[::2]
-        if type(record) is not Record or type(state) is not dict or any(type(key) is not str for key in keys):
+        if type(record) is not PickledObject or type(state) is not dict or any(type(key) is not str for key in keys):
             return False
         state.update(zip(keys, self.stack[1::2]))
         record.state = state
@@ -289,7 +289,7 @@ class _Interpreter:
 
     def check_key(self, key: Any, depth: int = 0) -> None:
         kind = type(key)
-        if kind is str or kind is bytes or kind is Record:
+        if kind is str or kind is bytes or kind is PickledObject:
             return
         if kind is int:
             if not -_LARGEST_KEY < key < _LARGEST_KEY:
@@ -318,17 +318,17 @@ class _Interpreter:
         if type(arguments) is not tuple or type(function) is not Global:
             self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
         builder = self.builders.get(function)
-        self.push(Record(function, arguments) if builder is None else builder(*arguments))
+        self.push(PickledObject(function, arguments) if builder is None else builder(*arguments))
 
     def call_with_keywords(self) -> None:
         keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if type(keywords) is not dict or type(arguments) is not tuple or type(function) is not Global:
             self.fail(f"it calls a {type(function).__name__} with a {type(arguments).__name__}")
-        self.push(Record(function, (*arguments, keywords)))
+        self.push(PickledObject(function, (*arguments, keywords)))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is Record:
+        if type(target) is PickledObject:
             target.state = state
         elif type(target) is not dict:  # the attributes of a dictionary, such as state_dict's _metadata, are dropped
             self.fail(f"it sets the state of a {type(target).__name__}")
@@ -421,7 +421,7 @@ def _parts(value: Any) -> Any:
         return [*value, *value.values()] if value else None
     if kind in (list, set, frozenset) or isinstance(value, tuple):
         return value or None
-    if kind is Record:
+    if kind is PickledObject:
         return [value.arguments, value.state, value.items]
     return None
 

@@ -90,7 +90,7 @@ class Writes(Protocol):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint saved in the background: for how long training waited, and how long it took in all."""
 
     path: AnyPath
@@ -135,13 +135,13 @@ class BackgroundSaver:
     failed, and gives back its memory.
     """
 
-    def __init__(self, destination: Writes, device: torch.device, report: Callable[[Saved], None]) -> None:
+    def __init__(self, destination: Writes, device: torch.device, report: Callable[[SavedCheckpoint], None]) -> None:
         self._destination, self._report = destination, report
         self._buffer = StagingBuffer(device)
         self._items: list[WriteItem] | None = None
         self._plans: dcp.SavePlans | None = None
         self._copied: threading.Event | None = None
-        self._running: Future[Saved] | None = None
+        self._running: Future[SavedCheckpoint] | None = None
         self._thread = threading.Thread()
         self._stalled = 0.0
 
@@ -165,7 +165,7 @@ class BackgroundSaver:
         staged = on_all_ranks(lambda: self._buffer.assign(state, plans.plan), self._destination.group)
         self._buffer.copy([one for one in staged if changes_early(one.name)])
         late = [one for one in staged if not changes_early(one.name)]
-        copied, running = threading.Event(), Future[Saved]()
+        copied, running = threading.Event(), Future[SavedCheckpoint]()
 
         def work() -> None:
             try:
@@ -174,7 +174,7 @@ class BackgroundSaver:
                 finally:
                     copied.set()
                 path = self._destination.write(step, copied_state(staged, state), plans, metadata)
-                running.set_result(Saved(path, 0.0, time.perf_counter() - start))
+                running.set_result(SavedCheckpoint(path, 0.0, time.perf_counter() - start))
             except BaseException as error:
                 running.set_exception(error)
 

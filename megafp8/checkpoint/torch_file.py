@@ -6,10 +6,10 @@ each rectangle; a checkpoint of Megatron-LM is one archive a rank.
 
 Reading. A pickle is a program that may call functions of any module, so `pickle_reader` reads it, which runs none.
 Dictionaries, dtypes and torch's rebuilding of tensors, which here only records where a tensor lies, have a meaning;
-an enumeration of a library that is not installed, or `os.system`, is a `Record` that does nothing. Tensors are read
-later, into buffers of their size; memory maps would count as memory used. The CRC-32 of a record, which `torch.load`
-ignores, is compared before its first tensor is read, where the archive has one (torch can be told to omit it, and then
-writes 0). All sizes in an archive are compared with its own before anything is allocated.
+an enumeration of a library that is not installed, or `os.system`, is a `PickledObject` that does nothing. Tensors are
+read later, into buffers of their size; memory maps would count as memory used. The CRC-32 of a record, which
+`torch.load` ignores, is compared before its first tensor is read, where the archive has one (torch can be told to omit
+it, and then writes 0). All sizes in an archive are compared with its own before anything is allocated.
 
 Writing. `reserve` lets torch write an archive for tensors without values (`torch.serialization.skip_data`),
 `tensor_starts` tells where their bytes belong, and `seal` stores the checksums once they are written. So an archive of

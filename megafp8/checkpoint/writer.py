@@ -68,7 +68,7 @@ class _Record(NamedTuple):
         )
 
     @classmethod
-    def of(cls, text: str) -> _Record:
+    def from_text(cls, text: str) -> _Record:
         name, low, shape, dtype, rectangles, sums = json.loads(text)
         parsed = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
         checksums = {file: Checksum(*s) for file, s in sums.items()}
@@ -84,7 +84,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, records: Iterable[str] = ()) -> None:
         self.folder = folder
-        self._records = {(record.name, record.low): record for record in map(_Record.of, records)}
+        self._records = {(record.name, record.low): record for record in map(_Record.from_text, records)}
         self._sums: dict[str, Checksum] = {}
         self._behind = DropBehind(WRITTEN_BYTES, written=True)
         for record in self._records.values():

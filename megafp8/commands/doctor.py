@@ -90,11 +90,11 @@ def check_packages(usable: Collection[str]) -> Iterator[Finding]:
         extra = next((e for e in EXTRAS if requirement.marker and requirement.marker.evaluate({"extra": e})), "")
         if not extra and requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue  # of another extra, or another system
-        found = installed_version(requirement.name)
-        if found is None:
+        version = installed_version(requirement.name)
+        if version is None:
             wrong[extra].append(f"{requirement.name} is missing")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            wrong[extra].append(f"{requirement.name} is {found}, not {requirement.specifier}")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong[extra].append(f"{requirement.name} is {version}, not {requirement.specifier}")
         elif module := _MODULES.get(requirement.name):
             try:
                 importlib.import_module(module)
@@ -176,17 +176,17 @@ def check_gpu(index: int) -> Iterator[Finding]:
 
 def check_triton() -> Iterator[Finding]:
     """Kernels are compiled by Triton, whose launchers a C compiler builds."""
-    found = installed_version("triton")
-    if found is None:
+    version = installed_version("triton")
+    if version is None:
         yield Finding("Triton", "fail", "missing: kernels on GPUs are written in it; pip install triton")
         return
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang", "cc"))), None)
     if compiler is None:
         yield Finding(
-            "Triton", "fail", f"{found} needs a C compiler, and there is none: apt-get install gcc, or set CC"
+            "Triton", "fail", f"{version} needs a C compiler, and there is none: apt-get install gcc, or set CC"
         )
     else:
-        yield Finding("Triton", "pass", f"{found}, with {compiler}")
+        yield Finding("Triton", "pass", f"{version}, with {compiler}")
 
 
 def compute(device: torch.device, how: str) -> Finding:
@@ -218,8 +218,8 @@ def compute(device: torch.device, how: str) -> Finding:
 def check_machine(*, gpu: bool) -> Iterator[Finding]:
     """Limits of processes, and the folder in which what was tuned is stored."""
     rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
-    found = list(judge_limits(limits(), "this process", rdma=rdma and gpu))
-    yield from found or [Finding("limits", "pass", "open files, locked memory, shared memory")]
+    findings = list(judge_limits(limits(), "this process", rdma=rdma and gpu))
+    yield from findings or [Finding("limits", "pass", "open files, locked memory, shared memory")]
     folder = user_cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,22 +234,22 @@ def check_machine(*, gpu: bool) -> Iterator[Finding]:
 
 
 def check() -> list[Finding]:
-    found = [*check_python(), *check_torch()]
-    if any(finding.check == "torch" and finding.status == "fail" for finding in found):
-        return [*found, *check_packages(())]
+    findings = [*check_python(), *check_torch()]
+    if any(finding.check == "torch" and finding.status == "fail" for finding in findings):
+        return [*findings, *check_packages(())]
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_hopper = any(torch.cuda.get_device_capability(index) == (9, 0) for index in range(gpus))
     usable = ["gpu"] * (gpus > 0) + ["recurrent"] * has_hopper
-    found += [*check_packages(usable), *check_machine(gpu=gpus > 0)]
+    findings += [*check_packages(usable), *check_machine(gpu=gpus > 0)]
     if gpus:
-        found += check_triton()
+        findings += check_triton()
         for index in range(gpus):
-            found += check_gpu(index)
+            findings += check_gpu(index)
     else:
-        found.append(compute(torch.device("cpu"), "emulation on the CPU"))
-    return found
+        findings.append(compute(torch.device("cpu"), "emulation on the CPU"))
+    return findings
 
 
 def _first_line(error: BaseException) -> str:
@@ -262,9 +262,9 @@ def make_parser() -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     make_parser().parse_args(argv)
-    found = check()
-    print(report(found))
-    return int(any(finding.status == "fail" for finding in found))
+    findings = check()
+    print(report(findings))
+    return int(any(finding.status == "fail" for finding in findings))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.config import Config, load_config
-from megafp8.fp8.health import Record, advice, as_yaml
+from megafp8.fp8.health import Fp8Record, advice, as_yaml
 from megafp8.numerics.recipes.nvfp4 import NVFP4Scaling
 from megafp8.training.fp8_config import fp8_recipe
 
@@ -28,13 +28,13 @@ def place(layer: str) -> tuple[str, int]:
     return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
 
 
-def ordered_layers(records: Sequence[Record]) -> list[str]:
+def ordered_layers(records: Sequence[Fp8Record]) -> list[str]:
     """All layers, sorted by their place in a block, then by block."""
     kinds = list(dict.fromkeys(place(record.layer)[0] for record in records))
     return sorted({record.layer for record in records}, key=lambda a: (kinds.index(place(a)[0]), place(a)[1]))
 
 
-def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.float64]:
+def grid(records: Sequence[Fp8Record], operand: str, field: str) -> NDArray[np.float64]:
     """`field` of an operand, `[ordered layers, sampled steps]`; NaN if missing; log2 of an amax."""
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
@@ -48,7 +48,7 @@ def grid(records: Sequence[Record], operand: str, field: str) -> NDArray[np.floa
     return values
 
 
-def advice_text(records: Sequence[Record], config: Config) -> str:
+def advice_text(records: Sequence[Fp8Record], config: Config) -> str:
     """The advice of `megafp8.fp8.health`, and the YAML that follows it."""
     recipe = fp8_recipe(config)
     if recipe is None:

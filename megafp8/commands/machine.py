@@ -55,12 +55,12 @@ def versions(device: torch.device) -> dict[str, str]:
 
     from megafp8.training.run_log import source_commit
 
-    found = {"torch": str(torch.__version__), "Python": sys.version.split()[0], "megafp8": source_commit() or "no git"}
+    result = {"torch": str(torch.__version__), "Python": sys.version.split()[0], "megafp8": source_commit() or "no git"}
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["GPU"] = torch.cuda.get_device_name(device)
-    return found
+        result["CUDA"] = str(torch.version.cuda)
+        result["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        result["GPU"] = torch.cuda.get_device_name(device)
+    return result
 
 
 def ask_gpu(device: torch.device) -> dict[str, str]:
@@ -101,10 +101,10 @@ def limits() -> dict[str, int]:
     """Soft limits of this process, and free bytes of /dev/shm where there is one; -1 is unlimited."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = {"open files": open_files, "locked memory": -1 if locked == resource.RLIM_INFINITY else locked}
+    result = {"open files": open_files, "locked memory": -1 if locked == resource.RLIM_INFINITY else locked}
     if Path("/dev/shm").is_dir():
-        found["/dev/shm"] = shutil.disk_usage("/dev/shm").free
-    return found
+        result["/dev/shm"] = shutil.disk_usage("/dev/shm").free
+    return result
 
 
 def judge_limits(values: Mapping[str, int], whose: str, *, rdma: bool) -> Iterator[Finding]:

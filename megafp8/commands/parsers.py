@@ -39,14 +39,14 @@ def make_parser_of(file: Path, module_name: str) -> ArgumentParser:
 def _needed(body: list[ast.stmt], wanted: str) -> list[ast.stmt]:
     """The statements of a module that define the name `wanted`, and the names that these need."""
     by_name = {name: node for node in body for name in _defined(node)}
-    found: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
     names = [wanted]
     while names:
         node = by_name.get(names.pop())
-        if node is not None and node not in found:
-            found.append(node)
+        if node is not None and node not in statements:
+            statements.append(node)
             names += _used(node)
-    return found
+    return statements
 
 
 def _used(node: ast.stmt) -> set[str]:

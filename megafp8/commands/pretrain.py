@@ -19,10 +19,10 @@ from megafp8.training.arguments import make_parser as make_training_parser
 
 if TYPE_CHECKING:
     from megafp8.training.evaluation import LiveUses
-    from megafp8.training.inputs import Inputs
+    from megafp8.training.inputs import RunInputs
 
 
-def live_uses(inputs: Inputs) -> LiveUses:
+def live_uses(inputs: RunInputs) -> LiveUses:
     """Implementations of `training.evaluate` and `data.grpo`. Raises ConfigError for what cannot be done."""
     if inputs.config.training.evaluate is None and inputs.config.data.grpo is None:
         from megafp8.training.evaluation import LiveUses

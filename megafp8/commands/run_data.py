@@ -21,7 +21,7 @@ from megafp8.commands.common import file_of_run
 from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, read_config
 from megafp8.config.reader import compose, construct
 from megafp8.fp8.health import FILE_NAME as FP8_FILE
-from megafp8.fp8.health import OPERANDS, Record, read_report
+from megafp8.fp8.health import OPERANDS, Fp8Record, read_report
 from megafp8.optimizer.layer_norms import GRADIENT, UPDATE, WEIGHT, in_order
 from megafp8.training.expert_load import FILE_NAME as EXPERT_LOAD_FILE
 from megafp8.training.expert_load import read_expert_load, relative
@@ -247,14 +247,14 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Curve]]:
     }
 
 
-def _by_step(report: Sequence[Record]) -> dict[int, list[Record]]:
-    records_of_step: dict[int, list[Record]] = {}
+def _by_step(report: Sequence[Fp8Record]) -> dict[int, list[Fp8Record]]:
+    records_of_step: dict[int, list[Fp8Record]] = {}
     for record in report:
         records_of_step.setdefault(record.step, []).append(record)
     return records_of_step
 
 
-def _fp8_curves(report: Sequence[Record]) -> dict[str, Sequence[Curve]]:
+def _fp8_curves(report: Sequence[Fp8Record]) -> dict[str, Sequence[Curve]]:
     scalars = [{"step": step} | fp8_scalars(records) for step, records in _by_step(report).items()]
     panels = (
         ("fp8_snr", "min_snr_db", 1),
@@ -295,7 +295,7 @@ def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
         yield HeatMap(title, "log₁₀", layers, columns, shown, low_is_bad=False)
 
 
-def _fp8_heat_maps(report: Sequence[Record]) -> Iterator[HeatMap]:
+def _fp8_heat_maps(report: Sequence[Fp8Record]) -> Iterator[HeatMap]:
     steps = sorted({record.step for record in report})
     for operand in OPERANDS if report else ():
         values, columns = reduce_columns(grid(report, operand, "snr_db"), steps, np.fmin)
@@ -313,7 +313,7 @@ def _expert_heat_maps(folder: Path) -> Iterator[HeatMap]:
         yield HeatMap("Experts: the one with the most tokens", "× mean of the layer", rows, columns, values, False, 1.0)
 
 
-def _advice(folder: Path, report: Sequence[Record]) -> str | None:
+def _advice(folder: Path, report: Sequence[Fp8Record]) -> str | None:
     if not report:
         return None
     try:

@@ -18,7 +18,7 @@ ActivationName = Literal[
 class Activation:
     """`down(f(up(x)))`, or `down(f(gate(x)) * up(x))` where it is `gated` (clamped SwiGLU: times up + 1).
 
-    `fused`: output and gradient are computed while they are cast, by the `Source` of this name in
+    `fused`: output and gradient are computed while they are cast, by the `MatrixSource` of this name in
     `megafp8.numerics.sources`; else f is PyTorch's own op (`megafp8.ops.mlp`). Exact GELU is not fused: its erf has
     other bits on other devices, so no kernel could equal a reference. `hugging_face`: values of `hidden_act` that mean
     f; the first is written. `megatron`: the arguments by which Megatron-LM chooses it; without any it has no such

@@ -187,24 +187,24 @@ def _text(config: Config) -> Iterator[Problem]:
             yield Problem("data.streams", "set", rule, "leave it out")
         return
     key, path = text[0]
-    given = f"{key}, {path}, is text that is tokenized while the run trains"
+    where = f"{key}, {path}, is text that is tokenized while the run trains"
     if d.tokenizer is None:
-        yield Problem("data.tokenizer", None, given, "set it, or write .bin/.idx files by megafp8 preprocess")
+        yield Problem("data.tokenizer", None, where, "set it, or write .bin/.idx files by megafp8 preprocess")
     if d.packing != "concatenate":
-        rule = f"{given}, and how long its documents are is not known before"
+        rule = f"{where}, and how long its documents are is not known before"
         yield Problem(
             "data.packing", d.packing, rule, "try concatenate, or write .bin/.idx files by megafp8 preprocess"
         )
     if d.has_loss_mask:
         key, value = ("data.dpo", "set") if d.loss_on is None else ("data.loss_on", d.loss_on)
-        rule = f"{given}, without a loss mask"
+        rule = f"{where}, without a loss mask"
         yield Problem(key, value, rule, "leave it out, or write .bin/.idx files by megafp8 preprocess")
     in_train = [path for key, path in text if key == "data.train"]
     if in_train and len(d.train) > 1 and not isinstance(d.train, dict):
         rule = f"a list is weighted by numbers of tokens, and that of {in_train[0]} is not known"
         yield Problem("data.train", d.train, rule, "give shares of the samples: {path: weight}")
     if config.training.eval_interval and len(in_train) == len(set(d.train)) and not d.validation:
-        rule = f"{given}, of which data.split takes no documents"
+        rule = f"{where}, of which data.split takes no documents"
         yield Problem("training.eval_interval", config.training.eval_interval, rule, "give data.validation, or try 0")
 
 
@@ -393,10 +393,10 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
     for index, layer in enumerate(m.spec.layers[: m.num_layers]):
         name = kind_name(m, index)
         for part, record in (("mixer", layer.mixer), ("ffn", layer.ffn)):
-            given = getattr(m.layer_kinds[name], part) if name else None
+            section = getattr(m.layer_kinds[name], part) if name else None
             for key, value in record.widths(m).items():
-                own = given is not None and key in given.given
-                widths[f"model.layer_kinds.{name}.{part}.{key}" if own else f"model.{key}"] = value
+                is_set = section is not None and key in section.given
+                widths[f"model.layer_kinds.{name}.{part}.{key}" if is_set else f"model.{key}"] = value
     return widths
 
 
@@ -454,8 +454,8 @@ def _stages(config: Config) -> Iterator[Problem]:
         works = f"try {layers // p.pipeline} or less"
         yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: {name} is {layers}", works)
     elif isinstance(explicit, list):
-        base, more = divmod(layers, stages)
-        works = f"try {[base + (i < more) for i in range(stages)]}"
+        base, rest = divmod(layers, stages)
+        works = f"try {[base + (i < rest) for i in range(stages)]}"
         if len(explicit) != stages:
             times = f" × parallel.virtual_pipeline = {p.virtual_pipeline}" if p.virtual_pipeline > 1 else ""
             rule = f"{len(explicit)} entries for parallel.pipeline = {p.pipeline}{times} stages"
@@ -526,9 +526,13 @@ def _sequence(config: Config) -> Iterator[Problem]:
     t = p.tensor if p.sequence_parallel else 1
     if p.context > 1 and s % (2 * p.context * t):
         shards = f"context parallelism splits it into two chunks for each of parallel.context ({p.context}) ranks"
-        more = f", and sequence parallelism each rank's shard into parallel.tensor ({t}) equal parts" if t > 1 else ""
+        sharded = (
+            f", and sequence parallelism each rank's shard into parallel.tensor ({t}) equal parts" if t > 1 else ""
+        )
         parts = 2 * p.context * t
-        yield Problem("training.seq_length", s, shards + more, f"try {-(-s // parts) * parts}, or parallel.context=1")
+        yield Problem(
+            "training.seq_length", s, shards + sharded, f"try {-(-s // parts) * parts}, or parallel.context=1"
+        )
     elif s % t:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
@@ -750,16 +754,16 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
 def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
     p = config.parallel
     ranks, rest = divmod(world_size, p.tensor * p.pipeline)
-    of_experts, uneven = divmod(ranks * p.tensor, p.expert_ranks)
+    expert_replicas, uneven = divmod(ranks * p.tensor, p.expert_ranks)
     if not p.fsdp or rest or ranks % p.context or uneven:
         return
-    possible = math.gcd(ranks, of_experts)
+    possible = math.gcd(ranks, expert_replicas)
     if possible % p.fsdp_replicas == 0:
         return
     names = "data-parallel" if p.context == 1 else "data- and context-parallel"
     rule = f"the shards of parallel.fsdp are replicated over equal parts of {ranks} {names} ranks"
     if ranks % p.fsdp_replicas == 0:
-        rule += f", and those of experts over equal parts of the {of_experts} that hold the same experts"
+        rule += f", and those of experts over equal parts of the {expert_replicas} that hold the same experts"
     yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, divisors(possible, p.fsdp_replicas))
 
 

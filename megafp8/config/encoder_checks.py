@@ -85,12 +85,14 @@ def data(config: Config) -> Iterator[Problem]:
 
 def _spans(config: Config) -> Iterator[Problem]:
     """Rules about lengths and layouts of T5."""
-    p, t, given = config.parallel, config.training, config.training.decoder_seq_length
+    p, t, decoder_length = config.parallel, config.training, config.training.decoder_seq_length
     noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
     parts = p.tensor if p.sequence_parallel else 1
-    if given is not None and given < noise + spans + 1:
+    if decoder_length is not None and decoder_length < noise + spans + 1:
         rule = f"a sample of {t.seq_length} tokens has {noise} in {spans} spans, with a sentinel each, and an end"
-        yield Problem("training.decoder_seq_length", given, rule, f"try {noise + spans + 1} or more, or leave it out")
+        yield Problem(
+            "training.decoder_seq_length", decoder_length, rule, f"try {noise + spans + 1} or more, or leave it out"
+        )
     length = config.decoder_length
     if length is not None and length % parts:
         rule = f"sequence parallelism splits it into parallel.tensor ({parts}) equal parts"

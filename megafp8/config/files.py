@@ -94,23 +94,23 @@ def read_tree(source: str) -> Tree:
 def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | None) -> Tree:
     """`chain`: the files that led to this one, as they were named and resolved. `naming`: that which names it, and the
     line."""
-    own = _read_file(source, naming)
+    content = _read_file(source, naming)
     chain = [*chain, (source, Path(source).resolve())]
-    if BASE not in own.values:
-        return own
-    base = own.values.pop(BASE)
-    where = own.place(BASE, source)
+    if BASE not in content.values:
+        return content
+    base = content.values.pop(BASE)
+    where = content.place(BASE, source)
     problem = _base_problem(base, source, chain)
     if problem is not None:
         raise ConfigError(source, [replace(problem, where=where)])
-    if "name" not in own.values:
+    if "name" not in content.values:
         rule = f"not inherited from {BASE}, as each run has a folder of its own"
         raise ConfigError(source, [Problem("name", None, rule, "add it")])
     path = str(_base_path(source, base))
     inherited = _read(path, chain, (source, where))
-    values = _merged(inherited.values, own.values, Config)
-    left_out = list(leave_out_options(inherited.values, values, own.values, Config))
-    lines = inherited.lines | own.lines
+    values = _merged(inherited.values, content.values, Config)
+    left_out = list(leave_out_options(inherited.values, values, content.values, Config))
+    lines = inherited.lines | content.lines
     return Tree(values, lines, [*inherited.left_out, (path, left_out)])
 
 

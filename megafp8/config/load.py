@@ -52,20 +52,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Compl
     source = str(file_of(str(path)))
     read = read_tree(source)
     tree = read.values
-    before, given = copy.deepcopy(tree), dict[str, Any]()
+    before, changes = copy.deepcopy(tree), dict[str, Any]()
     for override in overrides:
         key, value = _apply(tree, override, source)
-        section, name = holder_of(given, key, value, source)
+        section, name = holder_of(changes, key, value, source)
         section[name] = value
-    left_out = list(leave_out_options(before, tree, given, Config))
+    left_out = list(leave_out_options(before, tree, changes, Config))
     checkpoint = tree.get("checkpoint")
     if complete is not None and isinstance(checkpoint, dict) and checkpoint.get("init_from") is not None:
         complete(tree, source)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        found = explain(error.errors())
-        raise ConfigError(source, [replace(p, where=_where(p.path, read, given, source)) for p in found]) from None
+        problems = explain(error.errors())
+        raise ConfigError(source, [replace(p, where=_where(p.path, read, changes, source)) for p in problems]) from None
     for file, options in (*read.left_out, (source, left_out)):
         report(options, config, file)
     return config

@@ -112,9 +112,9 @@ def chosen(config: Config) -> Iterator[Problem]:
     for name, field in type(o).model_fields.items():
         options = getattr(o, name)
         if isinstance(options, Update) and name != o.name and options != field.default:
-            given = options.model_dump(exclude_defaults=True)
+            keys = options.model_dump(exclude_defaults=True)
             yield Problem(
-                f"optimizer.{name}", given, f"optimizer.name is {o.name}", f"leave it out, or try name: {name}"
+                f"optimizer.{name}", keys, f"optimizer.name is {o.name}", f"leave it out, or try name: {name}"
             )
     if not isinstance(o.chosen, MatrixUpdate):
         return
@@ -134,7 +134,7 @@ def mup(config: Config) -> Iterator[Problem]:
     m = config.model
     if m.mup is None:
         return
-    given, off = m.mup.model_dump(exclude_none=True), "leave model.mup out"
+    keys, off = m.mup.model_dump(exclude_none=True), "leave model.mup out"
     lacks = {
         f"model.architecture is {m.architecture}": m.architecture != "gpt",
         "the model has experts (model.moe)": m.moe is not None,
@@ -143,7 +143,7 @@ def mup(config: Config) -> Iterator[Problem]:
     }
     for what, lacking in lacks.items():
         if lacking:
-            yield Problem("model.mup", given, f"{what}, for which muP is not offered", off)
+            yield Problem("model.mup", keys, f"{what}, for which muP is not offered", off)
     if m.attention_scale is not None and m.mup.base_head_dim is not None:
         rule = "model.attention_scale is given, and each sets what scores are multiplied by"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave one of them out")

@@ -472,7 +472,7 @@ class TrainingConfig(Section):
     """End the run with an error after this many consecutive skipped steps. A step is skipped if its gradients are not
     finite: weights and optimizer state stay unchanged. In fp16, not before the loss scale is loss_scale.min_loss_scale.
     0: no limit."""
-    replica_check_interval: Count = 100
+    consistency_check_interval: Count = 100
     """Steps between checks that ranks which must hold equal weights, optimizer state and FP8 scales do, bit for bit; if
     they do not, the run ends with an error that names the rank. Also checked before the first step, before each save,
     and when steps are skipped. 0: never."""
@@ -510,8 +510,8 @@ class TokenizerConfig(Section):
     @classmethod
     def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
         usual = ("path", "end_token", "add_bos_token")
-        of_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": (*usual, "pattern")}
-        return of_kind.get(values.get(choice, ""), usual)
+        by_kind: dict[str, tuple[str, ...]] = {"bytes": (), "tiktoken": (*usual, "pattern")}
+        return by_kind.get(values.get(choice, ""), usual)
 
 
 class SpecialTokens(Section):
@@ -589,28 +589,28 @@ class PrefixLmConfig(ObjectiveConfig):
 
     def problems(self, config: Config) -> Iterator[Problem]:
         m, d, s = config.model, config.data, config.training.seq_length
-        given, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
+        where, off = "data.prefix_lm is set, and", "or leave data.prefix_lm out"
         if m.architecture != "gpt":
-            rule = f"{given} a prefix is for models that predict the next token"
+            rule = f"{where} a prefix is for models that predict the next token"
             yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
             return
         mixers = {f"model.layer_kinds.{name}.mixer": kind.mixer for name, kind in m.layer_kinds.items()}
         for path, part in {"model": m, **mixers}.items():
             window = getattr(part, "sliding_window", None)
             if window is not None:
-                rule = f"{given} all tokens attend to the whole prefix, which a window would not show them"
+                rule = f"{where} all tokens attend to the whole prefix, which a window would not show them"
                 yield Problem(f"{path}.sliding_window", window, rule, f"leave it out, {off}")
             if getattr(part, "position_embedding", None) == "alibi":
                 rule = (
-                    f"{given} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier "
+                    f"{where} its tokens attend to later ones, while scores of ALiBi fall with the distance to earlier "
                     "ones"
                 )
                 yield Problem(f"{path}.position_embedding", "alibi", rule, f"try rope, {off}")
         if m.mtp_num_layers:
-            rule = f"{given} a token of the prefix would see the embedding of a token that it is to predict"
+            rule = f"{where} a token of the prefix would see the embedding of a token that it is to predict"
             yield Problem("model.mtp_num_layers", m.mtp_num_layers, rule, f"try 0, {off}")
         if d.reset_at_documents:
-            rule = f"{given} a sample has one prefix, which only its first documents would see"
+            rule = f"{where} a sample has one prefix, which only its first documents would see"
             yield Problem("data.reset_at_documents", True, rule, f"try false, {off}")
         longest = self.max_length or s
         if longest > s:
@@ -637,12 +637,12 @@ class FillInTheMiddleConfig(ObjectiveConfig):
     """Id of the mark before the suffix. Default: likewise, <|fim_suffix|>, <fim_suffix> or ▁<SUF>."""
 
     def problems(self, config: Config) -> Iterator[Problem]:
-        given, off = "data.fill_in_the_middle is set, and", "or leave data.fill_in_the_middle out"
+        where, off = "data.fill_in_the_middle is set, and", "or leave data.fill_in_the_middle out"
         if config.model.architecture != "gpt":
-            rule = f"{given} rearranged documents are for models that predict the next token"
+            rule = f"{where} rearranged documents are for models that predict the next token"
             yield Problem("model.architecture", config.model.architecture, rule, f"try gpt, {off}")
         if config.data.loss_on is not None:
-            rule = f"{given} the loss mask is of documents as they are"
+            rule = f"{where} the loss mask is of documents as they are"
             yield Problem("data.loss_on", config.data.loss_on, rule, f"leave it out, {off}")
 
 
@@ -664,24 +664,24 @@ class DpoConfig(ObjectiveConfig):
     <prefix>.reference-<digest of the weights>.npz; a later run from the same weights reads them."""
 
     def problems(self, config: Config) -> Iterator[Problem]:
-        m, d, given = config.model, config.data, "data.dpo is set, and"
+        m, d, where = config.model, config.data, "data.dpo is set, and"
         off = "or leave data.dpo out"
         if m.architecture != "gpt":
-            rule = f"{given} it needs the probability of each token after those before it"
+            rule = f"{where} it needs the probability of each token after those before it"
             yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
             return
         if d.loss_on is not None:
-            yield Problem("data.loss_on", d.loss_on, f"{given} its loss is on answers alone", "leave it out")
+            yield Problem("data.loss_on", d.loss_on, f"{where} its loss is on answers alone", "leave it out")
         if d.packing != "best_fit":
-            rule = f"{given} other ways to pack part the answers of a pair"
+            rule = f"{where} other ways to pack part the answers of a pair"
             yield Problem("data.packing", d.packing, rule, f"try best_fit, {off}")
-        yield from plain_loss_problems(config, given)
+        yield from plain_loss_problems(config, where)
         if config.stages:
-            rule = f"{given} the reference is the model that the run begins with, not a later stage"
+            rule = f"{where} the reference is the model that the run begins with, not a later stage"
             yield Problem("stages", "set", rule, "make each stage a run of its own, by checkpoint.init_from")
         remote = next((path for path in (*d.train, *d.validation.values()) if "://" in path), None)
         if self.reference == "precomputed" and remote is not None:
-            rule = f"{given} log-probabilities are written beside the data, but {remote} is in object storage"
+            rule = f"{where} log-probabilities are written beside the data, but {remote} is in object storage"
             yield Problem("data.dpo.reference", self.reference, rule, "try live, or copy the data to a disk")
 
 
@@ -707,34 +707,34 @@ class DistillationConfig(ObjectiveConfig):
     Logits of all micro-batches of a step are held, of the whole vocabulary or of these tokens."""
 
     def problems(self, config: Config) -> Iterator[Problem]:
-        m, given, off = config.model, "data.distillation is set, and", "or leave data.distillation out"
+        m, where, off = config.model, "data.distillation is set, and", "or leave data.distillation out"
         if m.architecture != "gpt":
-            rule = f"{given} its teacher predicts the next token"
+            rule = f"{where} its teacher predicts the next token"
             yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
             return
         if self.top_k is not None and m.vocab_size is not None and self.top_k > m.vocab_size:
             rule = f"model.vocab_size is {m.vocab_size}"
             yield Problem("data.distillation.top_k", self.top_k, rule, "leave it out, for the whole vocabulary")
-        yield from plain_loss_problems(config, given)
+        yield from plain_loss_problems(config, where)
         if self.logits == "precomputed":
             yield from self._precomputed_problems(config)
 
     def _precomputed_problems(self, config: Config) -> Iterator[Problem]:
         """A token's logits must be the same in all epochs, and have a place beside the data."""
-        d, given = config.data, "data.distillation.logits is precomputed, and"
+        d, where = config.data, "data.distillation.logits is precomputed, and"
         if self.top_k is None:
-            rule = f"{given} logits of the whole vocabulary are too many to keep"
+            rule = f"{where} logits of the whole vocabulary are too many to keep"
             yield Problem("data.distillation.top_k", None, rule, "try 64")
         if d.packing != "best_fit":
-            rule = f"{given} other ways to pack give a token another context in each epoch"
+            rule = f"{where} other ways to pack give a token another context in each epoch"
             yield Problem("data.packing", d.packing, rule, "try best_fit, or data.distillation.logits=live")
         if config.stages:
-            rule = f"{given} a later stage cuts long documents at other places"
+            rule = f"{where} a later stage cuts long documents at other places"
             yield Problem("stages", "set", rule, "make each stage a run of its own, by checkpoint.init_from")
         path = next((path for path in (*d.train, *d.validation.values()) if "://" in path), None)
         path = d.text[0][1] if path is None and d.text else path
         if path is not None:
-            rule = f"{given} logits are written beside the data, but {path} is text, or in object storage"
+            rule = f"{where} logits are written beside the data, but {path} is text, or in object storage"
             yield Problem("data.distillation.logits", self.logits, rule, "try live, or preprocessed data on a disk")
 
 
@@ -772,7 +772,7 @@ class GrpoConfig(ObjectiveConfig):
     """Texts that a model generates at once; their cache is in memory while it does."""
 
     def problems(self, config: Config) -> Iterator[Problem]:
-        m, d, t, given, off = (
+        m, d, t, where, off = (
             config.model,
             config.data,
             config.training,
@@ -780,12 +780,12 @@ class GrpoConfig(ObjectiveConfig):
             "or leave data.grpo out",
         )
         if m.architecture != "gpt":
-            rule = f"{given} only models of architecture gpt continue a text"
+            rule = f"{where} only models of architecture gpt continue a text"
             yield Problem("model.architecture", m.architecture, rule, f"try gpt, {off}")
             return
-        yield from self._data_problems(d, given, off)
+        yield from self._data_problems(d, where, off)
         if t.global_batch_size % self.group_size:
-            rule = f"{given} it is a number of texts, not a multiple of data.grpo.group_size ({self.group_size})"
+            rule = f"{where} it is a number of texts, not a multiple of data.grpo.group_size ({self.group_size})"
             works = f"try {-(-t.global_batch_size // self.group_size) * self.group_size}"
             yield Problem("training.global_batch_size", t.global_batch_size, rule, works)
         if self.max_tokens >= t.seq_length:
@@ -799,18 +799,18 @@ class GrpoConfig(ObjectiveConfig):
         elif self.reward is not None and not re.fullmatch(r".+:[A-Za-z_]\w*", self.reward):
             rule = "names no function"
             yield Problem("data.grpo.reward", self.reward, rule, "try module:function or path.py:function")
-        yield from plain_loss_problems(config, given)
+        yield from plain_loss_problems(config, where)
         if t.eval_interval:
-            rule = f"{given} prompts have no loss to evaluate"
+            rule = f"{where} prompts have no loss to evaluate"
             yield Problem("training.eval_interval", t.eval_interval, rule, "try 0; training.evaluate works")
         if config.resilience.loss_spike is not None:
-            rule = f"{given} its loss says nothing about a step: that of advantages is 0 in the mean"
+            rule = f"{where} its loss says nothing about a step: that of advantages is 0 in the mean"
             yield Problem("resilience.loss_spike", "set", rule, "leave it out")
         if config.parallel.schedule.endswith(".csv"):
-            rule = f"{given} steps have as many micro-batches as their texts fill, and a table is for one number"
+            rule = f"{where} steps have as many micro-batches as their texts fill, and a table is for one number"
             yield Problem("parallel.schedule", config.parallel.schedule, rule, "name a schedule, or a function")
         if config.stages:
-            yield Problem("stages", "set", f"{given} stages are not offered for it", "leave them out")
+            yield Problem("stages", "set", f"{where} stages are not offered for it", "leave them out")
 
     def _data_problems(self, d: DataConfig, given: str, off: str) -> Iterator[Problem]:
         if d.tokenizer is None:
@@ -1313,8 +1313,8 @@ class Config(Section):
     @property
     def hang_seconds(self) -> float:
         """Time without progress after which the job is ended; 0 for none."""
-        given = self.resilience.hang_seconds
-        return self.timeout_seconds / 2 if given is None else given
+        seconds = self.resilience.hang_seconds
+        return self.timeout_seconds / 2 if seconds is None else seconds
 
     @property
     def outer(self) -> OuterConfig | None:

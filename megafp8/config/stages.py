@@ -64,14 +64,14 @@ def planned_stages(config: Config, source: str) -> list[PlannedStage]:
     if problems:
         raise ConfigError(source, problems)
     begins = [0, *(stage.begin for stage in config.stages if stage.begin)]
-    found = []
+    stages = []
     for begin in begins:
         stage = stage_at(config, begin)
         where = source if stage is None else _place(source, stage)
-        found.append(
+        stages.append(
             PlannedStage(None if stage is None else stage.name, begin, config_at(config, begin, source), where)
         )
-    return found
+    return stages
 
 
 def _place(source: str, stage: StageConfig) -> str:
@@ -99,18 +99,18 @@ def _overridden(config: Config, stage: StageConfig, source: str) -> Config:
     if problems:
         raise ConfigError(where, problems)
     before = config.model_dump(mode="json")
-    tree, given = copy.deepcopy(before), dict[str, Any]()
+    tree, changes = copy.deepcopy(before), dict[str, Any]()
     for key, value in stage.overrides.items():
-        for of in (tree, given):
+        for of in (tree, changes):
             section, name = holder_of(of, key, value, where)
             section[name] = value
-    left_out = list(leave_out_options(before, tree, given, Config))
+    left_out = list(leave_out_options(before, tree, changes, Config))
     try:
-        found = Config.model_validate(tree)
+        changed = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(where, explain(error.errors())) from None
-    report(left_out, found, where)
-    return found
+    report(left_out, changed, where)
+    return changed
 
 
 def _refused(key: str, value: Any) -> Iterator[Problem]:

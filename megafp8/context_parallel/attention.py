@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megafp8.context_parallel.split import (
-    Placement,
+    DocumentPlacement,
     first,
     offsets,
     place_tokens,
@@ -56,7 +56,7 @@ from megafp8.numerics.attention_scores import PLAIN, Scores
 from megafp8.ops import attention
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Queries and the keys that they attend to in one kernel call.
 
     `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
@@ -75,7 +75,7 @@ def plan(
     s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
     causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
     chunk: int | None = None,
-) -> tuple[Call, ...]:  # fmt: skip
+) -> tuple[AttentionCall, ...]:  # fmt: skip
     """The calls of `rank` in the order to make them. Does not synchronize the host.
 
     `window`, `causal`, `prefix_b`, `chunk`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token
@@ -97,16 +97,18 @@ def plan(
         mask = AttentionMask(
             cu_seqlens_bm, cu_seqlens_bm, causal, window, chunk, prefix_b=prefix_b, positions_bs=positions_bs
         )
-        return (Call(shard, mask, row_bs.T, (s,)),)
+        return (AttentionCall(shard, mask, row_bs.T, (s,)),)
     if window is not None:
         return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)
     lengths, _, _, slot_bs = placed
     if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
         halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
         return (
-            *(Call(rows, CAUSAL) for _, rows in halves),
+            *(AttentionCall(rows, CAUSAL) for _, rows in halves),
             *(
-                Call(rows, AttentionMask(causal=False), row_bs.gather(1, first(slot_bs, slot * c)).T, (slot * c,))
+                AttentionCall(
+                    rows, AttentionMask(causal=False), row_bs.gather(1, first(slot_bs, slot * c)).T, (slot * c,)
+                )
                 for slot, rows in halves
                 if slot
             ),
@@ -115,8 +117,8 @@ def plan(
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
     keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
     return (
-        Call(shard, AttentionMask(chunks, chunks, square=True)),
-        Call(
+        AttentionCall(shard, AttentionMask(chunks, chunks, square=True)),
+        AttentionCall(
             shard,
             AttentionMask(chunks, earlier, causal=False),
             torch.cat(keys, dim=1).T,
@@ -126,26 +128,26 @@ def plan(
 
 
 def _bidirectional(
-    rows: slice, slots: tuple[int, int], placed: Placement, ranks: int, cu_seqlens_bm: Tensor | None
-) -> Call:
+    rows: slice, slots: tuple[int, int], placed: DocumentPlacement, ranks: int, cu_seqlens_bm: Tensor | None
+) -> AttentionCall:
     """All keys of the sequence; of documents once for each slot, as segments have their queries side by side."""
     lengths, _, _, slot_bs = placed
     row_bs, s = rank_rows(slot_bs, ranks), slot_bs.shape[1]
     if cu_seqlens_bm is None:
-        return Call(rows, AttentionMask(causal=False), row_bs.T, (s,))
+        return AttentionCall(rows, AttentionMask(causal=False), row_bs.T, (s,))
     queries = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
     keys = offsets(lengths.sum(-1).repeat(1, 2))
-    return Call(rows, AttentionMask(queries, keys, causal=False), row_bs.repeat(1, 2).T, (s, s))
+    return AttentionCall(rows, AttentionMask(queries, keys, causal=False), row_bs.repeat(1, 2).T, (s, s))
 
 
 def _windowed(
     rows: slice,
     slots: tuple[int, int],
-    placed: Placement,
+    placed: DocumentPlacement,
     ranks: int,
     window: int,
     cu_seqlens_bm: Tensor | None,
-) -> Call:
+) -> AttentionCall:
     """The keys of each slot's chunks and of the `window` - 1 tokens before them.
 
     How many keys documents need is known to the device only: there are as many as could be needed, and those that are
@@ -173,7 +175,9 @@ def _windowed(
         keys.append(row_bs.gather(1, chosen))
     cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
     mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
-    return Call(rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T)
+    return AttentionCall(
+        rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class ContextAttention:
     """
 
     group: ProcessGroup
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
 
     def __call__(
         self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
@@ -208,14 +212,14 @@ class _KeysAndValues:
     """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
 
     def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
-        self.own = k_rbgd.contiguous(), v_rbgd.contiguous()
-        self._gathered, self._work = all_gather_async(self.own, group)
+        self.local = k_rbgd.contiguous(), v_rbgd.contiguous()
+        self._gathered, self._work = all_gather_async(self.local, group)
         self._waits = True
 
-    def of(self, call: Call) -> list[Tensor]:
+    def for_call(self, call: AttentionCall) -> list[Tensor]:
         """k and v `[t, b, g, d]` of a call."""
         if call.keys_tb is None:
-            return [x[call.rows] for x in self.own]
+            return [x[call.rows] for x in self.local]
         if self._waits:
             self._work.wait()
             self._waits = False
@@ -237,7 +241,7 @@ def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
         into_sbgd[rows_tb, torch.arange(into_sbgd.shape[1], device=into_sbgd.device)] = values_tbgd
 
 
-def _with_zeros(call: Call, x_rbad: Tensor) -> Tensor:
+def _with_zeros(call: AttentionCall, x_rbad: Tensor) -> Tensor:
     """A call's rows of a tensor of queries, with zeros between them where the call has such."""
     if call.queries_tb is None:
         return x_rbad[call.rows]
@@ -247,7 +251,7 @@ def _with_zeros(call: Call, x_rbad: Tensor) -> Tensor:
     return wide
 
 
-def _of_queries(call: Call, x_tbad: Tensor) -> Tensor:
+def _of_queries(call: AttentionCall, x_tbad: Tensor) -> Tensor:
     return x_tbad if call.queries_tb is None else _take(x_tbad, call.queries_tb)
 
 
@@ -275,7 +279,7 @@ class _ContextAttention(Function):
         written = 0
         for call in context.calls:
             rows = call.rows
-            k, v = keys_and_values.of(call)
+            k, v = keys_and_values.for_call(call)
             q = _with_zeros(call, queries)
             attention.record_largest(q, k, call.mask, scores)
             output_and_lse = attention.forward(q, k, v, call.mask, scores)
@@ -306,7 +310,7 @@ class _ContextAttention(Function):
         dbias_ar: Tensor | None = None
         for call in context.calls:
             do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
-            k, v = keys_and_values.of(call)
+            k, v = keys_and_values.for_call(call)
             dq, dk, dv, dbias = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
             if dbias is not None:
                 dbias_ar = dbias if dbias_ar is None else dbias_ar + dbias

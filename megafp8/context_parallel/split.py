@@ -44,7 +44,7 @@ def chunk_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
     return (lengths_bm // slots)[..., None] + gets_one
 
 
-class Placement(NamedTuple):
+class DocumentPlacement(NamedTuple):
     """Document, place in the document and slot of each token, `[b, s]` int64. `lengths_bml`: `chunk_lengths`."""
 
     lengths_bml: Tensor
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
     slot_bs: Tensor
 
 
-def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: bool = True) -> Placement:
+def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: bool = True) -> DocumentPlacement:
     """Where each token of a sample belongs. `cuts_documents`: each document is cut into chunks, not the sample."""
     position = torch.arange(s, device=cu_seqlens_bm.device)
     position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
@@ -64,13 +64,13 @@ def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: b
         slot_ends = torch.arange(1, slots + 1, device=cu_seqlens_bm.device) * (s // slots)
         before_bml = (slot_ends - starts[..., None]).clamp(min=0).minimum((ends.long() - starts)[..., None])
         lengths_bml = before_bml.diff(dim=-1, prepend=torch.zeros_like(before_bml[..., :1]))
-        return Placement(lengths_bml, document_bs, offset_bs, position_bs // (s // slots))
+        return DocumentPlacement(lengths_bml, document_bs, offset_bs, position_bs // (s // slots))
     lengths_bml = chunk_lengths(cu_seqlens_bm, slots)
     chunk_ends = lengths_bml.cumsum(-1)
     slot_bs = torch.zeros_like(position_bs)
     for slot in range(slots - 1):
         slot_bs += chunk_ends[..., slot].gather(1, document_bs) <= offset_bs
-    return Placement(lengths_bml, document_bs, offset_bs, slot_bs)
+    return DocumentPlacement(lengths_bml, document_bs, offset_bs, slot_bs)
 
 
 def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:

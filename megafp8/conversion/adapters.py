@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megafp8.conversion.base import MasterWeights, Source, is_weight
+from megafp8.conversion.base import CheckpointSource, MasterWeights, is_weight
 from megafp8.conversion.native import NativeSource
 from megafp8.tensor_parallel.lora import A, B, Lora, is_lora
 
 
-class AdaptedSource(Source, Protocol):
+class AdaptedSource(CheckpointSource, Protocol):
     """A source whose tensors are weights, and of some projections A and B: `model.layers.0.attention.q.lora_a`.
 
     `scales`: by projection (`model.layers.0.attention.q`), what its product B A is multiplied by. `base`: the folder
@@ -32,7 +32,7 @@ class AdaptedSource(Source, Protocol):
     base: str | None
 
 
-class MergedSource(Source):
+class MergedSource(CheckpointSource):
     """The model of an `AdaptedSource`, with the products added to the weights."""
 
     def __init__(self, adapted: AdaptedSource) -> None:
@@ -70,7 +70,7 @@ class AdaptedNative(MasterWeights, AdaptedSource):
         self.base = config.get("checkpoint", {}).get("init_from")
 
 
-class AdaptersAlone(Source):
+class AdaptersAlone(CheckpointSource):
     """The tensors A and B of an `AdaptedSource`; `about` has their `Lora` as "adapters", and "base".
 
     Raises ValueError where projections differ in rank or scale.
@@ -86,19 +86,19 @@ class AdaptersAlone(Source):
         return self._adapted.read(name)
 
 
-def open_native(path: str | Path) -> Source:
+def open_native(path: str | Path) -> CheckpointSource:
     """A native checkpoint; one of a run with LoRA as the whole model."""
     source = NativeSource(path)
     lora = source.about["config"].get("lora")
     return source if lora is None else MergedSource(AdaptedNative(source))
 
 
-def adapted_of(source: Source) -> AdaptedSource | None:
+def adapted_of(source: CheckpointSource) -> AdaptedSource | None:
     """The weights and adapters that `source` merges, if it does."""
     return source.adapted if isinstance(source, MergedSource) else None
 
 
-def adapters_alone(source: Source) -> AdaptersAlone:
+def adapters_alone(source: CheckpointSource) -> AdaptersAlone:
     """The adapters that `source` merges. Raises ValueError where it has none."""
     adapted = adapted_of(source)
     if adapted is None:

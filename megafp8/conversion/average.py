@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.conversion.base import Source, is_weight, of_optimizer
+from megafp8.conversion.base import CheckpointSource, is_weight, optimizer_key
 from megafp8.conversion.flat import differences
 from megafp8.optimizer.mixed_precision import AVERAGE
 
@@ -31,7 +31,7 @@ _OF_A_RUN = (
 """Keys of metadata.json about the position of one run."""
 
 
-class Averaged(Source):
+class Averaged(CheckpointSource):
     """The mean weights of `sources`, which are of one model and vocabulary, in any layouts; no other state.
 
     `moving`: of the moving averages that they hold; weights that are not trained have none.
@@ -40,11 +40,11 @@ class Averaged(Source):
     rounded once. Two tensors are in memory at a time. Raises ValueError where the sources are not alike.
     """
 
-    def __init__(self, sources: Sequence[Source], *, moving: bool = False) -> None:
+    def __init__(self, sources: Sequence[CheckpointSource], *, moving: bool = False) -> None:
         first, last = sources[0], sources[-1]
         self._key = AVERAGE if moving else "master"
         for source in sources if moving else ():
-            if not any(name.startswith(of_optimizer(AVERAGE, "")) for name in source.tensors):
+            if not any(name.startswith(optimizer_key(AVERAGE, "")) for name in source.tensors):
                 raise ValueError(f"{source.path} holds no moving average: its run had no optimizer.average_decay")
         for other in sources[1:]:
             if fields := differences(first.model, other.model):
@@ -62,7 +62,7 @@ class Averaged(Source):
 
     def read(self, name: str) -> Tensor:
         """The mean, rounded to the weight's dtype; of integers, which must be equal, one of them."""
-        fp32 = of_optimizer(self._key, name)
+        fp32 = optimizer_key(self._key, name)
         read = fp32 if all(fp32 in source.tensors for source in self._sources) else name
         dtype = self.tensors[name].dtype
         if not dtype.is_floating_point:
@@ -76,5 +76,5 @@ class Averaged(Source):
         return (total / len(self._sources)).to(dtype)
 
 
-def _weights(source: Source) -> Mapping[str, Any]:
+def _weights(source: CheckpointSource) -> Mapping[str, Any]:
     return {name: info for name, info in source.tensors.items() if is_weight(name)}

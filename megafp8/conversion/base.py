@@ -27,7 +27,7 @@ from megafp8.messages import value_text
 from megafp8.spec import ModelSpec
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint to read. Its constructor reads headers only, and raises ValueError where they are of another format.
 
     `tensors`: by megafp8's names, in an order that is fast to read. `about`: as in a native checkpoint's metadata.json,
@@ -53,22 +53,22 @@ class Source(Protocol):
         return f"{self.path} has no {name}"
 
 
-def of_optimizer(key: str, weight: str) -> str:
+def optimizer_key(key: str, weight: str) -> str:
     """Name of the optimizer's state `key` (`master`, `exp_avg`, ...) of the tensor `weight` in a checkpoint."""
     return f"optimizer.{key}.{weight.removeprefix('model.')}"
 
 
-class MasterWeights(Source):
+class MasterWeights(CheckpointSource):
     """`source` with the fp32 masters as weights where it has them, of the tensors for which `where` is true."""
 
-    def __init__(self, source: Source, where: Callable[[str], bool] = lambda name: True) -> None:
+    def __init__(self, source: CheckpointSource, where: Callable[[str], bool] = lambda name: True) -> None:
         self._source, self._where = source, where
         self.path, self.model, self.about = source.path, source.model, source.about
         self.tokenizer_files = source.tokenizer_files
         self.tensors = {name: source.tensors[self._most_precise(name)] for name in source.tensors}
 
     def _most_precise(self, name: str) -> str:
-        master = of_optimizer("master", name)
+        master = optimizer_key("master", name)
         is_saved = is_weight(name) and master in self._source.tensors
         return master if is_saved and self._where(name) else name
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import parse_object, read_file, to_json, write_at, write_file
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.safetensors_format import DTYPES, header, read_header, read_rows
 from megafp8.conversion.target import Sink, tokenizer_files
 
@@ -26,7 +26,7 @@ WEIGHTS_FILE, ABOUT_FILE = "consolidated.safetensors", "consolidated.json"
 FORMAT_VERSION = 1
 
 
-class ConsolidatedSource(Source):
+class ConsolidatedSource(CheckpointSource):
     """The folder `path`. Raises ValueError naming the file that is missing or damaged."""
 
     def __init__(self, path: str | Path) -> None:
@@ -67,7 +67,7 @@ class ConsolidatedSource(Source):
 class ConsolidatedSink(Sink):
     """Writes the folder `path`: the weights of the source only."""
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         names = [name for name in source.tensors if name.startswith("model.")]
         largest_first = sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize)  # aligns all
         first, self._starts = header({name: source.tensors[name] for name in largest_first})

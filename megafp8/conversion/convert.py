@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from megafp8.checkpoint.files import reading_once
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.conversion.base import Source, TensorInfo, is_weight
+from megafp8.conversion.base import CheckpointSource, TensorInfo, is_weight
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.model import is_mtp, training_dtypes, without_mtp
 from megafp8.conversion.target import Sink, is_taken
@@ -51,14 +51,16 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)  # threads have arenas of their own otherwise, which keep nothing of this size
 
 
-class Selected(Source):
+class Selected(CheckpointSource):
     """Tensors of another source: its weights alone where `weights_only`; without multi-token prediction unless `mtp`.
 
     `dtype`: dtype that weights are cast to; a tensor that training in `dtype` keeps in fp32 is fp32. It implies
     `weights_only`, as optimizer state belongs to the weights as they are.
     """
 
-    def __init__(self, source: Source, *, weights_only: bool, dtype: torch.dtype | None, mtp: bool = True) -> None:
+    def __init__(
+        self, source: CheckpointSource, *, weights_only: bool, dtype: torch.dtype | None, mtp: bool = True
+    ) -> None:
         assert weights_only or dtype is None
         self._source = source
         self.path, self.model, self.about = source.path, source.model if mtp else without_mtp(source), source.about
@@ -98,7 +100,7 @@ class Moved(NamedTuple):
         return f"{self.tensors} tensors, {self.bytes / 1e9:.2f} GB in {self.seconds:.3g} s ({rate:.2f} GB/s)"
 
 
-def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
+def convert(source: CheckpointSource, sink: Sink, options: Mapping[str, Any]) -> Moved:
     """Move all tensors that the sink does not hold yet; the result is complete, but not published.
 
     `options`: what must be equal to continue an interrupted conversion, besides the source's path and files. Raises
@@ -118,7 +120,9 @@ def convert(source: Source, sink: Sink, options: Mapping[str, Any]) -> Moved:
     return Moved(len(names), sum(sizes.values()), time.monotonic() - start)
 
 
-def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) -> Generator[Tensor, None, None]:
+def _read_ahead(
+    source: CheckpointSource, names: Sequence[str], sizes: Mapping[str, int]
+) -> Generator[Tensor, None, None]:
     """The tensors of these names. While one is used a thread reads the next, if both are small."""
     with ThreadPoolExecutor(1) as threads:
         ahead: Future[Tensor] | None = None
@@ -131,7 +135,7 @@ def _read_ahead(source: Source, names: Sequence[str], sizes: Mapping[str, int]) 
             del tensor
 
 
-def verify(source: Source, target: Source) -> Moved:
+def verify(source: CheckpointSource, target: CheckpointSource) -> Moved:
     """Compare every value of `target` with that of `source`, bit for bit, and their model configs.
 
     Hashes are compared, so that one tensor at a time is in memory. Rows past the vocabulary are left out. Raises
@@ -155,7 +159,7 @@ def verify(source: Source, target: Source) -> Moved:
     return Moved(len(sizes), sum(sizes.values()), time.monotonic() - start)
 
 
-def _check_room(source: Source, path: Path) -> None:
+def _check_room(source: CheckpointSource, path: Path) -> None:
     """Raise ValueError where the disk of `path` has no space for what is not written yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.parent.glob(f".{escape(path.name)}.*/**/*")

@@ -10,7 +10,7 @@ from megafp8.checkpoint import complete_checkpoints, latest
 from megafp8.checkpoint.dcp import INDEX_FILE
 from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.conversion.adapters import open_native
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, ConsolidatedSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
@@ -29,7 +29,7 @@ from megafp8.object_store.cache import ObjectCache, ObjectChanged, default_cache
 from megafp8.suggestions import did_you_mean
 
 
-class Format(NamedTuple):
+class CheckpointFormat(NamedTuple):
     """A format: the files it is recognized by, as text and as a function, its source and its sink.
 
     Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state; `mtp`:
@@ -39,7 +39,7 @@ class Format(NamedTuple):
 
     sign: str
     has_sign: Callable[[Path], bool]
-    source: Callable[..., Source]
+    source: Callable[..., CheckpointSource]
     sink: Callable[..., Sink]
     weights_only: bool = True
     mtp: bool = False
@@ -60,14 +60,16 @@ def _has(name: str) -> Callable[[Path], bool]:
 
 _NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
 FORMATS = {
-    "native": Format(_NATIVE_SIGN, _is_native, open_native, NativeSink, weights_only=False, mtp=True),
-    "hf": Format(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink, padded=False),
-    "peft": Format(ADAPTER_CONFIG_FILE, _has(ADAPTER_CONFIG_FILE), open_peft, PeftSink, adapters=True, padded=False),
-    "megatron": Format(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
-    "torch_dist": Format(
+    "native": CheckpointFormat(_NATIVE_SIGN, _is_native, open_native, NativeSink, weights_only=False, mtp=True),
+    "hf": CheckpointFormat(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink, padded=False),
+    "peft": CheckpointFormat(
+        ADAPTER_CONFIG_FILE, _has(ADAPTER_CONFIG_FILE), open_peft, PeftSink, adapters=True, padded=False
+    ),
+    "megatron": CheckpointFormat(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
+    "torch_dist": CheckpointFormat(
         f"{COMMON_FILE}, or {TRACKER} of a folder with it", is_distributed, TorchDistSource, TorchDistSink
     ),
-    "consolidated": Format(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
+    "consolidated": CheckpointFormat(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
 }
 
 
@@ -104,7 +106,7 @@ def fetched(path: AnyPath | str) -> Path:
         raise ValueError(str(error)) from None
 
 
-def open_source(path: AnyPath | str, vocab_multiple: int | None = None) -> Source:
+def open_source(path: AnyPath | str, vocab_multiple: int | None = None) -> CheckpointSource:
     """The checkpoint at `path`, of any format; adapters are merged into the model that they are for.
 
     `vocab_multiple`: pad the vocabulary to a multiple of it if the format has no padding. Raises ValueError where there

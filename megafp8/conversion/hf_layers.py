@@ -23,9 +23,9 @@ def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
     """`layer_kinds` and `pattern` of these lists, with names made of what differs, or of parts' kinds if they do."""
     layers = [*zip(*lists.values(), strict=True)]
     differing = [i for i, values in enumerate(lists.values()) if any(x != values[0] for x in values)]
-    of_parts = [i for i in differing if [*lists][i].endswith(".kind")]
-    if len({tuple(values[i] for i in of_parts) for values in layers}) == len({*map(repr, layers)}):
-        differing = of_parts
+    parts = [i for i in differing if [*lists][i].endswith(".kind")]
+    if len({tuple(values[i] for i in parts) for values in layers}) == len({*map(repr, layers)}):
+        differing = parts
     kinds: list[tuple[Any, ...]] = []
     names: list[str] = []
     for values in layers:
@@ -99,9 +99,9 @@ def windows(default: int | None, kinds: Callable[[HfConfig], list[str]], *keys: 
         return {"mixer.sliding_window": [window if kind == SLIDING else None for kind in types]}
 
     def write(ours: Fields) -> Keys:
-        of_layers = ours["mixer.sliding_window"]
-        window = max((x for x in of_layers if x is not None), default=default)
-        return {"sliding_window": window, "layer_types": [FULL if x is None else SLIDING for x in of_layers]}
+        by_layer = ours["mixer.sliding_window"]
+        window = max((x for x in by_layer if x is not None), default=default)
+        return {"sliding_window": window, "layer_types": [FULL if x is None else SLIDING for x in by_layer]}
 
     return Trait(("sliding_window", "layer_types", *keys), read, write)
 
@@ -119,11 +119,11 @@ def full_every(every: int, *keys: str) -> Callable[[HfConfig], list[str]]:
 def kv_sources(hf: HfConfig, types: Sequence[str]) -> list[int | None]:
     """The layer whose keys and values each of the last num_kv_shared_layers reads: the last of its kind before them."""
     shared = hf.get("num_kv_shared_layers", 0)
-    own = types[: len(types) - shared] if isinstance(shared, int) and 0 <= shared < len(types) else []
-    if {*own} != {*types}:
+    with_keys = types[: len(types) - shared] if isinstance(shared, int) and 0 <= shared < len(types) else []
+    if {*with_keys} != {*types}:
         refuse("num_kv_shared_layers", shared, "fewer layers, so that one of each of layer_types has its own keys")
-    last = {kind: i for i, kind in enumerate(own)}
-    return [None if i < len(own) else last[kind] for i, kind in enumerate(types)]
+    last = {kind: i for i, kind in enumerate(with_keys)}
+    return [None if i < len(with_keys) else last[kind] for i, kind in enumerate(types)]
 
 
 def without_rotary(default_interval: int) -> Trait:
@@ -134,8 +134,8 @@ def without_rotary(default_interval: int) -> Trait:
         return {"mixer.position_embedding": ["rope" if x else "none" for x in rotates(hf)]}
 
     def rotates(hf: HfConfig) -> list[int]:
-        if (given := layer_list(hf, key, (0, 1), longer=True)) is not None:
-            return given
+        if (flags := layer_list(hf, key, (0, 1), longer=True)) is not None:
+            return flags
         interval = hf.get(interval_key, default_interval)
         return [int((i + 1) % interval != 0) for i in range(num_layers(hf))]
 

@@ -43,7 +43,7 @@ def mixers(kinds: Sequence[str]) -> Fields:
     return {"mixer.kind": [ours.get(kind, "none") for kind in kinds]}
 
 
-def of_mamba(kinds: Kinds, hf: HfConfig, values: Fields) -> Fields:
+def mamba_fields(kinds: Kinds, hf: HfConfig, values: Fields) -> Fields:
     """Values of keys of the Mamba-2 record, for the layers that have one."""
     linear = [kind == LINEAR for kind in kinds(hf)]
     return {f"mixer.{key}": [value if x else None for x in linear] for key, value in values.items()}
@@ -64,7 +64,7 @@ def mamba(kinds: Kinds, **keys: tuple[str, Any]) -> Trait:
 
     return Trait(
         tuple(key for key, _ in keys.values()),
-        lambda hf: of_mamba(kinds, hf, {field: hf.get(key, default) for field, (key, default) in keys.items()}),
+        lambda hf: mamba_fields(kinds, hf, {field: hf.get(key, default) for field, (key, default) in keys.items()}),
         write,
     )
 
@@ -80,7 +80,7 @@ def bamba_like(kinds: Kinds) -> tuple[Trait, ...]:
         if width % heads or head_dim not in ("auto", width // heads):
             refuse("mamba_d_head", head_dim, f"mamba_expand × hidden_size / mamba_n_heads ({width / heads:g})")
         most = None if limit[1] in NO_LIMIT else limit[1]
-        return of_mamba(kinds, hf, {"head_dim": width // heads, "min_step": limit[0], "max_step": most})
+        return mamba_fields(kinds, hf, {"head_dim": width // heads, "min_step": limit[0], "max_step": most})
 
     def write(ours: Fields) -> Keys:
         head_dim, heads = mamba_value(ours, "head_dim"), mamba_value(ours, "num_heads")

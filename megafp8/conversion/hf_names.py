@@ -39,7 +39,7 @@ Rows = Callable[[Any, int], tuple[Tensor, int]]
 number."""
 
 
-class Place(NamedTuple):
+class HfPlace(NamedTuple):
     """A tensor of theirs, with the numbers of layer and expert left open, and which `rows` of it are ours.
 
     `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `shape`: that of a vector
@@ -56,8 +56,8 @@ class Place(NamedTuple):
 Entries = dict[str, Entry]
 """Stored tensors by name."""
 
-Names = Mapping[str, str | Place]
-"""Foreign names by the names of modules and parameters here; a str stands for a `Place` with that name alone."""
+Names = Mapping[str, str | HfPlace]
+"""Foreign names by the names of modules and parameters here; a str stands for a `HfPlace` with that name alone."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -74,11 +74,11 @@ MULTI_TOKEN_PREDICTION = {
 HEAD = {"final_norm": "model.norm", "output": "lm_head"}
 
 
-def _place(place: str | Place) -> Place:
-    return Place(place) if isinstance(place, str) else place
+def _place(place: str | HfPlace) -> HfPlace:
+    return HfPlace(place) if isinstance(place, str) else place
 
 
-def in_layers(theirs: str, *parts: Names, ours: str = "layers.*") -> dict[str, str | Place]:
+def in_layers(theirs: str, *parts: Names, ours: str = "layers.*") -> dict[str, str | HfPlace]:
     """The names of the `parts` of a layer, of which `theirs` and `ours` are the prefixes."""
     places = {name: _place(place) for part in parts for name, place in part.items()}
     return {f"{ours}.{name}": place._replace(name=f"{theirs}.{place.name}") for name, place in places.items()}
@@ -96,7 +96,7 @@ QKV = ("attention.q", "attention.k", "attention.v")
 
 def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **options: Any) -> Names:
     """One tensor of theirs for several `modules` of ours: `rows` of each, by its number."""
-    return {module: Place(name, rows(i), **options) for i, module in enumerate(modules)}
+    return {module: HfPlace(name, rows(i), **options) for i, module in enumerate(modules)}
 
 
 def equal_parts(parts: int) -> Callable[[int], Rows]:
@@ -171,7 +171,7 @@ class TensorNames(NamedTuple):
     """
 
     places: Names
-    ungated: Mapping[str, str | Place] = {}
+    ungated: Mapping[str, str | HfPlace] = {}
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
@@ -201,7 +201,7 @@ class TensorNames(NamedTuple):
             stored = (layer.ffn.num_experts, *stored)
         return Location(theirs, stored, rows, transposed, outer, flat=bool(place.shape))
 
-    def _place(self, module: str, parameter: str, gated: bool = True) -> Place:
+    def _place(self, module: str, parameter: str, gated: bool = True) -> HfPlace:
         names = self.places if gated else {**self.places, **self.ungated}
         if (name_of_ours := names.get(f"{module}.{parameter}")) is not None:
             return _place(name_of_ours)

@@ -44,11 +44,11 @@ def rope(default_theta: float, partial: float | None = None) -> Trait:
 
 def read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> Fields:
     """Fields of one rotary embedding, of which all copies agree; the arguments as for `rope`."""
-    given = [key for key in _DICTIONARIES if hf.get(key)]
-    ropes = [_read_dictionary(key, hf[key], hf, default_theta) for key in given]
+    present = [key for key in _DICTIONARIES if hf.get(key)]
+    ropes = [_read_dictionary(key, hf[key], hf, default_theta) for key in present]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         refuse("rope_parameters", hf["rope_parameters"], "the same as rope_scaling, or only one of the two")
-    factors = [x for source in (hf, *(hf[key] for key in given)) if (x := source.get(_PARTIAL)) is not None]
+    factors = [x for source in (hf, *(hf[key] for key in present)) if (x := source.get(_PARTIAL)) is not None]
     if any(x != (factors[0] if partial is not None else 1) for x in factors):
         copy = "1.0" if partial is None else f"the value of its other copy ({factors[0]!r})"
         refuse(_PARTIAL, factors[-1], copy)
@@ -108,16 +108,16 @@ def _read_longrope(key: str, rope: Mapping[str, Any], hf: HfConfig) -> Fields:
 def _read_yarn(key: str, rope: Mapping[str, Any]) -> Fields:
     """The section model.yarn; absent keys and null are the defaults."""
     required, optional = _ROPE_TYPES["yarn"]
-    given = {name: rope[name] for name in required + optional if rope.get(name) is not None}
-    if (factor := given.pop("attention_factor", None)) is not None:
-        usual = 0.1 * math.log(given["factor"]) + 1
-        if given.keys() & {"mscale", "mscale_all_dim"} or not math.isclose(factor, usual):
+    yarn = {name: rope[name] for name in required + optional if rope.get(name) is not None}
+    if (factor := yarn.pop("attention_factor", None)) is not None:
+        usual = 0.1 * math.log(yarn["factor"]) + 1
+        if yarn.keys() & {"mscale", "mscale_all_dim"} or not math.isclose(factor, usual):
             refuse(f"{key}.attention_factor", factor, f"null or {usual}, or mscale and mscale_all_dim")
-    if given.get("mscale", 1) != 1 and not given.get("mscale_all_dim"):
-        refuse(f"{key}.mscale", given["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
-    if given.get("mscale_all_dim") and not given.get("mscale"):
+    if yarn.get("mscale", 1) != 1 and not yarn.get("mscale_all_dim"):
+        refuse(f"{key}.mscale", yarn["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
+    if yarn.get("mscale_all_dim") and not yarn.get("mscale"):
         refuse(f"{key}.mscale", rope.get("mscale"), "a number beside mscale_all_dim, as others differ in its default")
-    return given
+    return yarn
 
 
 def write_rope(ours: Fields) -> Keys:
@@ -147,10 +147,10 @@ def ropes_by_type(
     """
 
     def read(hf: HfConfig) -> Fields:
-        of_type = _read_two(hf, default_theta, local_key)
+        by_type = _read_two(hf, default_theta, local_key)
         types = layer_types(hf) or kinds(hf)
-        keys = dict.fromkeys(key for fields in of_type.values() for key in fields)
-        return {f"mixer.{key}": [of_type[kind].get(key) for kind in types] for key in keys}
+        keys = dict.fromkeys(key for fields in by_type.values() for key in fields)
+        return {f"mixer.{key}": [by_type[kind].get(key) for kind in types] for key in keys}
 
     def write(ours: Fields) -> Keys:
         windows = ours["mixer.sliding_window"]
@@ -159,14 +159,14 @@ def ropes_by_type(
         full, local = (
             next((i for i, window in enumerate(windows) if (window is None) == is_full), 0) for is_full in (True, False)
         )
-        of_full, of_local = (
+        full_rope, windowed_rope = (
             {key: ours[f"mixer.{key}"][layer] for key in RotaryKeys.model_fields} for layer in (full, local)
         )
-        written = write_rope(of_full) | ({} if local_key is None else {local_key: of_local["rope_theta"]})
+        written = write_rope(full_rope) | ({} if local_key is None else {local_key: windowed_rope["rope_theta"]})
         if nested:
             plain = {"rope_type": "default"}
-            scaling, theta = written["rope_scaling"] or plain, {"rope_theta": of_full["rope_theta"]}
-            local_rope = plain | {"rope_theta": of_local["rope_theta"]}
+            scaling, theta = written["rope_scaling"] or plain, {"rope_theta": full_rope["rope_theta"]}
+            local_rope = plain | {"rope_theta": windowed_rope["rope_theta"]}
             written["rope_parameters"] = {FULL: scaling | theta, SLIDING: local_rope}
         return written
 
@@ -207,8 +207,8 @@ def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str,
 
     def read(hf: HfConfig) -> Fields:
         ropes = hf.get("rope_parameters") or default
-        of_layers = [_read_of_type(kind, ropes.get(kind)) for kind in kinds(hf)]
-        return {f"mixer.{key}": [x[key] for x in of_layers] for key in of_layers[0]}
+        by_layer = [_read_of_type(kind, ropes.get(kind)) for kind in kinds(hf)]
+        return {f"mixer.{key}": [x[key] for x in by_layer] for key in by_layer[0]}
 
     def write(ours: Fields) -> Keys:
         ropes = dict(default)

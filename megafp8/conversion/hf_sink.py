@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, WRITTEN_BYTES, DropBehind, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
+from megafp8.conversion.base import CheckpointSource, TensorInfo, is_vocabulary
 from megafp8.conversion.flat import differences
 from megafp8.conversion.hf_config import FAMILIES, choose, read_config, write_config
 from megafp8.conversion.hf_names import Location
@@ -58,7 +58,7 @@ class HfSink(Sink):
         self._file_bytes, self._quantized = file_bytes, quantized
         self._behind = DropBehind(WRITTEN_BYTES, written=True)
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         model, shapes = check_source(source)
         dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
         self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
@@ -78,7 +78,7 @@ class HfSink(Sink):
                 allocate(self.hidden / name, size)
         return [name for name in shapes if name not in self._journal.done]
 
-    def _plan(self, source: Source, fp8: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
+    def _plan(self, source: CheckpointSource, fp8: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
         """Header and size of each file; where each tensor of theirs lies goes to `self._stored`.
 
         `fp8`: tensors of quantized weights.

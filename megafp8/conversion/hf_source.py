@@ -35,7 +35,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.config import with_keys
 from megafp8.conversion import quantized_folder
-from megafp8.conversion.base import Source, TensorInfo, is_vocabulary
+from megafp8.conversion.base import CheckpointSource, TensorInfo, is_vocabulary
 from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import Location, is_buffer, is_copy, is_of_shared_keys, present_name
 from megafp8.conversion.hf_traits import MTP_LAYERS
@@ -49,7 +49,7 @@ from megafp8.messages import join_names, name_text
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class HfSource(Source):
+class HfSource(CheckpointSource):
     """The model in the folder `path`. Raises ValueError naming file, and key or tensor, where it is not supported.
 
     `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as model.vocab_multiple. `about`

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megafp8.checkpoint.files import parse_object, to_json
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.target import TOKENIZER_NAMES
 from megafp8.data.tokenizer_files import CONFIG_FILE, TOKENS_FILE, read_special_tokens, token_name
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer, tokens_before_text
@@ -70,7 +70,7 @@ class TokenizerExport(NamedTuple):
     pad_id: int | None = None
 
 
-def export_tokenizer(source: Source, model_type: str) -> TokenizerExport:
+def export_tokenizer(source: CheckpointSource, model_type: str) -> TokenizerExport:
     """The tokenizer of `source` for a folder of `model_type`; no files where it has none.
 
     Logs a warning where AutoTokenizer cannot load it, or gives other ids.
@@ -155,7 +155,7 @@ def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return parse_object(name, files[name]) if name in files else {}
 
 
-def find_tokenizer(source: Source) -> dict[str, Any] | None:
+def find_tokenizer(source: CheckpointSource) -> dict[str, Any] | None:
     """Arguments of `build_tokenizer` for the source's tokenizer; None where it has none.
 
     As the config of its run says, with the path of the file that lies with the source, or else by names of files.
@@ -178,7 +178,7 @@ def find_tokenizer(source: Source) -> dict[str, Any] | None:
     return None
 
 
-def _run_tokenizer(source: Source) -> Mapping[str, Any]:
+def _run_tokenizer(source: CheckpointSource) -> Mapping[str, Any]:
     """data.tokenizer of the run that saved the source."""
     return (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
 

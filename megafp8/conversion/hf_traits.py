@@ -9,7 +9,20 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
 from megafp8.conversion.hf_layers import FULL, SLIDING, layer_types
 from megafp8.conversion.hf_rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, either, flag, only, same, unread
+from megafp8.conversion.keys import (
+    ConfigKey,
+    Fields,
+    HfConfig,
+    Keys,
+    Trait,
+    always,
+    check,
+    either,
+    flag,
+    only,
+    same,
+    unread,
+)
 
 SIZES = same(
     num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
@@ -58,7 +71,7 @@ def llama_like(
         POSITIONS,
         activation,
         UNTIED,
-        same(num_query_groups=Key("num_key_value_heads", groups, nullable=True), head_dim=("head_dim", head_dim)),
+        same(num_query_groups=ConfigKey("num_key_value_heads", groups, nullable=True), head_dim=("head_dim", head_dim)),
         same(norm_eps=("rms_norm_eps", norm_eps)),
         only(written=False, rope_interleaved=False),
     )

@@ -30,7 +30,7 @@ class Trait(NamedTuple):
     write: Callable[[Fields], Keys] = lambda ours: {}
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """A key of theirs. `values`: their words to ours; `nullable`: null is None, though the default is not."""
 
     name: str
@@ -62,11 +62,11 @@ def in_section(section: str, fields: Mapping[str, Any]) -> Fields:
 
 
 def same(section: str = "", /, **fields: str | tuple[Any, ...]) -> Trait:
-    """Fields of ours, of `section`, and the key of theirs that each is: its name, or the arguments of `Key`.
+    """Fields of ours, of `section`, and the key of theirs that each is: its name, or the arguments of `ConfigKey`.
 
     Of a model without that section nothing is written.
     """
-    named = {field: Key(key) if isinstance(key, str) else Key(*key) for field, key in fields.items()}
+    named = {field: ConfigKey(key) if isinstance(key, str) else ConfigKey(*key) for field, key in fields.items()}
     table = in_section(section, named)
     return Trait(
         tuple(key.name for key in table.values()),
@@ -133,12 +133,12 @@ def either(field: str, key: str, other: str) -> Trait:
     """Our `field` under either name, which transformers takes for the same; `key` is what we write."""
 
     def read(hf: HfConfig) -> Fields:
-        given = [name for name in (key, other) if name in hf]
-        if not given:
+        present = [name for name in (key, other) if name in hf]
+        if not present:
             raise ValueError(f"has no key {key}")
-        if hf[given[0]] != hf[given[-1]]:
+        if hf[present[0]] != hf[present[-1]]:
             refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), of which it is another name")
-        return {field: hf[given[0]]}
+        return {field: hf[present[0]]}
 
     return Trait((key, other), read, lambda ours: {key: ours[field]})
 

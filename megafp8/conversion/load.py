@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import Rectangles
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 
 
 @torch.no_grad()
-def load_weights(source: Source, wanted: Mapping[str, Rectangles]) -> None:
+def load_weights(source: CheckpointSource, wanted: Mapping[str, Rectangles]) -> None:
     """Fill the views of `wanted`, by the names of `source.tensors`, with its values.
 
     Raises ValueError, before anything is read, where a tensor is missing or has another shape.
@@ -36,7 +36,7 @@ def load_weights(source: Source, wanted: Mapping[str, Rectangles]) -> None:
             view.copy_(rows[tuple(slice(o, o + n) for o, n in zip(low, view.shape))])
 
 
-def load_scales(source: Source, state: Mapping[str, Tensor], advice: str) -> None:
+def load_scales(source: CheckpointSource, state: Mapping[str, Tensor], advice: str) -> None:
     """Fill the scales and amaxes of FP8 in `state`, by name, from a checkpoint.
 
     Raises ValueError, whose message ends with `advice`, where the checkpoint lacks one or has it in another shape.

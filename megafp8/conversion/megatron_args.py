@@ -19,7 +19,7 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.conversion.base import refuse
 from megafp8.conversion.flat import differences, flat_keys, has_mixed_experts
 from megafp8.conversion.hf_config import build_model
-from megafp8.conversion.keys import MOST_LAYERS, Fields, Key, Keys, Trait, in_section, same
+from megafp8.conversion.keys import MOST_LAYERS, ConfigKey, Fields, Keys, Trait, in_section, same
 from megafp8.spec import ModelSpec
 
 Args = Mapping[str, Any]
@@ -68,7 +68,7 @@ def _read_positions(args: Args) -> Fields:
     default = "learned_absolute" if args.get("add_position_embedding", True) else "none"
     if "position_embedding_type" not in args and args.get("use_rotary_position_embeddings"):
         default = "rope"
-    return {"position_embedding": Key("position_embedding_type", default, _POSITIONS).read(args)}
+    return {"position_embedding": ConfigKey("position_embedding_type", default, _POSITIONS).read(args)}
 
 
 def _write_positions(ours: Fields) -> Keys:
@@ -130,7 +130,8 @@ _MODEL = (
     same(
         num_layers="num_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
         head_dim=("kv_channels", None), ffn_hidden_size=("ffn_hidden_size", None),
-        max_position_embeddings=Key("max_position_embeddings", None, nullable=True), rope_theta=("rotary_base", 10000),
+        max_position_embeddings=ConfigKey("max_position_embeddings", None, nullable=True),
+        rope_theta=("rotary_base", 10000),
         normalization=("normalization", "LayerNorm", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}),
         linear_bias=("add_bias_linear", True), qkv_bias=("add_qkv_bias", False), qk_norm=("qk_layernorm", False),
         init_std=("init_method_std", 0.02), hidden_dropout=("hidden_dropout", 0.1),
@@ -152,7 +153,7 @@ _MODEL = (
 
 def _read_router(args: Args) -> Fields:
     top_k, before_choice = args.get("moe_router_topk") or 2, bool(args.get("moe_router_pre_softmax"))
-    score = Key("moe_router_score_function", "softmax", {"softmax": "softmax", "sigmoid": "sigmoid"}).read(args)
+    score = ConfigKey("moe_router_score_function", "softmax", {"softmax": "softmax", "sigmoid": "sigmoid"}).read(args)
     if score == "softmax" and top_k == 1 and not before_choice:
         raise ValueError("moe_router_topk = 1 without moe_router_pre_softmax: the only score would always be 1")
     if score == "softmax" and args.get("moe_router_enable_expert_bias"):
@@ -229,8 +230,8 @@ def _write_sparse_layers(ours: Fields) -> Keys:
 _EXPERTS = (
     same(
         "moe", num_experts="num_experts", ffn_hidden_size=("moe_ffn_hidden_size", None),
-        shared_ffn_hidden_size=Key("moe_shared_expert_intermediate_size", None, nullable=True),
-        latent_size=Key("moe_latent_size", None, nullable=True),
+        shared_ffn_hidden_size=ConfigKey("moe_shared_expert_intermediate_size", None, nullable=True),
+        latent_size=ConfigKey("moe_latent_size", None, nullable=True),
         shared_gate=("moe_shared_expert_gate", False), selection_bias=("moe_router_enable_expert_bias", False),
         bias_update_rate=("moe_router_bias_update_rate", 0.001),
     ),

@@ -32,7 +32,7 @@ Megatron core have other names for the same tensors. BertModel has `encoder` in 
 `canonical` translates all of these to the above.
 
 Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
-tensors along the sharded dim, each tensor of ours is a few `Run`s:
+tensors along the sharded dim, each tensor of ours is a few `RankSlice`s:
 
     linear_qkv   by query group: its query heads, its key head, its value head; then the next group
     linear_fc1   by tensor-parallel rank: this rank's rows of gate, then its rows of up
@@ -96,7 +96,7 @@ _LEGACY = (
 )
 
 
-class Place(NamedTuple):
+class MegatronPlace(NamedTuple):
     """A tensor of theirs: its key within layer `layer` of the model, or outside of layers (None).
 
     `expert`: the expert of the layer that it belongs to, by whose number on its rank the * in the key is replaced.
@@ -119,7 +119,7 @@ class Place(NamedTuple):
         return 1 if self.key.endswith(_SHARDED_COLUMNS) else None
 
 
-class Run(NamedTuple):
+class RankSlice(NamedTuple):
     """`length` rows (or columns) of our tensor from `ours` on, which rank `rank` holds from `theirs` on."""
 
     rank: int
@@ -128,19 +128,19 @@ class Run(NamedTuple):
     length: int
 
 
-def place(name: str) -> Place:
+def place(name: str) -> MegatronPlace:
     """The place of our tensor `name`, such as model.layers.3.attention.q.weight."""
     module, _, kind = name.removeprefix("model.").rpartition(".")
     if module in _OUTER:
-        return Place(None, f"{_OUTER[module]}.{kind}")
+        return MegatronPlace(None, f"{_OUTER[module]}.{kind}")
     _, index, module = module.split(".", 2)
     expert = re.search(r"(?<=^mlp\.experts\.)\d+", module)
     module = module if expert is None else f"mlp.experts.*.{module.rpartition('.')[2]}"
     key = _LAYER.get(f"{module}.{kind}") or f"{_LAYER[module]}.{kind}"
-    return Place(int(index), key, None if expert is None else int(expert[0]))
+    return MegatronPlace(int(index), key, None if expert is None else int(expert[0]))
 
 
-def _layer(at: Place, model: ModelSpec) -> LayerSpec:
+def _layer(at: MegatronPlace, model: ModelSpec) -> LayerSpec:
     """Return the layer that has a tensor."""
     assert at.layer is not None
     return model.layers[at.layer]
@@ -181,21 +181,21 @@ def their_shape(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab:
     return tuple(size // t if dim == at.dim else n for dim, n in enumerate(shape))
 
 
-def runs(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> list[Run]:
+def runs(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> list[RankSlice]:
     """The runs of our tensor `name` of `shape` in the tensors of t ranks, along the dim of its place.
 
     A replicated tensor is one run for each rank. Padding that the other side does not have is in no run.
     """
     at = place(name)
     if at.dim is None:
-        return [Run(rank, 0, 0, shape[0]) for rank in range(t)]
+        return [RankSlice(rank, 0, 0, shape[0]) for rank in range(t)]
     part = their_shape(name, shape, model, t, padded_vocab)[at.dim]
     runs = []
     for ours, theirs, length in _blocks(name, shape[at.dim], model, t, padded_vocab):
         while length:
             rank, start = divmod(theirs, part)
             rows_of_part = min(length, part - start)
-            runs.append(Run(rank, ours, start, rows_of_part))
+            runs.append(RankSlice(rank, ours, start, rows_of_part))
             ours, theirs, length = ours + rows_of_part, theirs + rows_of_part, length - rows_of_part
     return runs
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
 from megafp8.checkpoint.torch_file import as_bytes, reserve, seal, tensor_starts
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.megatron_args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron_names import OUTPUT, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron_source import FILES, TRACKER, Rank
@@ -66,7 +66,7 @@ class MegatronSink(Sink):
         self.layout, self.implementation = Rank(tensor, pipeline, expert), implementation
         self.virtual = virtual_pipeline or 1
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         self._model, self._shapes = check_source(source)
         self._check_layout(self._model)
         multiple = self._model.stem.vocab_multiple * self.layout.tensor
@@ -162,12 +162,12 @@ class MegatronSink(Sink):
 
     def write(self, name: str, tensor: Tensor) -> None:
         assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
-        there, row_bytes = place(name), math.prod(self._their_shape(name)[1:]) * tensor.element_size()
+        megatron_place, row_bytes = place(name), math.prod(self._their_shape(name)[1:]) * tensor.element_size()
         for target in self._targets(name):
             for run in runs(name, self._shapes[name], self._model, self.layout.tensor, self._padded_vocab):
                 start = self._starts[run.rank, target]
-                values = tensor.narrow(there.dim or 0, run.ours, run.length)
-                first = 0 if there.dim == 1 else run.theirs
+                values = tensor.narrow(megatron_place.dim or 0, run.ours, run.length)
+                first = 0 if megatron_place.dim == 1 else run.theirs
                 file = self._file(Rank(run.rank, target.pipeline_rank, target.expert_rank))
                 with file.open("r+b", buffering=0) as stream:
                     most = max(1, BLOCK_BYTES // row_bytes)
@@ -184,12 +184,12 @@ class MegatronSink(Sink):
         self._copy_tokenizer()
 
 
-def common_dtype(source: Source, names: Collection[str]) -> torch.dtype:
+def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
     """The dtype that most of the tensors `names` have."""
     return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
-def describe(source: Source, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:
+def describe(source: CheckpointSource, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds besides weights. `layout`: its arguments that are not of the model."""
     step = source.about.get("step")
     step = step if isinstance(step, int) else 0

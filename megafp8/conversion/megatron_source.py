@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.pickle_reader import Record
+from megafp8.checkpoint.pickle_reader import PickledObject
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.megatron_args import read_args
-from megafp8.conversion.megatron_names import OUTPUT, Place, canonical, place, runs, their_shape
+from megafp8.conversion.megatron_names import OUTPUT, MegatronPlace, canonical, place, runs, their_shape
 from megafp8.conversion.model import check_size, model_tensors
 from megafp8.conversion.target import tokenizer_files
 from megafp8.messages import join_names, name_text, value_text
@@ -76,10 +76,10 @@ class _Part(NamedTuple):
 
     files: list[TorchFile]
     tensors: list[StoredTensor]
-    place: Place
+    place: MegatronPlace
 
 
-class MegatronSource(Source):
+class MegatronSource(CheckpointSource):
     """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
 
     `vocab_size`: tokens before padding. Raises ValueError naming the file or folder that is not supported.
@@ -241,7 +241,7 @@ def content_of(file: TorchFile) -> Mapping[str, Any]:
     """What a file holds, with the arguments (`args`) as a dictionary. Raises ValueError where it has none."""
     content = file.content
     args = content.get("args") if isinstance(content, dict) else None
-    if not isinstance(args, Record) or type(args.state) is not dict:
+    if not isinstance(args, PickledObject) or type(args.state) is not dict:
         raise ValueError(f"{file.path} has no arguments (args), so it does not say what model it is")
     return content | {"args": args.state}
 
@@ -338,7 +338,7 @@ def _check_tensor(what: str, tensor: StoredTensor, shape: tuple[int, ...], dtype
 
 
 def about_run(content: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, int]:
-    """`Source.about`, of what a file holds and its arguments."""
+    """`CheckpointSource.about`, of what a file holds and its arguments."""
     about = {"step": content.get("iteration"), "consumed_samples": args.get("consumed_train_samples")}
     return {key: value for key, value in about.items() if isinstance(value, int)}
 

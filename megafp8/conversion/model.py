@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.config import with_keys
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.build import build_stage
@@ -28,7 +28,7 @@ def is_mtp(model: ModelSpec, name: str) -> bool:
     return layer is not None and int(layer[1]) >= model.num_blocks
 
 
-def without_mtp(source: Source) -> ModelSpec:
+def without_mtp(source: CheckpointSource) -> ModelSpec:
     """Return the model of `source` for a format that has no multi-token prediction; log what is left out."""
     if not source.model.num_prediction_layers:
         return source.model
@@ -57,7 +57,7 @@ def check_size(model: ModelSpec, shapes: Collection[Shape], stacked: int = 0) ->
             raise ValueError(f"{key} is {size:,} by its config, and it has only {stored}")
 
 
-def check_size_of(source: Source) -> None:
+def check_size_of(source: CheckpointSource) -> None:
     """Raise ValueError where the model of `source` is larger than its tensors can be."""
     try:
         check_size(source.model, [tuple(info.shape) for info in source.tensors.values()])
@@ -70,7 +70,7 @@ def model_tensors(model: ModelSpec) -> dict[str, Shape]:
     return {name: info.shape for name, info in _tensor_infos(model, torch.float32).items()}
 
 
-def training_dtypes(source: Source, precision: torch.dtype) -> dict[str, torch.dtype]:
+def training_dtypes(source: CheckpointSource, precision: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype that a run in `precision` has each weight of `source` in, by name.
 
     Most have `precision`. A layer that makes a tensor in another dtype keeps it so: the selection bias of a router, a
@@ -81,7 +81,7 @@ def training_dtypes(source: Source, precision: torch.dtype) -> dict[str, torch.d
     return {name: info.dtype for name, info in infos.items()}
 
 
-def _positions(source: Source) -> int | None:
+def _positions(source: CheckpointSource) -> int | None:
     """Return the number of positions of the model of `source`, which its config may leave to the run."""
     table = source.tensors.get("model.embedding.position.weight")
     return source.model.stem.max_position_embeddings or (seq_length(source) if table is None else table.shape[0])
@@ -110,13 +110,13 @@ def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorI
     return {f"model.{name}": info for name, info in weights.items()}
 
 
-def seq_length(source: Source) -> int | None:
+def seq_length(source: CheckpointSource) -> int | None:
     """The sequence length of the run that saved the source, where it is known."""
     length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
     return length
 
 
-def check_source(source: Source) -> tuple[ModelSpec, dict[str, Shape]]:
+def check_source(source: CheckpointSource) -> tuple[ModelSpec, dict[str, Shape]]:
     """The model to write, and its weights' global shapes by name. Its number of positions is known; multi-token
     prediction, which no foreign format has, is left out.
 

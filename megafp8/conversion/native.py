@@ -20,12 +20,12 @@ from megafp8.checkpoint.files import Checksum, read_verified, write_checksums, w
 from megafp8.checkpoint.store import METADATA_FILE, OWN_KEYS, metadata_json
 from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.config import LongRopeConfig, model_spec, with_keys
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.target import TOKENIZER_FOLDER, Sink, tokenizer_files, with_companions
 from megafp8.spec import ModelSpec
 
 
-class NativeSource(Source):
+class NativeSource(CheckpointSource):
     """A checkpoint folder, or a run's folder or its checkpoints folder, of which the newest complete checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +50,7 @@ class NativeSource(Source):
 class NativeSink(Sink):
     """Writes the complete checkpoint folder `path`. What the source does not know of a run is left out."""
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         self._open_journal(source, source.tensors, options)
         self._writer = CheckpointWriter(self.hidden, self._journal.done)
         return [name for name in source.tensors if name not in self._writer.names]
@@ -68,7 +68,7 @@ class NativeSink(Sink):
         metadata = metadata_json(self.path, int(source.about.get("step", 0)), about)
         sums[METADATA_FILE] = write_file(self.hidden / METADATA_FILE, metadata)
         for file in source.tokenizer_files:
-            sums[f"{TOKENIZER_FOLDER}/{file.name}"] = Checksum.of(file.read_bytes())
+            sums[f"{TOKENIZER_FOLDER}/{file.name}"] = Checksum.from_content(file.read_bytes())
         write_checksums(self.hidden, sums)
         self._copy_tokenizer()
 
@@ -110,5 +110,5 @@ def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> lis
         name = f"{TOKENIZER_FOLDER}/{file.name}"
         if reader.sums is not None and name in reader.sums:
             read_verified(reader.path, name, reader.sums)
-    given = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
-    return files or (with_companions(Path(given)) if given and Path(given).is_file() else [])
+    path = ((config.get("data") or {}).get("tokenizer") or {}).get("path")
+    return files or (with_companions(Path(path)) if path and Path(path).is_file() else [])

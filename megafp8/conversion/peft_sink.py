@@ -20,7 +20,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import allocate, to_json, write_at
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.hf_config import read_config
 from megafp8.conversion.hf_names import Location, TensorNames
@@ -56,14 +56,14 @@ class PeftSink(Sink):
         super().__init__(path)
         self._given_base = base
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         lora: Lora = source.about["adapters"]
         base = str(self._given_base or _base_of(source.about["base"], source.path))
         family, model = read_config(read_config_file(Path(base)))
         ours = without_mtp(source)
         if fields := differences(ours, model):
-            given, expected = flat_keys(model), flat_keys(ours)
-            changes = ", ".join(f"{field} is {given[field]}, not {expected[field]}" for field in fields)
+            requested, expected = flat_keys(model), flat_keys(ours)
+            changes = ", ".join(f"{field} is {requested[field]}, not {expected[field]}" for field in fields)
             raise ValueError(f"{Path(base) / CONFIG_FILE} describes another model than {source.path}: {changes}")
         modules = _modules(family.names, model)
         stems = [name.removesuffix(f".{A}") for name in source.tensors if name.endswith(f".{A}")]

@@ -26,7 +26,7 @@ from torch import Tensor
 from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.conversion.adapters import AdaptedSource, MergedSource
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.hf_names import Location
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.patterns import matches_end
@@ -66,7 +66,7 @@ class _Module(NamedTuple):
     scale: float
 
 
-def open_peft(path: str | Path, vocab_multiple: int = 128) -> Source:
+def open_peft(path: str | Path, vocab_multiple: int = 128) -> CheckpointSource:
     """The base model with the adapters of the folder `path` merged into it."""
     return MergedSource(PeftSource(path, vocab_multiple))
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.hf_names import Location
-from megafp8.conversion.weight_casts import LayerCasts, Matrix, WeightCast, amax_cast, casts_of, rows_at_a_time
+from megafp8.conversion.weight_casts import LayerCasts, LinearMatrix, WeightCast, amax_cast, casts_of, rows_at_a_time
 from megafp8.distributed.sharding import Shape
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import dequantize
@@ -46,7 +46,7 @@ _INPUT_SCALE = "input_scale"
 _KEYS = re.compile(r"model\.layers\.(\d+)\.attention\.k\.weight")
 
 
-class Piece(NamedTuple):
+class WeightSlice(NamedTuple):
     """A weight of ours in a tensor of theirs. `cast`: of its rows, where its scales are its own in the form."""
 
     name: str
@@ -54,12 +54,12 @@ class Piece(NamedTuple):
     cast: WeightCast | None
 
 
-class QuantizedWeight(NamedTuple):
+class ExportedWeight(NamedTuple):
     """A tensor of theirs, `[n, k]`. `why_not`: why its data is not training's; empty where it is."""
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightSlice, ...]
     why_not: str
     input_scale_inv: Tensor | None
 
@@ -82,7 +82,7 @@ class QuantizedExport:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         layers: Sequence[LayerCasts],
         form: FormName,
         activations: Activations | None = None,
@@ -94,7 +94,7 @@ class QuantizedExport:
         if not layers:
             raise ValueError(f"{form}: no layer of {source.path} would be FP8: fp8.include and exclude leave none")
         self.activations = self._activations(layers, activations)
-        self.weights: dict[str, QuantizedWeight] = {}
+        self.weights: dict[str, ExportedWeight] = {}
         self._kv_cache, self.kv_cache_scales = kv_cache, list[Write]()
         self._ignored: list[str] = []
 
@@ -172,7 +172,7 @@ class QuantizedExport:
                 "--quantization out for this family"
             )
 
-    def _weight(self, theirs: str, parts: list[tuple[str, Location]]) -> QuantizedWeight:
+    def _weight(self, theirs: str, parts: list[tuple[str, Location]]) -> ExportedWeight:
         """How a tensor of theirs is cast: as in training, by the rule for each part, or by the rule as a whole."""
         layers = [self._layers[name] for name, _ in parts]
         input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
@@ -188,19 +188,19 @@ class QuantizedExport:
         if not why_not:
             why_not = self._overlap(trained, parts, one_layer)
         if not why_not:
-            pieces = tuple(Piece(name, location.rows, cast) for (name, location), cast in zip(parts, trained))
-            return QuantizedWeight(theirs, shape, pieces, "", static)
+            pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, trained))
+            return ExportedWeight(theirs, shape, pieces, "", static)
         casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
         misfit = next(filter(None, (self._misfit(cast, location) for cast, (_, location) in zip(casts, parts))), "")
         if misfit or self._overlap(casts, parts, one_layer):
-            return QuantizedWeight(theirs, shape, tuple(Piece(n, x.rows, None) for n, x in parts), why_not, static)
-        pieces = tuple(Piece(name, location.rows, cast) for (name, location), cast in zip(parts, casts))
-        return QuantizedWeight(theirs, shape, pieces, why_not, static)
+            return ExportedWeight(theirs, shape, tuple(WeightSlice(n, x.rows, None) for n, x in parts), why_not, static)
+        pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, casts))
+        return ExportedWeight(theirs, shape, pieces, why_not, static)
 
     def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
         matrix = layer.matrix
         if self.granularity is not TENSOR:  # a scale of a row or a block has nothing to do with other weights
-            matrix = Matrix.of_one(matrix.layer, name, len(location.rows), location.shape[1])
+            matrix = LinearMatrix.from_weight(matrix.layer, name, len(location.rows), location.shape[1])
         return amax_cast(self._source.read, matrix, self.granularity)
 
     def _misfit(self, cast: WeightCast, location: Location) -> str:
@@ -263,7 +263,7 @@ class QuantizedExport:
             yield Write(theirs, rows, part.data)
             yield self._scales(theirs, rows, part, w_nk.shape[1])
 
-    def _cast(self, piece: Piece, w_nk: Tensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
+    def _cast(self, piece: WeightSlice, w_nk: Tensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
         """A weight of ours in FP8, in parts of some rows: which these are in theirs, and the values."""
         assert piece.cast is not None
         step = rows_at_a_time(w_nk)
@@ -284,13 +284,13 @@ class QuantizedExport:
         firsts = torch.arange(0, len(rows), _BLOCK)
         return Write(name, blocks[firsts], scale_inv)
 
-    def _whole(self, weight: QuantizedWeight) -> ScaledTensor:
+    def _whole(self, weight: ExportedWeight) -> ScaledTensor:
         """A tensor of theirs, all of whose parts are read, by the rule."""
         parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
         w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
         for rows, values in parts:
             w_nk[rows] = values
-        matrix = Matrix.of_one("", weight.name, *weight.shape)
+        matrix = LinearMatrix.from_weight("", weight.name, *weight.shape)
         return amax_cast(lambda _: w_nk, matrix, self.granularity)(w_nk)
 
     def dequantized(self, theirs: str, name: str) -> Tensor:
@@ -340,10 +340,10 @@ class QuantizedExport:
         }
 
 
-class Expected(Source):
+class Expected(CheckpointSource):
     """`source` as it reads from the folder that `export` describes, to compare with that."""
 
-    def __init__(self, source: Source, export: QuantizedExport) -> None:
+    def __init__(self, source: CheckpointSource, export: QuantizedExport) -> None:
         self._source, self._export = source, export
         self.path, self.model, self.about = source.path, source.model, source.about
         self.tokenizer_files = source.tokenizer_files

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.data.tokenizer_files import CONFIG_FILE, TEMPLATE_FILE, TOKENS_FILE
 from megafp8.strict_json import parse_json
 from megafp8.user_cache import make_own_folder
@@ -131,7 +131,7 @@ class Sink(ABC):
     An interrupted sink is continued by making it again for the same source and path.
     """
 
-    _source: Source
+    _source: CheckpointSource
     _journal: Journal
 
     def __init__(self, path: str | Path) -> None:
@@ -139,7 +139,7 @@ class Sink(ABC):
         self.hidden = self.path.with_name(f".{self.path.name}.converting")
 
     @abstractmethod
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         """Prepare the files for what of `source` the format can hold, and return the names yet to be written.
 
         `options`: JSON that must be equal to continue an interrupted conversion. Raises ValueError where the format
@@ -164,7 +164,7 @@ class Sink(ABC):
             raise ValueError(f"{self.hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
 
     def _open_journal(
-        self, source: Source, names: Collection[str], options: Mapping[str, Any], layout: Any = 0
+        self, source: CheckpointSource, names: Collection[str], options: Mapping[str, Any], layout: Any = 0
     ) -> bool:
         """Make the hidden folder, or continue in that of an interrupted conversion of tensors `names` to `layout`.
 

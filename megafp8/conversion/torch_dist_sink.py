@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import to_json, write_file
 from megafp8.checkpoint.writer import CheckpointWriter
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.megatron_args import Implementation, layout_args
-from megafp8.conversion.megatron_names import Run, place, runs, their_shape, with_transformer_engine
+from megafp8.conversion.megatron_names import RankSlice, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron_sink import common_dtype, describe, folder_of
 from megafp8.conversion.megatron_source import COMMON_FILE, TRACKER
 from megafp8.conversion.model import check_source
@@ -40,7 +40,7 @@ _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 class _Part(NamedTuple):
     """A run of our tensor, and its rectangle: from `low` on, of their tensor `key` of `shape`."""
 
-    run: Run
+    run: RankSlice
     key: str
     low: Shape
     shape: Shape
@@ -53,7 +53,7 @@ class TorchDistSink(Sink):
         super().__init__(path)
         self.implementation = implementation
 
-    def begin(self, source: Source, options: Mapping[str, Any]) -> Collection[str]:
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
         self._model, self._shapes = check_source(source)
         self._padded_vocab = self._model.stem.rows
         dtype = common_dtype(source, self._shapes)

@@ -45,9 +45,9 @@ from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.checkpoint.reader import TensorReader
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.config.activations import ACTIVATIONS
-from megafp8.conversion.base import Source, TensorInfo, of_optimizer
+from megafp8.conversion.base import CheckpointSource, TensorInfo, optimizer_key
 from megafp8.conversion.megatron_args import read_args
-from megafp8.conversion.megatron_names import OUTPUT, Place, Run, canonical, place, runs, their_shape
+from megafp8.conversion.megatron_names import OUTPUT, MegatronPlace, RankSlice, canonical, place, runs, their_shape
 from megafp8.conversion.megatron_source import (
     BERT_HEAD,
     COMMON_FILE,
@@ -90,11 +90,11 @@ class _Part(NamedTuple):
 
     key: str
     lead: Shape
-    runs: list[Run]
+    runs: list[RankSlice]
     dim: int
 
 
-class TorchDistSource(Source):
+class TorchDistSource(CheckpointSource):
     """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
 
     `vocab_size`: tokens before padding. Raises ValueError naming the file that is missing, damaged or not supported.
@@ -151,7 +151,7 @@ class TorchDistSource(Source):
                 raise ValueError(f"{self.path}: {key} {shapes}")
             if not info.dtype.is_floating_point:
                 raise ValueError(f"{self.path}: {key} is {info.dtype}, and no floating point")
-            whole = [Run(0, 0, 0, shape[0])]
+            whole = [RankSlice(0, 0, 0, shape[0])]
             where = whole if candidate.half else runs(name, shape, self.model, 1, self._padded_vocab)
             self._parts[name] = _Part(key, candidate.lead, where, at.dim or 0)
             used.add(candidate.key)
@@ -178,7 +178,7 @@ class TorchDistSource(Source):
                 return {}
             kind = "master" if match[1] in _MASTERS else match[1]
             for name in names[match[2]]:
-                ours = of_optimizer(kind, name)
+                ours = optimizer_key(kind, name)
                 parts[ours] = self._parts[name]._replace(key=key)
                 tensors[ours] = TensorInfo(self.tensors[name].shape, entry.properties.dtype)
         self._parts |= parts
@@ -261,7 +261,7 @@ def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
             yield int(value)
 
 
-def _candidates(at: Place, name: str, model: ModelSpec) -> Iterator[_Candidate]:
+def _candidates(at: MegatronPlace, name: str, model: ModelSpec) -> Iterator[_Candidate]:
     """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `at`."""
     layers: dict[str, tuple[Shape, Shape]] = {"": ((), ())}
     half = None

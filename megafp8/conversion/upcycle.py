@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.config import Problem
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.flat import flat_keys
 from megafp8.spec import ModelSpec
 
@@ -45,10 +45,10 @@ def is_router(name: str) -> bool:
     return ".mlp.router." in name
 
 
-class UpcycledSource(Source):
+class UpcycledSource(CheckpointSource):
     """`dense` with its MLPs as the experts of `model`; without routers."""
 
-    def __init__(self, dense: Source, model: ModelSpec) -> None:
+    def __init__(self, dense: CheckpointSource, model: ModelSpec) -> None:
         self._dense = dense
         self.path: Path = dense.path
         self.model = model

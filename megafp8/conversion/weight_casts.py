@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.load import load_scales
 from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, Fp8Manager, RowwiseScaling
@@ -41,7 +41,7 @@ from megafp8.spec import ModelSpec
 _CACHED_BYTES = 1 << 22
 
 
-class Matrix(NamedTuple):
+class LinearMatrix(NamedTuple):
     """The matrix of a linear layer: its weights, from top to bottom, and their rows.
 
     `shard_rows`, `shard_columns`: of a tensor-parallel rank, whose shards of the weights lie one below the other.
@@ -54,7 +54,7 @@ class Matrix(NamedTuple):
     shard_columns: int
 
     @classmethod
-    def of_one(cls, layer: str, weight: str, n: int, k: int) -> Matrix:
+    def from_weight(cls, layer: str, weight: str, n: int, k: int) -> LinearMatrix:
         """The matrix of a layer that has one weight `[n, k]`, on one rank."""
         return cls(layer, (weight,), (n,), (n,), k)
 
@@ -66,7 +66,7 @@ class WeightCast:
     It reads the checkpoint for its amax when it has to.
     """
 
-    matrix: Matrix
+    matrix: LinearMatrix
     quantizer: RecipeQuantizer
     scale: Callable[[], Tensor]
 
@@ -93,7 +93,7 @@ class LayerCasts:
     where the recipe knows it before it sees the input.
     """
 
-    matrix: Matrix
+    matrix: LinearMatrix
     trained: WeightCast | str
     input_scale_inv: Tensor | None = None
 
@@ -106,14 +106,20 @@ AMAX_RECIPES: Mapping[Granularity, Fp8Recipe] = {
 """Scales of the rule `amax`: 448 / amax of what shares a scale."""
 
 
-def amax_cast(read: Callable[[str], Tensor], matrix: Matrix, granularity: Granularity) -> WeightCast:
+def amax_cast(read: Callable[[str], Tensor], matrix: LinearMatrix, granularity: Granularity) -> WeightCast:
     """The cast of a weight of `matrix` by the rule `amax`; `read` gives weights by name."""
     tensor = Fp8Tensor(matrix.layer, "weight", None, None)
     return _cast(read, matrix, RecipeQuantizer(AMAX_RECIPES[granularity], tensor, torch.device("cpu")))
 
 
 def weight_casts(
-    source: Source, model: ModelSpec, fp8: Fp8Manager, *, trained: str = "", tensor: int = 1, expert_tensor: int = 1
+    source: CheckpointSource,
+    model: ModelSpec,
+    fp8: Fp8Manager,
+    *,
+    trained: str = "",
+    tensor: int = 1,
+    expert_tensor: int = 1,
 ) -> list[LayerCasts]:
     """The FP8 layers of `model`, by the patterns and the recipe of `fp8`, of which no layer has been built.
 
@@ -151,7 +157,7 @@ def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -
     )
 
 
-def _layers(stage: nn.Module) -> Iterator[tuple[Matrix, LinearState]]:
+def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
     """Each linear layer and its matrix; of experts the layer of each."""
     for weight, state in linear_weights(stage):
         states, shards = states_of(state), spec_of(weight).shards
@@ -159,7 +165,7 @@ def _layers(stage: nn.Module) -> Iterator[tuple[Matrix, LinearState]]:
         for i, layer in enumerate(states):
             parts = [shard for shard in shards if i * rows <= shard.row < (i + 1) * rows]
             yield (
-                Matrix(
+                LinearMatrix(
                     layer.site.name,
                     tuple(f"model.{shard.name}" for shard in parts),
                     tuple(shard.global_shape[0] for shard in parts),
@@ -170,7 +176,7 @@ def _layers(stage: nn.Module) -> Iterator[tuple[Matrix, LinearState]]:
             )
 
 
-def _load_scales(source: Source, fp8: Fp8Manager) -> None:
+def _load_scales(source: CheckpointSource, fp8: Fp8Manager) -> None:
     """Scales of weights and inputs as the checkpoint has them; nothing is cast from gradients."""
     state = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
     load_scales(source, state, ", so its FP8 weights are unknown; give the run's own checkpoint")
@@ -198,14 +204,14 @@ def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
     return None if known is None else known[1].clone()
 
 
-def _trained(source: Source, matrix: Matrix, state: LinearState) -> WeightCast:
+def _trained(source: CheckpointSource, matrix: LinearMatrix, state: LinearState) -> WeightCast:
     quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
     # This process has the whole tensor.
     quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))
     return _cast(source.read, matrix, quantizer)
 
 
-def _cast(read: Callable[[str], Tensor], matrix: Matrix, quantizer: RecipeQuantizer) -> WeightCast:
+def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: RecipeQuantizer) -> WeightCast:
     @cache
     def scale() -> Tensor:
         if quantizer.known_scale is not None:

@@ -88,8 +88,8 @@ class Segment:
         np.random.Generator(np.random.Philox(key=key)).shuffle(sources)
         numbers = np.empty(BLOCK, np.int64)
         for k in range(len(self.weights)):
-            of_source_k = sources == k
-            numbers[of_source_k] = before[k] + np.arange(of_source_k.sum())
+            chosen = sources == k
+            numbers[chosen] = before[k] + np.arange(chosen.sum())
         return sources, numbers
 
     def __reduce__(self) -> tuple[Any, ...]:  # loader processes make their own cache of blocks

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from megafp8.data.packages import import_package
-from megafp8.data.styles import Tokens
+from megafp8.data.styles import TokenizedRecord
 from megafp8.data.template_process import BEGIN, END, render
 from megafp8.data.tokenizer_files import (
     CONFIG_FILE,
@@ -179,7 +179,7 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     return ChatTemplate(source, special_tokens)
 
 
-def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., Tokens]:
+def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., TokenizedRecord]:
     """Make the function that tokenizes a chat. Its second argument is the number of first answers not to learn.
 
     It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that
@@ -188,7 +188,7 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., 
     _check_special_tokens(tokenizer, template)
     model, special = tokenizer.model, special_tokens_of(tokenizer.model)
 
-    def encode(messages: Sequence[Message], skip: int = 0) -> Tokens:
+    def encode(messages: Sequence[Message], skip: int = 0) -> TokenizedRecord:
         text, spans = template.answers(messages, special)
         encoding = model.encode(text, add_special_tokens=False)
         mask = np.zeros(len(encoding.ids), np.uint8)
@@ -196,7 +196,9 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., 
         for begin, end in spans[skip:]:
             mask[(begins < end) & (np.maximum(ends, begins + 1) > begin)] = 1
         characters = sum(len(message["content"]) for message in messages)
-        return Tokens.masked(encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE}, or none with text")
+        return TokenizedRecord.masked(
+            encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE}, or none with text"
+        )
 
     return encode
 

@@ -43,7 +43,7 @@ Layout = Sequence[tuple[type[np.generic], int]]
 """Dtype and length of each of several arrays."""
 
 
-class Span(NamedTuple):
+class DocumentSpan(NamedTuple):
     """`length` tokens of a document, after its first `skip`."""
 
     document: int
@@ -74,7 +74,7 @@ class Packing(Protocol):
     def make_index(self, generator: np.random.Generator) -> Arrays:
         """The index of an epoch that draws from `generator`."""
 
-    def spans(self, index: Arrays, place: int) -> Iterator[Span]:
+    def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
         """The content of the sample at `place` of an epoch, at most s + 1 tokens."""
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
@@ -106,7 +106,7 @@ class Concatenation:
         starts = np.concatenate([[0], np.cumsum(self.lengths[documents])[:-1]]).astype(np.int64)
         return starts, documents, generator.permutation(self.samples).astype(number)
 
-    def spans(self, index: Arrays, place: int) -> Iterator[Span]:
+    def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
         starts, documents, samples = index
         position, missing = int(samples[place]) * self.seq_length, self.seq_length + 1
         j = int(np.searchsorted(starts, position, side="right")) - 1
@@ -114,7 +114,7 @@ class Concatenation:
             document = int(documents[j])
             skip = position - int(starts[j])
             taken = min(missing, int(self.lengths[document]) - skip)
-            yield Span(document, skip, taken)
+            yield DocumentSpan(document, skip, taken)
             position, missing, j = position + taken, missing - taken, j + 1
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
@@ -170,20 +170,20 @@ class BestFit:
         documents = documents[np.argsort(keys, kind="stable")]
         return documents, generator.permutation(self.samples).astype(number)
 
-    def spans(self, index: Arrays, place: int) -> Iterator[Span]:
+    def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
         documents, samples = index
         sample, s = int(samples[place]), self.seq_length
         if sample < self.full_samples:
             i = int(np.searchsorted(self._full_ends, sample, side="right"))
             later = int(self._full_ends[i]) - sample
             document = int(self._long[i])
-            yield Span(document, ((int(self.lengths[document]) - 1) // s - later) * s, s + 1)
+            yield DocumentSpan(document, ((int(self.lengths[document]) - 1) // s - later) * s, s + 1)
             return
         for places in self.groups.places(sample - self.full_samples):
             for document in documents[places].tolist():
                 length = int(self.lengths[document])
                 rest = (length - 1) % s + 1
-                yield Span(document, length - rest, rest)
+                yield DocumentSpan(document, length - rest, rest)
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
         assert context, "the first token of a document is not predicted"
@@ -244,7 +244,7 @@ class Sentences:
     def make_index(self, generator: np.random.Generator) -> Arrays:
         return (generator.permutation(self.samples).astype(self.layout[0][0]),)
 
-    def spans(self, index: Arrays, place: int) -> Iterator[Span]:
+    def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
         """A span for each sentence, or part of one."""
         sample = int(index[0][place])
         start, end = (int(x) for x in self._samples[sample : sample + 2])
@@ -252,7 +252,7 @@ class Sentences:
         inner = self._ends[np.searchsorted(self._ends, start, side="right") : np.searchsorted(self._ends, end)]
         bounds = [start, *inner.tolist(), end]
         for first, last in pairwise(bounds):
-            yield Span(document, first - int(self._documents[document]), last - first)
+            yield DocumentSpan(document, first - int(self._documents[document]), last - first)
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
         raise ValueError("samples of sentences keep their length to the end of an epoch")

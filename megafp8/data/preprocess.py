@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megafp8.data import DataError
 from megafp8.data.documents import check_inputs_stay
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, all_paths
-from megafp8.data.styles import Document, Method, Tokens
+from megafp8.data.styles import Document, Method, TokenizedRecord
 from megafp8.data.styles.text import Texts
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megafp8.data.workers import map_in_order
@@ -47,7 +47,7 @@ class Summary:
     max_token_id: int = 0
     boundaries: str = ""
 
-    def add(self, document: Document, tokens: Tokens | None) -> None:
+    def add(self, document: Document, tokens: TokenizedRecord | None) -> None:
         """Count a document: with its tokens, or with an error, or without text."""
         if document.error is not None:
             self.errors += 1
@@ -153,7 +153,7 @@ def check_boundaries(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> No
 
 def _tokenized(
     documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, method: Method
-) -> Generator[tuple[Document, Tokens | None], None, None]:
+) -> Generator[tuple[Document, TokenizedRecord | None], None, None]:
     """`documents` in order with their tokens; None for those without text or with an error."""
     make = partial(make_tokenize, tokenizer, method)
     chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
@@ -193,11 +193,11 @@ def _characters(value: Any) -> int:
 
 def make_tokenize(
     tokenizer: TokenizerSettings, method: Method
-) -> Callable[[Sequence[Document]], list[Tokens | str | None]]:
+) -> Callable[[Sequence[Document]], list[TokenizedRecord | str | None]]:
     """The function of a worker: the tokens of each document, None for one without text, or the tokenizer's error."""
     encode = method.encoder(build_tokenizer(*tokenizer))
 
-    def tokenize(document: Document) -> Tokens | str | None:
+    def tokenize(document: Document) -> TokenizedRecord | str | None:
         try:
             return None if document.error is not None else encode(document)
         except Exception as error:  # libraries raise any; one document must not cost the others

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from megafp8.data.blend import Segment, shares
 from megafp8.data.packing import PackingName
-from megafp8.data.samples import Position, split_documents
+from megafp8.data.samples import SamplePosition, split_documents
 
 Identity = tuple[str, int, int, PackingName]
 _NUMBER = "#"
@@ -34,7 +34,7 @@ _NUMBER = "#"
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A data set of the config, of `weight` > 0. `documents`: those for training, of `num_documents`.
 
     `length`: labels of a sample; None where it is not known.
@@ -71,7 +71,7 @@ class RecordedSource:
     consumed: int
     packing: PackingName = "concatenate"
     length: int | None = None
-    position: Position = Position()  # noqa: RUF009 - immutable
+    position: SamplePosition = SamplePosition()  # noqa: RUF009 - immutable
 
     @property
     def identity(self) -> Identity:
@@ -88,7 +88,7 @@ class Conflict:
     """
 
     kind: Literal["packing", "split", "contents", "unknown"]
-    source: Source
+    source: DataSource
     recorded: RecordedSource
 
 
@@ -105,7 +105,7 @@ class Progress:
     sources: tuple[RecordedSource, ...]
 
     @classmethod
-    def begin(cls, sources: Sequence[Source]) -> Progress:
+    def begin(cls, sources: Sequence[DataSource]) -> Progress:
         """The record of a new run. `sources` are combined."""
         return cls("tokens", 0, tuple(_listed(source, None) for source in sources))
 
@@ -117,12 +117,14 @@ class Progress:
             documents, position = entry["documents"], entry.get("position")
             fields_of_entry = {**entry, "documents": documents and tuple(documents)}
             if position is not None:
-                fields_of_entry["position"] = Position(**position | {"given": tuple(map(tuple, position["given"]))})
+                fields_of_entry["position"] = SamplePosition(
+                    **position | {"given": tuple(map(tuple, position["given"]))}
+                )
             sources.append(RecordedSource(**fields_of_entry))
         return cls(data["list_weights"], data["first_sample"], tuple(sources))
 
     @classmethod
-    def from_config(cls, data: Mapping[str, Any], sources: Sequence[Source]) -> Progress:
+    def from_config(cls, data: Mapping[str, Any], sources: Sequence[DataSource]) -> Progress:
         """The record of a run whose checkpoints have none, from the section `data` of its config.
 
         Such runs weighted a list of data sets equally. Contents are assumed to be those of `sources` now.
@@ -147,7 +149,7 @@ class Progress:
         known = (replace(e, length=length) if e.length is None else e for e in self.sources)
         return replace(self, sources=tuple(known))
 
-    def moved(self, positions: Mapping[Identity, Position], length: int) -> Progress:
+    def moved(self, positions: Mapping[Identity, SamplePosition], length: int) -> Progress:
         """The progress with samples of `length` in the sources of `positions`, from these positions on."""
         moved_sources = (
             replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
@@ -167,11 +169,11 @@ class Progress:
 
     def after(self, samples: int, seed: int) -> Progress:
         """The progress with `consumed` counted up to global sample `samples` of the current segment."""
-        given = self.segment(seed).given(samples)
-        read = [replace(source, consumed=count) for source, count in zip(self.active, given)]
+        counts = self.segment(seed).given(samples)
+        read = [replace(source, consumed=count) for source, count in zip(self.active, counts)]
         return replace(self, sources=(*read, *(source for source in self.sources if not source.weight)))
 
-    def conflicts(self, sources: Sequence[Source]) -> list[Conflict]:
+    def conflicts(self, sources: Sequence[DataSource]) -> list[Conflict]:
         """The `sources` that would start with their first sample although a similar one is in the record."""
         recorded, found_conflicts = self._recognized(sources).sources, []
         known = {entry.identity for entry in recorded}
@@ -186,7 +188,7 @@ class Progress:
             found_conflicts += alike[:1]
         return found_conflicts
 
-    def proceed(self, sources: Sequence[Source], samples: int, seed: int) -> tuple[Progress, list[str]]:
+    def proceed(self, sources: Sequence[DataSource], samples: int, seed: int) -> tuple[Progress, list[str]]:
         """The record of a run that resumes after `samples` with `sources` (combined), and messages on what changed.
 
         Sources that are not in the record start with their first sample.
@@ -215,7 +217,7 @@ class Progress:
         listed = (_listed(source, entries.get(key)) for key, source in now.items())
         return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
-    def _recognized(self, sources: Sequence[Source]) -> Progress:
+    def _recognized(self, sources: Sequence[DataSource]) -> Progress:
         """The progress with entries that have no contents completed by the source of the same prefix."""
         by_path = {normalized(source.prefix): source for source in sources}
 
@@ -269,16 +271,16 @@ def _common_end(path: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts))
 
 
-def combine(sources: Sequence[Source]) -> list[Source]:
+def combine(sources: Sequence[DataSource]) -> list[DataSource]:
     """`sources` with each identity once and its weights summed, in the order of first appearance."""
-    combined: dict[Identity, Source] = {}
+    combined: dict[Identity, DataSource] = {}
     for source in sources:
         same = combined.get(source.identity)
         combined[source.identity] = source if same is None else replace(same, weight=same.weight + source.weight)
     return list(combined.values())
 
 
-def _listed(source: Source, before: RecordedSource | None) -> RecordedSource:
+def _listed(source: DataSource, before: RecordedSource | None) -> RecordedSource:
     """The entry of `source`, which continues after that of `before`."""
     documents = source.identity[1:3]
     recorded = RecordedSource(

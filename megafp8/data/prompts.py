@@ -69,7 +69,7 @@ class PromptSource:
         self.fingerprint = contents.hexdigest()
         self._order = lru_cache(maxsize=2)(self._make_order)
 
-    def of_sample(self, index: int) -> tuple[int, Prompt]:
+    def prompt_at(self, index: int) -> tuple[int, Prompt]:
         """The prompt of sample `index`, and how many were given before it."""
         number = index // self.group_size
         epoch, place = divmod(number, len(self.prompts))

@@ -4,8 +4,8 @@ There is no state. Sample i belongs to epoch i // samples_per_epoch, and everyth
 (seed, epoch): which tokens of which documents are in a sample (`packing`), and the order of the samples. So any rank
 can read any sample, and a resumed run or one with another number of ranks reads the same sequence.
 
-A run that goes on with samples of another length has a `Position`: its samples are numbered on, and the first of them
-are the rest of the epoch that it is in (`Packing.rest`). That is a function of the position, too.
+A run that goes on with samples of another length has a `SamplePosition`: its samples are numbered on, and the first of
+them are the rest of the epoch that it is in (`Packing.rest`). That is a function of the position, too.
 
 The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
 it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
@@ -80,7 +80,7 @@ Given = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
-class Position:
+class SamplePosition:
     """Where samples of one length begin, in a data set that gave samples of other lengths before.
 
     `first`: number of the first of them. `epoch`: that it is in. `given`: of this epoch, for each length that it has
@@ -148,7 +148,7 @@ class PackedDataset:
         pairs: bool = False,
         first_place: int | None = None,
     ) -> None:
-        self.position, self._context = Position(), context
+        self.position, self._context = SamplePosition(), context
         self.pairs, self.reference = pairs, ReferenceValues() if pairs else None
         self.loss_mask, self.first_place = loss_mask, first_place
         self.dataset, self.documents, self.seq_length, self.seed = dataset, documents, seq_length, seed
@@ -178,7 +178,7 @@ class PackedDataset:
         self._identity = hashlib.sha256(lengths.tobytes()).hexdigest()
         self._index: tuple[tuple[object, ...], _Index] | None = None
 
-    def at(self, position: Position) -> PackedDataset:
+    def at(self, position: SamplePosition) -> PackedDataset:
         """The same samples from another position on."""
         moved = copy.copy(self)
         moved.position = position
@@ -192,10 +192,10 @@ class PackedDataset:
             return None
         assert isinstance(self.packing, (Concatenation, BestFit))
         lengths, positions = self.packing.lengths, self._positions
-        for i, (seq_length, given, context) in enumerate(self.position.given):
+        for i, (seq_length, samples, context) in enumerate(self.position.given):
             packing = PACKINGS[self.packing.name](lengths, seq_length)
             index = self._load_index(packing, seq_length, self.position.epoch, self.position.given[:i])
-            pieces = packing.rest(index.arrays, given, context=context)
+            pieces = packing.rest(index.arrays, samples, context=context)
             positions, lengths = positions[pieces.documents] + pieces.skips, pieces.lengths
         if not len(lengths):
             return None
@@ -218,12 +218,12 @@ class PackedDataset:
         epochs, place = divmod(number - self._first_samples, self.samples_per_epoch)
         return 1 + epochs, place
 
-    def position_after(self, samples: int) -> Position:
+    def position_after(self, samples: int) -> SamplePosition:
         """The position of another length that begins after `samples` >= `position.first`."""
         epochs, place = self._place(samples)
         before = self.position.given if epochs == 0 else ()
-        given = (*before, (self.seq_length, place, self._context)) if place else before
-        return Position(samples, self.position.epoch + epochs, given)
+        earlier = (*before, (self.seq_length, place, self._context)) if place else before
+        return SamplePosition(samples, self.position.epoch + epochs, earlier)
 
     def epochs(self, samples: int) -> float:
         """Epochs read after `samples` >= `position.first`."""

@@ -8,8 +8,8 @@
     documents   of a stream: those of its parts, one part after the other, epoch after epoch. Within a part, windows of
                 at most `WINDOW_RECORDS` records are shuffled by (seed, epoch, part, window)
 
-All of this is a function of the files, the seed and the number of streams. A `Position` says where a stream is. To go
-there, the part is opened again, and what is before it in the part is skipped: a block or a row group is small, of a
+All of this is a function of the files, the seed and the number of streams. A `TextPosition` says where a stream is. To
+go there, the part is opened again, and what is before it in the part is skipped: a block or a row group is small, of a
 compressed file all that comes before is decompressed again.
 """
 
@@ -44,7 +44,7 @@ _BLOCKS, _BLOCK_BYTES = 16, 4096  # of a file that are compared
 _THREADS = 16
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: a range for `documents.read_part`, and of its records those with `remainder` by `modulus`."""
 
     file: int
@@ -63,7 +63,7 @@ class FileVersion(NamedTuple):
     tag: str
 
 
-class Position(NamedTuple):
+class TextPosition(NamedTuple):
     """Where a stream is: the epoch, the number of the part in it, the records of the part before the present window,
     the document's number in the shuffled window, and the tokens of the document that were given."""
 
@@ -114,7 +114,7 @@ class TextSource:
         return other
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FilePart]:
         """What is dealt to the streams."""
         with ThreadPoolExecutor(_THREADS) as threads:
             return _parts(self.files, [x.size for x in self.versions], self.canonical_streams, threads)
@@ -128,7 +128,7 @@ class TextSource:
         """Of all files, as they are stored."""
         return sum(version.size for version in self.versions)
 
-    def documents(self, stream: int, at: Position) -> Iterator[tuple[Position, Document]]:
+    def documents(self, stream: int, at: TextPosition) -> Iterator[tuple[TextPosition, Document]]:
         """Yield the documents of a stream from a position on, each with its position, epoch after epoch.
 
         Raises:
@@ -144,7 +144,7 @@ class TextSource:
                     order = self._permutation(len(window), epoch, 1 + part, start)
                     for i in range(first, len(window)):
                         is_empty = False
-                        yield Position(epoch, number, start, i), window[order[i]]
+                        yield TextPosition(epoch, number, start, i), window[order[i]]
                     first = 0
                 record = first = 0
             if is_empty and whole:
@@ -197,22 +197,24 @@ class TextSource:
         return dealt
 
 
-def _parts(files: Sequence[InputFile], sizes: Sequence[int], streams: int, threads: ThreadPoolExecutor) -> list[Part]:
+def _parts(
+    files: Sequence[InputFile], sizes: Sequence[int], streams: int, threads: ThreadPoolExecutor
+) -> list[FilePart]:
     """Parts of the files, at least as many as streams."""
     wanted = _PARTS_OF_STREAM * streams
     if len(files) >= wanted:
-        return [Part(i, 0, None, size) for i, size in enumerate(sizes)]
+        return [FilePart(i, 0, None, size) for i, size in enumerate(sizes)]
     block = max(_SMALLEST_BLOCK, -(-sum(sizes) // wanted))
     groups = list(threads.map(lambda file: row_groups(file) if file.content == "parquet" else [], files))
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     for i, (file, size) in enumerate(zip(files, sizes)):
         if file.content == "parquet":
-            parts += [Part(i, group, group + 1, count) for group, count in enumerate(groups[i])]
+            parts += [FilePart(i, group, group + 1, count) for group, count in enumerate(groups[i])]
         elif file.content == "json_lines" and not file.compression:
             starts = range(0, size, block)
-            parts += [Part(i, start, min(start + block, size), min(block, size - start)) for start in starts]
+            parts += [FilePart(i, start, min(start + block, size), min(block, size - start)) for start in starts]
         else:
-            parts.append(Part(i, 0, None, size))
+            parts.append(FilePart(i, 0, None, size))
     if len(parts) >= streams:
         return parts
     if not parts:

@@ -32,9 +32,9 @@ from megafp8.data.blend import Blend
 from megafp8.data.preprocess import make_tokenize
 from megafp8.data.sampler import Objective, collate, sample_indices
 from megafp8.data.samples import PackedDataset
-from megafp8.data.styles import Document, Tokens
+from megafp8.data.styles import Document, TokenizedRecord
 from megafp8.data.styles.text import Texts
-from megafp8.data.text_source import Position, TextSource
+from megafp8.data.text_source import TextPosition, TextSource
 from megafp8.data.tokenizers import TokenizerSettings
 from megafp8.data.workers import map_in_order
 
@@ -56,22 +56,22 @@ class StreamPositions:
 
     canonical_streams: int
     samples: int = 0
-    positions: dict[str, list[Position]] = field(default_factory=dict)
+    positions: dict[str, list[TextPosition]] = field(default_factory=dict)
     streams: set[int] = field(default_factory=set)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StreamPositions:
         """The inverse of `as_json`."""
-        positions = {key: [Position(*each) for each in listed] for key, listed in data["positions"].items()}
+        positions = {key: [TextPosition(*each) for each in listed] for key, listed in data["positions"].items()}
         return cls(data["canonical_streams"], data["samples"], positions)
 
     def as_json(self) -> dict[str, Any]:
         positions = {key: [list(each) for each in listed] for key, listed in self.positions.items()}
         return {"canonical_streams": self.canonical_streams, "samples": self.samples, "positions": positions}
 
-    def of(self, source: TextSource) -> list[Position]:
+    def in_source(self, source: TextSource) -> list[TextPosition]:
         """Positions of a source's streams, by stream."""
-        return self.positions.setdefault(source.fingerprint, [Position()] * self.canonical_streams)
+        return self.positions.setdefault(source.fingerprint, [TextPosition()] * self.canonical_streams)
 
     def joined(self, parts: Iterable[StreamPositions]) -> StreamPositions:
         """These positions, with those of `parts` for the streams that each of them runs."""
@@ -87,7 +87,7 @@ class _Task(NamedTuple):
     """Documents to tokenize, their positions, and the cutter that waits for them."""
 
     cutter: _Cutter
-    positions: list[Position]
+    positions: list[TextPosition]
     documents: list[Document]
 
 
@@ -112,13 +112,15 @@ class _Cutter:
     `skipped`: log of the documents that cannot be used; None if such a document is an error.
     """
 
-    def __init__(self, source: TextSource, stream: int, position: Position, skipped: _SkippedDocuments | None) -> None:
+    def __init__(
+        self, source: TextSource, stream: int, position: TextPosition, skipped: _SkippedDocuments | None
+    ) -> None:
         self.position, self.length, self._skipped = position, source.seq_length, skipped
         self._source, self._stream, self._fault = source, stream, ""
-        at_start = position == Position(position.epoch)
+        at_start = position == TextPosition(position.epoch)
         self._epoch_with_text = position.epoch - at_start  # the last one known to have some, or to be read in part
         self._documents = source.documents(stream, position)
-        self._pieces: deque[tuple[Position, NDArray[Any] | DataError]] = deque()
+        self._pieces: deque[tuple[TextPosition, NDArray[Any] | DataError]] = deque()
         self._tokens, self._expected = 0, 0.0
         self.ended = False  # by an error, the last of its pieces or of its documents
 
@@ -137,13 +139,13 @@ class _Cutter:
         """Whether the last piece is an error, after which nothing is used."""
         return bool(self._pieces) and isinstance(self._pieces[-1][1], DataError)
 
-    def _fail(self, position: Position, error: DataError) -> None:
+    def _fail(self, position: TextPosition, error: DataError) -> None:
         self._pieces.append((position, error))
         self.ended = True
 
     def task(self) -> _Task:
         """The next documents to tokenize."""
-        positions, documents, characters = list[Position](), list[Document](), 0
+        positions, documents, characters = list[TextPosition](), list[Document](), 0
         while len(documents) < _TASK_DOCUMENTS and characters < _TASK_CHARACTERS:
             try:
                 position, document = next(self._documents)
@@ -158,7 +160,7 @@ class _Cutter:
         self._expected += 1 + characters / _CHARACTERS_OF_TOKEN
         return _Task(self, positions, documents)
 
-    def add(self, task: _Task, results: Sequence[Tokens | str | None]) -> None:
+    def add(self, task: _Task, results: Sequence[TokenizedRecord | str | None]) -> None:
         """Add the tokens of the documents of the oldest task.
 
         A stream without usable text for a whole epoch ends with an error.
@@ -168,7 +170,7 @@ class _Cutter:
             if self._has_failed:
                 return
             fault = document.error if not isinstance(result, str) else f"cannot be tokenized: {result}"
-            if isinstance(result, Tokens):
+            if isinstance(result, TokenizedRecord):
                 self._epoch_with_text = position.epoch
                 skip = self.position.token if position == self.position._replace(token=0) else 0
                 self._pieces.append((position._replace(token=skip), result.ids[skip:]))
@@ -234,7 +236,7 @@ class _Rows:
             self._next[stream] = first + (stream - first) % count
             for k, source in enumerate(self._blend.datasets):
                 if isinstance(source, TextSource):
-                    position = self._begin.of(source)[stream]
+                    position = self._begin.in_source(source)[stream]
                     self._cutters[k, stream] = _Cutter(source, stream, position, self._skipped)
 
     def parts(self, index: int) -> Sequence[NDArray[Any]]:
@@ -256,14 +258,14 @@ class _Rows:
         self._next[stream] = index + count
         return parts
 
-    def positions(self) -> dict[str, dict[int, Position]]:
+    def positions(self) -> dict[str, dict[int, TextPosition]]:
         """Where each stream is, by source."""
-        found: dict[str, dict[int, Position]] = {}
+        by_source: dict[str, dict[int, TextPosition]] = {}
         for (k, stream), cutter in self._cutters.items():
             source = self._blend.datasets[k]
             assert isinstance(source, TextSource)
-            found.setdefault(source.fingerprint, {})[stream] = cutter.position
-        return found
+            by_source.setdefault(source.fingerprint, {})[stream] = cutter.position
+        return by_source
 
     def _tasks(self) -> Iterator[list[Document]]:
         """Yield documents of the stream that has the fewest tokens, until all streams or the reading have ended."""
@@ -278,7 +280,7 @@ class _Step(NamedTuple):
 
     batches: list[Batch]
     samples: int
-    positions: dict[str, dict[int, Position]]
+    positions: dict[str, dict[int, TextPosition]]
 
 
 def batches(
@@ -324,14 +326,14 @@ def batches(
         with contextlib.closing(made):
             made.open(streams)
             for start, step in itertools.chain([(first, rows)], rows_of_step):
-                found = []
+                steps = []
                 for micro_batch in step:
                     batch = collate([(i, objective.row(made.parts(i), i)) for i in micro_batch], objective=objective)
                     assert isinstance(batch, Batch)
-                    found.append(batch.pin_memory() if pin_memory else batch)
+                    steps.append(batch.pin_memory() if pin_memory else batch)
                     if ended.is_set():
                         return
-                put(_Step(found, start + global_batch_size, made.positions()))
+                put(_Step(steps, start + global_batch_size, made.positions()))
                 if ended.is_set():
                     return
 
@@ -343,7 +345,7 @@ def batches(
 
     for source in blend.datasets:
         if isinstance(source, TextSource):
-            positions.of(source)
+            positions.in_source(source)
     thread = threading.Thread(target=run, name="text streams", daemon=True)
     thread.start()
     positions.streams = {i % positions.canonical_streams for i in streams}
@@ -353,8 +355,8 @@ def batches(
             if isinstance(step, BaseException):
                 raise step
             positions.samples = step.samples
-            for key, of_streams in step.positions.items():
-                for stream, position in of_streams.items():
+            for key, listed in step.positions.items():
+                for stream, position in listed.items():
                     positions.positions[key][stream] = position
             yield step.batches
     finally:

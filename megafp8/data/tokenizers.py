@@ -194,10 +194,10 @@ def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: Spe
     generation_config.json if it is a single one, the model file. All but the setting must name a special token. Raises
     TokenizerSettingError, with the candidates, if no source states it.
     """
-    given, candidates = settings.end_token, list(vocabulary.special)
-    if given is not None:
-        if (token := vocabulary.id_of(given)) is None:
-            raise _end_token_error(given, f"{settings.path} has no such token", candidates)
+    end_token, candidates = settings.end_token, list(vocabulary.special)
+    if end_token is not None:
+        if (token := vocabulary.id_of(end_token)) is None:
+            raise _end_token_error(end_token, f"{settings.path} has no such token", candidates)
         return token, "as set"
     if (named := stated.named("eos_token")) is not None:
         name, file = named
@@ -255,22 +255,22 @@ def tokenizer_file(kind: TokenizerKind, path: str) -> str:
 
     The name of a tiktoken encoding stays as it is. Raises TokenizerSettingError where there is none.
     """
-    given = Path(path)
-    if given.is_file() or kind == "bytes":
+    file = Path(path)
+    if file.is_file() or kind == "bytes":
         return path
     if is_hub_name(path):
         try:
-            given = local_folder(path, TOKENIZER_FILES)
+            file = local_folder(path, TOKENIZER_FILES)
         except NotOnThisMachine as error:
             rule, _, works = str(error).rpartition(": ")
             raise MissingTokenizer("path", path, rule, works) from None
-    if given.is_dir():
+    if file.is_dir():
         for pattern in _FILES[kind]:
-            if files := sorted(given.glob(pattern)):
+            if files := sorted(file.glob(pattern)):
                 return str(files[0])
-        rule = f"{given} is a folder without a tokenizer of kind {kind}"
+        rule = f"{file} is a folder without a tokenizer of kind {kind}"
         raise TokenizerSettingError("path", path, f"{rule}; looked for {', '.join(_FILES[kind])}", "give its file")
-    if kind == "tiktoken" and not given.exists():
+    if kind == "tiktoken" and not file.exists():
         return path
     raise MissingTokenizer(
         "path", path, "no such file", did_you_mean(Path(path), "give the path of the tokenizer's file")

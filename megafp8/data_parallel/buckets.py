@@ -78,14 +78,14 @@ class BufferLayout:
 
     def shards(self, rank: int) -> list[ParamRange]:
         """What `rank` owns of the parameters, in buffer order."""
-        found = []
-        for bucket, own in zip(self.buckets, self.owned(rank)):
+        shards = []
+        for bucket, owned in zip(self.buckets, self.owned(rank)):
             for index in bucket.params:
                 slot = self.slots[index]
-                start, end = max(own.start, slot.start), min(own.end, slot.end)
+                start, end = max(owned.start, slot.start), min(owned.end, slot.end)
                 if start < end:
-                    found.append(ParamRange(index, start - slot.start, end - slot.start))
-        return found
+                    shards.append(ParamRange(index, start - slot.start, end - slot.start))
+        return shards
 
 
 def bucket_layout(

@@ -7,11 +7,11 @@ waits for gradient reductions. FP8 data need none of that: torch computes nothin
 buffer of its own. When torch's all-gather is complete (`fsdp_post_all_gather`), so is this one, since torch's stream
 waited for it. The parameter that the layer sees is `Released`.
 
-*Transports.* `Collective`: one all-gather. `SymmetricMemory`: copies from the memory of the host's other GPUs. An
-all-gather synchronizes all ranks, takes multiprocessors from the GEMMs beside it, and shares a queue with the reduction
-of gradients. But FP8 data change once a step, so a rank can copy a block's whenever it wants, with its copy engines,
-between two barriers a step: before the data are overwritten every rank has made its last copy, and when they have been
-written every rank may copy. (The rest of a block, its norms, is gathered by torch as usual.)
+*Transports.* `CollectiveTransport`: one all-gather. `SymmetricTransport`: copies from the memory of the host's other
+GPUs. An all-gather synchronizes all ranks, takes multiprocessors from the GEMMs beside it, and shares a queue with the
+reduction of gradients. But FP8 data change once a step, so a rank can copy a block's whenever it wants, with its copy
+engines, between two barriers a step: before the data are overwritten every rank has made its last copy, and when they
+have been written every rank may copy. (The rest of a block, its norms, is gathered by torch as usual.)
 
 *Buffers.* torch keeps what it gathered until it reshards a block, and then resizes that storage to zero, which shows
 that the block's buffer is free. Kernels queued before may still read it: an event, recorded when the next block's data
@@ -45,9 +45,9 @@ _STUB_BYTES = 16  # gathered by torch for each weight
 
 
 class Transport(Protocol):
-    """Gathers FP8 data. `own`: this rank's bytes of each weight, to be written between two `synchronize`s."""
+    """Gathers FP8 data. `shards`: this rank's bytes of each weight, to be written between two `synchronize`s."""
 
-    own: list[Tensor]
+    shards: list[Tensor]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
         """Queue on the current stream: gather some weights of all ranks into `outs` `[t, bytes]`."""
@@ -58,21 +58,21 @@ class Transport(Protocol):
         ...
 
 
-class Collective:
+class CollectiveTransport:
     """All-gathers over `group`; `sizes`: a rank's bytes of each weight."""
 
     def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.own = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.shards = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
-        all_gather_into_async([out.view(-1) for out in outs], [self.own[i] for i in weights], self.group).wait()
+        all_gather_into_async([out.view(-1) for out in outs], [self.shards[i] for i in weights], self.group).wait()
 
     def synchronize(self) -> None:
         """Nothing to do: an all-gather synchronizes all ranks."""
 
 
-class SymmetricMemory:
+class SymmetricTransport:
     """Copies between GPUs of one host, the ranks of `group`; `sizes`: a rank's bytes of each weight.
 
     Collective to build. RuntimeError, on every rank alike, where symmetric memory cannot be set up.
@@ -82,7 +82,7 @@ class SymmetricMemory:
         buffer = SymmetricBuffer(offsets(sizes)[-1], group, device)
         self._views, self._rank, self._barrier = buffer.views(tuple(sizes)), group.rank(), buffer.barrier
         buffer.buffers[self._rank].zero_()  # padding rows are read, too
-        self.own: list[Tensor] = self._views[self._rank]
+        self.shards: list[Tensor] = self._views[self._rank]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
         t = len(self._views)
@@ -99,13 +99,13 @@ def open_transport(sizes: Sequence[int], group: ProcessGroup, device: torch.devi
     """Copies between the GPUs of `one_host` where these can map each other's memory; else collectives. Collective."""
     if one_host and device.type == "cuda" and group.size() > 1:
         try:
-            return SymmetricMemory(sizes, group, device)
+            return SymmetricTransport(sizes, group, device)
         except RuntimeError as error:
             logger.info(f"fp8.param_gather: {error}; FP8 weights are gathered by collectives")
-    return Collective(sizes, group, device)
+    return CollectiveTransport(sizes, group, device)
 
 
-class Fp8Weight(NamedTuple):
+class GatheredWeight(NamedTuple):
     """A weight that is gathered in FP8: its row shard, its FP8 dtype, and a callback for its gathered data `[n, k]`."""
 
     rows: RowShard
@@ -165,7 +165,7 @@ class _Block:
     """Weights that torch gathers together: `indices` of the transport's."""
 
     def __init__(
-        self, weights: Sequence[Fp8Weight], indices: range, transport: Transport, pool: _BufferPool, ranks: int
+        self, weights: Sequence[GatheredWeight], indices: range, transport: Transport, pool: _BufferPool, ranks: int
     ) -> None:
         self._weights, self._indices, self._transport, self._pool, self._ranks = (
             weights,
@@ -222,13 +222,13 @@ class _Block:
 class Fp8WeightGather:
     """Makes torch's FSDP gather weights in FP8; `blocks`: those of each module that is sharded as one unit.
 
-    `own`: this rank's bytes of each weight, in this order, to be written between two `synchronize`s.
+    `shards`: this rank's bytes of each weight, in this order, to be written between two `synchronize`s.
     """
 
     def __init__(
-        self, blocks: Sequence[Sequence[Fp8Weight]], transport: Transport, ranks: int, device: torch.device
+        self, blocks: Sequence[Sequence[GatheredWeight]], transport: Transport, ranks: int, device: torch.device
     ) -> None:
-        self.own, self._transport = transport.own, transport
+        self.shards, self._transport = transport.shards, transport
         self._pool, start = _BufferPool(device), 0
         for weights in blocks:
             if weights:

@@ -106,7 +106,7 @@ class _Part:
         self._shard, self._groups = shard, None
         if len(experts) > 1:
             device = shard.master_f.device
-            self._groups = RowGroups.of(torch.tensor(ends, dtype=torch.int32, device=device), ends[-1])
+            self._groups = RowGroups.from_ends(torch.tensor(ends, dtype=torch.int32, device=device), ends[-1])
             assert len(self._groups.padded_ends_e) == len(experts)  # computed here, and not within a CUDA graph
 
     def source(self) -> Plain:
@@ -191,9 +191,9 @@ class _Weight:
     def recorded(self) -> list[tuple[Tensor, slice]]:
         """The recorded amaxes of the quantizers, each with its slice of the weight's amaxes, to which it is raised."""
         amaxes = [quantizer.recorded_amax for quantizer in self.quantizers]
-        found = [(amax.view(1), slice(i, i + 1)) for i, amax in enumerate(amaxes) if amax is not None]
-        joined = joined_view([amax[0] for amax, _ in found]) if len(found) == len(amaxes) else None
-        return found if joined is None else [(joined, slice(len(amaxes)))]
+        pairs = [(amax.view(1), slice(i, i + 1)) for i, amax in enumerate(amaxes) if amax is not None]
+        joined = joined_view([amax[0] for amax, _ in pairs]) if len(pairs) == len(amaxes) else None
+        return pairs if joined is None else [(joined, slice(len(amaxes)))]
 
 
 class WeightShards:
@@ -231,16 +231,16 @@ class WeightShards:
                 for part in weight.parts:
                     part.raise_amax(self._amax_t[weight.scales][_slice(part.experts)])
             if unknown:
-                of_group = slice(weights[0].scales.start, weights[-1].scales.stop)
-                all_reduce(self._amax_t[of_group], group, "max")
+                scales = slice(weights[0].scales.start, weights[-1].scales.stop)
+                all_reduce(self._amax_t[scales], group, "max")
         if not all(weight.is_known for weight in self._weights):
             self._make_scales()
         for weight in self._weights:
             amax_e = self._amax_t[weight.scales]
             scale_e, scale_inv_e = weight.scales_of(self._scale_t[weight.scales], self._scale_inv_t[weight.scales])
             for part in weight.parts:
-                own = _slice(part.experts)
-                part.cast(scale_e[own], scale_inv_e[own], weight.fmt, amax_e[own])
+                experts = _slice(part.experts)
+                part.cast(scale_e[experts], scale_inv_e[experts], weight.fmt, amax_e[experts])
             state, data = weight.shard.state, weight.shard.fp8_data_nk
             if isinstance(state, GroupState):
                 state.set_gathered_weight(ScaledTensor(data, scale_inv_e))
@@ -258,7 +258,7 @@ class WeightShards:
     @torch.no_grad()
     def record_amaxes(self) -> None:
         """Record the amaxes of the weights of this step for delayed scaling. Call it before `Fp8Manager.end_step`."""
-        pairs = [(x, self._amax_t[w.scales][own]) for w in self._weights for x, own in w.recorded]
+        pairs = [(x, self._amax_t[w.scales][rows]) for w in self._weights for x, rows in w.recorded]
         if pairs:
             torch._foreach_maximum_([newest for newest, _ in pairs], [amax for _, amax in pairs])
 

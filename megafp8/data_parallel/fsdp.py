@@ -157,8 +157,8 @@ class ShardedStages:
             for param in before:
                 param.data = param.data.to(sum_dtype(dtype)) if param.requires_grad else param.data
             for part in (part for unit in stage for part in unit.parts):
-                own = [param for param in part.module.parameters() if not isinstance(param, DTensor)]
-                self.units.append((part.groups.gather, [param for param in own if param not in whole]))
+                local_params = [param for param in part.module.parameters() if not isinstance(param, DTensor)]
+                self.units.append((part.groups.gather, [param for param in local_params if param not in whole]))
                 self._modules.append(_shard(part, dtype, reduce_dtype, device, whole))
             _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
@@ -250,7 +250,7 @@ class ReplicaReduction:
     ) -> None:
         self._units, self._params, self._group, self._dtype = units, params, group, dtype
         self._expected: list[int] = []  # per unit: gradients of parameters still to come
-        self._works: dict[int, collectives.Work] = {}
+        self._works: dict[int, collectives.CollectiveWork] = {}
 
     def start_overlap(self, passes: int) -> None:
         """Each parameter will have its gradient of `passes` backward passes added: start with the last one of a unit.

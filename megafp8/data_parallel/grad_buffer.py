@@ -135,12 +135,12 @@ class GradBuffer:
         self.group = data_parallel_group
         self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
-        owned = [self.flat[own.start : own.end] for own in self.layout.owned(rank)]
+        owned = [self.flat[shard.start : shard.end] for shard in self.layout.owned(rank)]
         self.owned = owned or [self.flat]  # of no elements: a stage may have nothing to train (LoRA)
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._sinks: list[BufferSink] = []
-        self._works: list[collectives.Work] = []
+        self._works: list[collectives.CollectiveWork] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
         self._overlap = False
         self._expected: list[int] = []  # per parameter: gradients still to come
@@ -234,7 +234,7 @@ class GradBuffer:
         self._works.append(self._reduce(self.flat[bucket.start : bucket.end], self.owned[self._started]))
         self._started += 1
 
-    def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.Work:
+    def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.CollectiveWork:
         """Start summing `bucket` into `own`, a slice of it or all."""
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
         reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async

@@ -45,7 +45,7 @@ class ParamBuffer:
         fp8_dtypes = fp8_dtypes or {}
         self._group, self._value_bytes = group, params[0].element_size()
         self._bucket_of = {params[i]: b for b, bucket in enumerate(layout.buckets) for i in bucket.params}
-        self._works: dict[int, collectives.Work] = {}
+        self._works: dict[int, collectives.CollectiveWork] = {}
         self.fp8_data: dict[nn.Parameter, Tensor] = {}
         self.buckets: list[Tensor] = []
         for bucket in layout.buckets:
@@ -94,8 +94,8 @@ class ParamBuffer:
         """Make each of `modules` wait for its own parameters when it is called. Together they must have all of them."""
         covered: set[nn.Parameter] = set()
         for module in modules:
-            own = {param for param in module.parameters() if param in self._bucket_of}
-            covered |= own
-            buckets = sorted({self._bucket_of[param] for param in own}, reverse=True)
+            params = {param for param in module.parameters() if param in self._bucket_of}
+            covered |= params
+            buckets = sorted({self._bucket_of[param] for param in params}, reverse=True)
             module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets))
         assert covered == self._bucket_of.keys(), "a parameter that no module would wait for"

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.fp8_weight_gather import Fp8Weight, Fp8WeightGather, open_transport
+from megafp8.data_parallel.fp8_weight_gather import Fp8WeightGather, GatheredWeight, open_transport
 from megafp8.data_parallel.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.data_parallel.fsdp import ShardedStages
 from megafp8.data_parallel.grad_buffer import GradBuffer
@@ -225,10 +225,10 @@ class Zero1(DataParallelStrategy):
             return ""
         gib, ranks = 2**30, size(self.group)
         nbytes, unquantized = (sum(getattr(x, name) for x in self.weights) for name in ("nbytes", "nbytes_unquantized"))
-        held, without = nbytes + rowwise, unquantized + 2 * rowwise  # with the columnwise copies
+        stored, without = nbytes + rowwise, unquantized + 2 * rowwise  # with the columnwise copies
         received, instead = (count * (ranks - 1) // ranks for count in (nbytes, unquantized))
         return (
-            f"FP8 parameters: {len(self.fp8_weights)} weights are gathered in FP8; this rank holds {held / gib:.3f} "
+            f"FP8 parameters: {len(self.fp8_weights)} weights are gathered in FP8; this rank holds {stored / gib:.3f} "
             f"GiB of weights and their FP8 copies instead of {without / gib:.3f}, and receives {received / gib:.3f} "
             f"GiB of weights a step instead of {instead / gib:.3f}"
         )
@@ -273,18 +273,22 @@ class FullySharded(DataParallelStrategy):
         self._fp8_gathers: list[Fp8WeightGather] = []
         shards = []
         for ranks in dict.fromkeys(ranks for ranks, _ in stages.units):
-            members = [[x for x in unit if x in fp8_weights] for of_unit, unit in stages.units if of_unit is ranks]
+            members = [
+                [x for x in unit if x in fp8_weights] for unit_ranks, unit in stages.units if unit_ranks is ranks
+            ]
             units = [[(rows_of[x], *fp8_weights[x]) for x in unit] for unit in members if unit]
             if not units:
                 continue
-            blocks = [[Fp8Weight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in x] for x in units]
+            blocks = [
+                [GatheredWeight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in x] for x in units
+            ]
             sizes = [x.nbytes for block in blocks for x in block]
             gather = Fp8WeightGather(
                 blocks, open_transport(sizes, ranks, device, ranks in one_host), ranks.size(), device
             )
             self._fp8_gathers.append(gather)
-            for (rows, state, fmt), own in zip(chain.from_iterable(units), gather.own, strict=True):
-                data_mk = own.view(fmt.dtype).view(-1, rows.global_shape[1])
+            for (rows, state, fmt), shard in zip(chain.from_iterable(units), gather.shards, strict=True):
+                data_mk = shard.view(fmt.dtype).view(-1, rows.global_shape[1])
                 shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype, rows.first))
         if shards:
             self._weight_shards = WeightShards(shards, self._amax_group, device)
@@ -317,17 +321,17 @@ class FullySharded(DataParallelStrategy):
                 gather.synchronize()
 
     def describe(self) -> str:
-        gib, held, values, gathered = 2**30, 0, 0.0, 0.0
+        gib, sharded, values, gathered = 2**30, 0, 0.0, 0.0
         for rows in self.stages.row_shards.values():
             fp8, element = rows.param in self.fp8_weights, rows.param.element_size()
             received = rows.global_shape.numel() * (rows.ranks - 1) / rows.ranks
-            held += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
+            sharded += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
             values += received * element
             gathered += received * (1 if fp8 else element)
         in_fp8 = len(self.fp8_weights)
         instead = f", {in_fp8} of them in FP8, instead of {values / gib:.3f} without" if in_fp8 else ""
         lines = [
-            f"parallel.fsdp: this rank holds {held / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
+            f"parallel.fsdp: this rank holds {sharded / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
             f"gathered are {gathered / gib:.3f} GiB received{instead}"
         ]
         experts = [rows for rows in self.stages.row_shards.values() if spec_of(rows.param).expert]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-class Work(Protocol):
+class CollectiveWork(Protocol):
     """A running collective."""
 
     def wait(self) -> Any: ...
@@ -109,7 +109,9 @@ class Activity:
         self.marks += 1
         return calls
 
-    def work(self, op: str, group: ProcessGroup | None, work: Work, peer: int | None = None) -> Work:
+    def work(
+        self, op: str, group: ProcessGroup | None, work: CollectiveWork, peer: int | None = None
+    ) -> CollectiveWork:
         """`work`, whose waiting is recorded."""
         calls = self.begin(op, group, peer, sends=op == "send")
         return _RecordedWork(self, work, calls, calls.begun)
@@ -144,7 +146,7 @@ class _RecordedWork:
 
     __slots__ = ("_activity", "_calls", "_number", "_work")
 
-    def __init__(self, activity: Activity, work: Work, calls: Calls, number: int) -> None:
+    def __init__(self, activity: Activity, work: CollectiveWork, calls: Calls, number: int) -> None:
         self._activity, self._work, self._calls, self._number = activity, work, calls, number
 
     def wait(self) -> Any:
@@ -217,7 +219,7 @@ def mark() -> None:
         record.marks += 1
 
 
-def started(op: str, group: ProcessGroup | None, work: Any, peer: int | None = None) -> Work:
+def started(op: str, group: ProcessGroup | None, work: Any, peer: int | None = None) -> CollectiveWork:
     """`work`, which `op` on `group` has returned; its waiting is recorded if this process is."""
     assert work is not None
     return work if record is None else record.work(op, group, work, peer)

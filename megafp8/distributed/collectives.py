@@ -4,8 +4,8 @@ Three reasons: a group of one rank costs nothing (no call, no copy); functions t
 named in one place; and FP8 tensors, which no backend supports, are sent as bytes.
 
 All functions work along dim 0 and expect contiguous tensors. `group=None` is the same as a group of one rank. The
-`*_async` forms return a `Work`: the result may be read after `Work.wait()`, which makes the current stream wait on CUDA
-and blocks on CPU. Tensors handed to them must stay alive until then.
+`*_async` forms return a `CollectiveWork`: the result may be read after `CollectiveWork.wait()`, which makes the current
+stream wait on CUDA and blocks on CPU. Tensors handed to them must stay alive until then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.distributed import activity
-from megafp8.distributed.activity import Work, blocking, started
+from megafp8.distributed.activity import CollectiveWork, blocking, started
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,18 +29,18 @@ ReduceOp = Literal["sum", "max", "min"]
 
 
 class WaitFunction(NamedTuple):
-    """A function as a `Work`."""
+    """A function as a `CollectiveWork`."""
 
     wait: Callable[[], Any]
 
 
-DONE: Work = WaitFunction(lambda: None)
+DONE: CollectiveWork = WaitFunction(lambda: None)
 
 
 class WorkList:
     """Several works that are waited for together; holds `alive` until then."""
 
-    def __init__(self, works: Sequence[Work], alive: Sequence[Tensor] = ()) -> None:
+    def __init__(self, works: Sequence[CollectiveWork], alive: Sequence[Tensor] = ()) -> None:
         self._works, self._alive = works, alive
 
     def wait(self) -> None:
@@ -80,7 +80,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> T
     return x
 
 
-def all_reduce_async(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> Work:
+def all_reduce_async(x: Tensor, group: ProcessGroup | None, op: ReduceOp = "sum") -> CollectiveWork:
     """Start reducing `x` over `group` in place."""
     if size(group) == 1:
         return DONE
@@ -111,7 +111,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
-def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> tuple[list[Tensor], Work]:
+def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> tuple[list[Tensor], CollectiveWork]:
     """Start an `all_gather` of each tensor, all in one launch; returns the results and the work."""
     if size(group) == 1:
         return list(tensors), DONE
@@ -119,7 +119,9 @@ def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> t
     return outs, all_gather_into_async(outs, [x.contiguous() for x in tensors], group)
 
 
-def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None) -> Work:
+def all_gather_into_async(
+    outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None
+) -> CollectiveWork:
     """Start an `all_gather` of each tensor into the corresponding one of `outs`; on CUDA all in one launch.
 
     Gloo's are not coalesced: two of one group that end at once would corrupt memory (torch 2.13). A group's two threads
@@ -141,7 +143,7 @@ def all_gather_into_async(outs: Sequence[Tensor], tensors: Sequence[Tensor], gro
     return started("all_gather", group, work)
 
 
-def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
+def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> CollectiveWork:
     """Start filling each rank's slice of `x` from that rank; this rank's own slice is sent."""
     if size(group) == 1:
         return DONE
@@ -156,7 +158,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
-def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Work]:
+def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, CollectiveWork]:
     """Start a `reduce_scatter`; returns the result and the work."""
     if size(group) == 1:
         return x, DONE
@@ -170,7 +172,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
         _REDUCE_SCATTER(out, x, group=group)
 
 
-def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Work:
+def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> CollectiveWork:
     """Start summing `x` over `group` into this rank's slice of it; the other slices become undefined."""
     if size(group) == 1:
         return DONE
@@ -250,19 +252,19 @@ def barrier(group: ProcessGroup | None) -> None:
             dist.barrier(group=group)
 
 
-def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> Work:
+def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> CollectiveWork:
     """Start sending `x` to the rank `group_dst` of the group."""
     return started("send", group, dist.isend(as_bytes(x), group=group, group_dst=group_dst), group_dst)
 
 
-def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> Work:
+def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> CollectiveWork:
     """Start receiving into `x` from the rank `group_src` of the group."""
     return started("receive", group, dist.irecv(as_bytes(x), group=group, group_src=group_src), group_src)
 
 
 def send_recv_async(
     sent: Sequence[Tensor], group_dst: int, received: Sequence[Tensor], group_src: int, group: ProcessGroup
-) -> Work:
+) -> CollectiveWork:
     """Start sending tensors to one rank of the group and receiving tensors from another, all in one launch.
 
     All ranks of the group must call it together, so that sends and receives match. Keeps `sent` alive.

@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import (
     DONE,
-    Work,
+    CollectiveWork,
     all_gather_async,
     all_reduce_async,
     reduce_scatter_async,
@@ -143,7 +143,7 @@ class Product(NamedTuple):
 class ReduceHandle(NamedTuple):
     """A running sum over ranks. `alive`: tensors that it still reads."""
 
-    work: Work
+    work: CollectiveWork
     result: Callable[[], Tensor]
     alive: Any = None
 
@@ -171,7 +171,7 @@ class TPOverlap(Protocol):
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedTokens:
     """Every rank of `ranks` has all tokens. None: no other rank has a partial sum."""
 
     ranks: ProcessGroup | None
@@ -185,7 +185,7 @@ class Replicated:
         return ReduceHandle(all_reduce_async(y_mn, self.ranks), lambda: y_mn)
 
 
-NO_COMM: TPOverlap = Replicated(None)
+NO_COMM: TPOverlap = ReplicatedTokens(None)
 """Overlap for an end of a layer that has no communication."""
 
 
@@ -238,4 +238,4 @@ def default_overlap(group: ProcessGroup, *, sequence_parallel: bool) -> TPOverla
     """The `TPOverlap` that needs no set-up."""
     if group.size() == 1:
         return NO_COMM
-    return Collective(group) if sequence_parallel else Replicated(group)
+    return Collective(group) if sequence_parallel else ReplicatedTokens(group)

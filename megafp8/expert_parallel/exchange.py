@@ -27,7 +27,7 @@ from megafp8.ops.permute import Permutation, by_expert, expert_input, permute
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenDispatch:
     """How many rows this rank sends to each rank of `group` and receives from it, and where these belong.
 
     `received_by_expert`: received rows to the order of experts. `ends_e`: int32 `[e]`, where those of each expert end.
@@ -50,15 +50,15 @@ class Exchange:
         return _AllToAll.apply(as_received, self.group, self.received, self.sent)
 
 
-def exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
+def plan_dispatch(counts: Tensor, group: ProcessGroup) -> TokenDispatch:
     """The exchange of rows of which this rank has `counts` for each expert of the layer, int64 `[r·e]`. Collective."""
     counts_re = counts.view(group.size(), -1)
     arriving_re = all_to_all(counts_re, group)
     sent, received = torch.stack([counts_re.sum(dim=1), arriving_re.sum(dim=1)]).tolist()
     experts = torch.arange(arriving_re.shape[1], device=counts.device).repeat(group.size())
-    of_rows = experts.repeat_interleave(arriving_re.flatten(), output_size=sum(received))
-    received_by_expert, ends_e = by_expert(of_rows.unsqueeze(1), arriving_re.shape[1])
-    return Exchange(group, sent, received, received_by_expert, ends_e)
+    experts_m = experts.repeat_interleave(arriving_re.flatten(), output_size=sum(received))
+    received_by_expert, ends_e = by_expert(experts_m.unsqueeze(1), arriving_re.shape[1])
+    return TokenDispatch(group, sent, received, received_by_expert, ends_e)
 
 
 class _AllToAll(Function):

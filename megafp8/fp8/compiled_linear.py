@@ -73,7 +73,7 @@ def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
     """x rowwise, and columnwise if wanted: of each data, scale_inv, and a tensor's scale, if any."""
     quantizer, x_mk = input_quantizer(key, x.device), as_matrix(x)
     if not x.numel():
-        return [torch.ones_like(own) for own in _quantized_like(x_mk, quantizer.granularity.name, columnwise)]
+        return [torch.ones_like(part) for part in _quantized_like(x_mk, quantizer.granularity.name, columnwise)]
     with torch.autocast(x.device.type, enabled=False):
         made = quantizer(Plain(x_mk), rowwise=True, columnwise=columnwise)
     rowwise = _as_tensors(made.required_rowwise)
@@ -81,7 +81,7 @@ def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
         return rowwise
     return [
         *rowwise,
-        *(own.clone() if own.dtype == torch.float32 else own for own in _as_tensors(made.required_columnwise)),
+        *(part.clone() if part.dtype == torch.float32 else part for part in _as_tensors(made.required_columnwise)),
     ]
 
 

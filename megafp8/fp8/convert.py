@@ -73,22 +73,22 @@ def convert(
         raise ValueError(f"skip is the string {skip!r}; it must be a tuple of patterns, for example ({skip!r},)")
     if gemm_backend not in get_args(GemmBackend):
         raise ValueError(f"gemm_backend is {gemm_backend!r}; it must be one of {', '.join(get_args(GemmBackend))}")
-    found: dict[str, nn.Module] = {
+    modules: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear or ("fp8_up" not in vars(module) and are_experts(module))
     }
     for pattern in skip:
-        if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"{no_match('skip', pattern, list(found))}; skip=() skips none")
-    chosen = {name: m for name, m in found.items() if not any(fnmatchcase(name, pattern) for pattern in skip)}
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ValueError(f"{no_match('skip', pattern, list(modules))}; skip=() skips none")
+    chosen = {name: m for name, m in modules.items() if not any(fnmatchcase(name, pattern) for pattern in skip)}
     if module_filter_fn is not None:
         chosen = {name: module for name, module in chosen.items() if module_filter_fn(module, name)}
     unfit = {name: _dims(m) for name, m in chosen.items() if any(dim % _ALIGNMENT for dim in _dims(m))}
     fitting = {name: m for name, m in chosen.items() if name not in unfit}
     if not fitting:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to convert: {len(found)} in all, {len(chosen)} not skipped, "
+            f"{type(model).__name__} has no nn.Linear to convert: {len(modules)} in all, {len(chosen)} not skipped, "
             f"and none of these with dims that are multiples of {_ALIGNMENT}; has it been converted before?"
         )
     for name, module in fitting.items():
@@ -117,7 +117,7 @@ def convert(
     if unfit:
         layer_dims = ", ".join(f"{name} {dims}" for name, dims in unfit.items())
         logger.warning("left in high precision, as dims are not multiples of %d: %s", _ALIGNMENT, layer_dims)
-    logger.info("%s: %d of %d linear layers in FP8", type(recipe).__name__, len(fitting), len(found))
+    logger.info("%s: %d of %d linear layers in FP8", type(recipe).__name__, len(fitting), len(modules))
     return model
 
 
@@ -163,10 +163,10 @@ def end_step(model: nn.Module) -> None:
     collective over `autocast`'s group. For converted models, possibly wrapped, and for modules of `megafp8.nn`; raises
     ValueError for others.
     """
-    found = layers_of(model)
-    if not found:
+    layers = layers_of(model)
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no FP8 layers; convert it first (megafp8.fp8.convert)")
-    end_steps(found)
+    end_steps(layers)
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -222,10 +222,10 @@ def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
 
 
 def _converted_layers(model: nn.Module) -> StandaloneLayers:
-    found = layers_of(model)
-    if len(found) != 1:
+    known = layers_of(model)
+    if len(known) != 1:
         raise ValueError(
-            f"{type(model).__name__} has layers from {len(found)} calls of megafp8.fp8.convert, and there must be one; "
+            f"{type(model).__name__} has layers from {len(known)} calls of megafp8.fp8.convert, and there must be one; "
             "for several, name the converted submodules one at a time"
         )
-    return found[0]
+    return known[0]

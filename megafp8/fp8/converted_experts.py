@@ -64,7 +64,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     order_m = top_k_index.flatten().argsort(stable=True)
     token_m = order_m // top_k_index.shape[1]
     ends_e = torch.bincount(top_k_index.flatten(), minlength=self.num_experts).cumsum(0).to(torch.int32)
-    groups = RowGroups.of(ends_e, len(token_m))
+    groups = RowGroups.from_ends(ends_e, len(token_m))
     with self.fp8_up.running(device, training=training) as up, self.fp8_down.running(device, training=training) as down:
         if up is None or down is None:
             return cast(Tensor, type(self).forward(self, hidden_states, top_k_index, top_k_weights))

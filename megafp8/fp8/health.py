@@ -45,7 +45,7 @@ from torch.distributed import ProcessGroup
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import amax, scale_from_amax
 from megafp8.numerics.quantizers import Quantizer
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor, expand
 from megafp8.text_file import JsonLines
 
@@ -113,11 +113,11 @@ def _sums(x_rc: Tensor, q: ScaledTensor, unit: Tensor) -> Tensor:
     error = data.mul_(expand(scale_inv, q.granularity, r, c)).sub_(values)
     signal, noise = (torch.linalg.vector_norm(v).double().square() for v in (values, error))
     clamped = values.abs_() > expand(limits, q.granularity, r, c)
-    return torch.stack([signal, noise, *(found.sum().double() for found in (nonzero, lost, clamped))])
+    return torch.stack([signal, noise, *(counted.sum().double() for counted in (nonzero, lost, clamped))])
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Fp8Record:
     """The `statistics` of a tensor at a step, rounded to six digits; None where not finite."""
 
     step: int
@@ -164,14 +164,14 @@ class Recorder:
         if self.wants(layer_name, operand):
             self.observed[layer_name, operand] = statistics(x_rc, q)
 
-    def end_step(self) -> list[Record]:
+    def end_step(self) -> list[Fp8Record]:
         """The step's records in order of observation, by one copy to the host; none if the step is not sampled."""
         step, gathered = self._step, self.observed
         self._step, self.observed = None, {}
         if step is None or not gathered:
             return []
         rows = torch.stack(list(gathered.values())).tolist()
-        return [Record(step, *name, *map(_rounded, row)) for name, row in zip(gathered, rows)]
+        return [Fp8Record(step, *name, *map(_rounded, row)) for name, row in zip(gathered, rows)]
 
 
 def _rounded(value: float) -> Any:
@@ -206,7 +206,7 @@ class ObservedQuantizer:
         quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else ObservedQuantizer(quantizer, self.recorder, self.layer_name, self.operand)
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         if not self.wanted:
             return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
         made = self.quantizer(source, rowwise=True, columnwise=columnwise)
@@ -228,25 +228,25 @@ class ReportWriter:
             os.truncate(path, sum(len(line) for line, _ in kept))
         self._lines = JsonLines(path)
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[Fp8Record]) -> None:
         self._lines.append(*map(asdict, records))
 
     def close(self) -> None:
         self._lines.close()
 
 
-def read_report(path: Path) -> list[Record]:
+def read_report(path: Path) -> list[Fp8Record]:
     """The records in order, without a last line still being written. Raises ValueError for any other bad line."""
     return [record for _, record in _complete_lines(path)]
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, Fp8Record]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                record = Record(**json.loads(line))
+                record = Fp8Record(**json.loads(line))
             except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{path}, line {number} is no line of an FP8 report: mend or remove it") from None
             yield line, record
@@ -281,26 +281,26 @@ class Advice:
     value: str
 
 
-def advice(records: Sequence[Record], *, fp8_format: Literal["hybrid", "e4m3"] | None) -> list[Advice]:
+def advice(records: Sequence[Fp8Record], *, fp8_format: Literal["hybrid", "e4m3"] | None) -> list[Advice]:
     """Changes advised by the records of a run made with `fp8_format`, at most one per tensor.
 
     In this order: an outlier that grew (exclude the layer), saturation (recipe current), gradients that underflow in
     E4M3 (format hybrid), an SNR far below the median of the same operand's tensors (exclude). `fp8_format` is None
     where another format does not help: four bits always lose about a tenth of the elements to zero.
     """
-    histories: dict[tuple[str, str], list[Record]] = {}
+    histories: dict[tuple[str, str], list[Fp8Record]] = {}
     for record in records:
         histories.setdefault((record.layer, record.operand), []).append(record)
     snr_db = {name: _median_snr(history[-RECENT_STEPS:]) for name, history in histories.items()}
-    found = []
+    lines = []
     for name, history in histories.items():
         peers = [snr for (_, operand), snr in snr_db.items() if operand == name[1] and snr is not None]
-        found.append(_advice(history, fp8_format, snr_db[name], peers))
-    return [advised for advised in found if advised is not None]
+        lines.append(_advice(history, fp8_format, snr_db[name], peers))
+    return [advised for advised in lines if advised is not None]
 
 
 def _advice(
-    history: Sequence[Record], fp8_format: str | None, snr_db: float | None, peers: Sequence[float]
+    history: Sequence[Fp8Record], fp8_format: str | None, snr_db: float | None, peers: Sequence[float]
 ) -> Advice | None:
     """The first change that applies to one tensor."""
     last, recent, growth = history[-1], history[-RECENT_STEPS:], _amax_growth(history)
@@ -331,12 +331,12 @@ def _advice(
     return None
 
 
-def _median_snr(records: Sequence[Record]) -> float | None:
+def _median_snr(records: Sequence[Fp8Record]) -> float | None:
     known = [record.snr_db for record in records if record.snr_db is not None]
     return median(known) if known else None
 
 
-def _amax_growth(history: Sequence[Record]) -> float:
+def _amax_growth(history: Sequence[Fp8Record]) -> float:
     """The ratio of the latest to the first amaxes, medians of up to `RECENT_STEPS`; 0 for fewer than two."""
     sizes = [record.amax for record in history if record.amax]
     window = min(RECENT_STEPS, len(sizes) // 2)

@@ -261,9 +261,11 @@ class Fp8Manager:
                 self._states.append(state)
         for name, layer in self._layers.items():
             x, w, dy = (quantizers[f"{name}.{operand}"] for operand in Quantizers._fields)
-            own = Quantizers(x, w, dy)
-            layer.complete(own, gemm, None if self.recorder is None else _observed(own, self.recorder, name))
-            self._recording += [q for q in own if isinstance(q, AmaxRecording)]
+            own_quantizers = Quantizers(x, w, dy)
+            layer.complete(
+                own_quantizers, gemm, None if self.recorder is None else _observed(own_quantizers, self.recorder, name)
+            )
+            self._recording += [q for q in own_quantizers if isinstance(q, AmaxRecording)]
 
     @property
     def states(self) -> Sequence[State]:
@@ -351,14 +353,14 @@ class Fp8Manager:
 
         ValueError, before anything is changed, unless names, dtypes and shapes are ours.
         """
-        own = self.state_dict()
-        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        expected = self.state_dict()
+        missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
         if missing or unexpected:
             raise ValueError(
                 f"FP8 state does not fit the recipe {self.recipe}: missing {_some(missing)}, unexpected "
                 f"{_some(unexpected)}; load it with the recipe and layer patterns it was saved with"
             )
-        for name, tensor in own.items():
+        for name, tensor in expected.items():
             if tensor.dtype != state[name].dtype:
                 raise ValueError(f"FP8 state {name} is {state[name].dtype}, and must be {tensor.dtype}")
             if tensor.shape != state[name].shape:
@@ -366,7 +368,7 @@ class Fp8Manager:
                     f"FP8 state {name} has shape {list(state[name].shape)}, this run's has {list(tensor.shape)}; "
                     "load it with the amax_history_len it was saved with"
                 )
-        for name, tensor in own.items():
+        for name, tensor in expected.items():
             tensor.copy_(state[name])
         self.invalidate_weights()
 

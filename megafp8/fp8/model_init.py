@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megafp8.fp8.weight import WeightFormat
+from megafp8.fp8.weight import Fp8WeightFormat
 from megafp8.numerics.recipes import DelayedScaling, Fp8Recipe
 
 
@@ -18,9 +18,9 @@ class ModelInit(NamedTuple):
     recipe: Fp8Recipe | None = None
     preserve_high_precision_init_val: bool = False
 
-    def weight_format(self, layer: str) -> WeightFormat | None:
+    def weight_format(self, layer: str) -> Fp8WeightFormat | None:
         """How the weight of `layer` is stored; None in high precision."""
-        return WeightFormat.of(self.recipe or DelayedScaling(), layer) if self.enabled else None
+        return Fp8WeightFormat.from_recipe(self.recipe or DelayedScaling(), layer) if self.enabled else None
 
 
 class _Current(threading.local):

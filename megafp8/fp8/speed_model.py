@@ -82,9 +82,11 @@ def predict(
         fp8 += gemm_seconds(size, gemm, FP8, ceilings.fp8[granularities(recipes, operands)], ceilings)
         for operand in operands:
             copies[operand] += 1
-    for operand, own in zip(OPERANDS, recipes, strict=True):
+    for operand, operand_recipe in zip(OPERANDS, recipes, strict=True):
         if copies[operand]:
-            cast = cast_seconds(size.elements[operand], own.capabilities.cast_passes, copies[operand], ceilings)
+            cast = cast_seconds(
+                size.elements[operand], operand_recipe.capabilities.cast_passes, copies[operand], ceilings
+            )
             fp8 += cast / micro_batches if operand == "weight" else cast
     return LinearSeconds(bf16, fp8)
 

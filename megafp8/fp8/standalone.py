@@ -94,10 +94,10 @@ class StandaloneLinear:
         operands = recipe.operands(self.site.name)
         if operands is None or any(recipe.override_linear_precision) or self.tp_group is not None:
             return ""
-        own = operands.input
-        if type(own).build is not Fp8Recipe.build or any(each.calibrates for each in operands):
+        input_recipe = operands.input
+        if type(input_recipe).build is not Fp8Recipe.build or any(each.calibrates for each in operands):
             return ""
-        return _input_keys.setdefault(own, str(len(_input_keys) + 1))
+        return _input_keys.setdefault(input_recipe, str(len(_input_keys) + 1))
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
@@ -174,16 +174,20 @@ class StandaloneExperts:
                 return
             calibrating = not self.first.last.enabled
             group = self.layers.group_of(self.names, self.first.last, device)
-            off = [] if training or calibrating else [q for own in group.states[1:] for q in _recording(own)]
+            off = (
+                []
+                if training or calibrating
+                else [q for expert_state in group.states[1:] for q in _recording(expert_state)]
+            )
             with recording_amaxes(off, False):
-                for own in group.states[1:] if calibrating else ():
-                    own.replan(calibrating=True)
+                for expert_state in group.states[1:] if calibrating else ():
+                    expert_state.replan(calibrating=True)
                 group.look_at_plans_again()
                 try:
                     yield group
                 finally:
-                    for own in group.states[1:] if calibrating else ():
-                        own.replan()
+                    for expert_state in group.states[1:] if calibrating else ():
+                        expert_state.replan()
 
     def release_weight(self) -> None:
         """Free the FP8 copies of the weight, whose memory comes or goes."""
@@ -206,7 +210,7 @@ _input_keys: dict[Fp8Recipe, str] = {}
 
 def input_quantizer(key: str, device: torch.device) -> RecipeQuantizer:
     """Return what quantizes inputs on `device` of the layers with this `input_key`."""
-    (recipe,) = (recipe for recipe, own in _input_keys.items() if own == key)
+    (recipe,) = (recipe for recipe, shared_key in _input_keys.items() if shared_key == key)
     return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None), device)
 
 
@@ -220,7 +224,7 @@ def _saved_format(state: LinearState) -> str:
 def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
     """`_saved_format` of the layer `name` at its first forward, as far as it is known before."""
     operands = recipe.operands(name)
-    if operands is None or recipe.override_linear_precision[2] or any(own.calibrates for own in operands):
+    if operands is None or recipe.override_linear_precision[2] or any(operand.calibrates for operand in operands):
         return VALUES
     return as_cast(operands.input.granularity("input")).name
 
@@ -338,8 +342,8 @@ class StandaloneLayers:
 
     def _key(self, name: str, context: Autocast) -> tuple[Fp8Recipe, ProcessGroup | None, str | None]:
         recipe = context.recipe or self.own_recipe
-        own = self.recipe is None or recipe == self.recipe
-        return recipe, context.amax_group, None if own else name
+        is_default = self.recipe is None or recipe == self.recipe
+        return recipe, context.amax_group, None if is_default else name
 
     def states_of(self, name: str) -> list[LinearState]:
         """The states of the layer `name` under all recipes and groups that it has run with."""
@@ -370,11 +374,11 @@ class StandaloneLayers:
 
     def _load(self, part: _Part, state: dict[str, Tensor], *, strict: bool) -> None:
         """Load what is of this part, if all of it is there; `strict`: there must be nothing else."""
-        own = part.manager.state_dict()
+        expected = part.manager.state_dict()
         if strict:
             part.manager.load_state_dict(state)
-        elif own.keys() <= state.keys():
-            part.manager.load_state_dict({name: state[name] for name in own})
+        elif expected.keys() <= state.keys():
+            part.manager.load_state_dict({name: state[name] for name in expected})
 
     def quantized_input(
         self, x: Tensor, state: LinearState, *, dtype: torch.dtype, columnwise: bool

@@ -47,14 +47,14 @@ from megafp8.numerics.tensor import BLOCK_128X128, TENSOR, Granularity, ScaledTe
 aten = torch.ops.aten
 
 
-class WeightFormat(NamedTuple):
+class Fp8WeightFormat(NamedTuple):
     """How values are cast to an `Fp8Weight`: in blocks of 128×128 or with one scale, which follow from amaxes."""
 
     rule: ScaleRule
     blocks: bool = False
 
     @classmethod
-    def of(cls, recipe: Fp8Recipe, layer: str) -> WeightFormat | None:
+    def from_recipe(cls, recipe: Fp8Recipe, layer: str) -> Fp8WeightFormat | None:
         """That of a layer's weight under `recipe`; None where the layer stays in high precision.
 
         ValueError for recipes whose columnwise data is another cast than rowwise.
@@ -62,13 +62,13 @@ class WeightFormat(NamedTuple):
         operands = recipe.operands(layer)
         if operands is None:
             return None
-        own = operands.weight
-        if own.granularity("weight") not in (TENSOR, BLOCK_128X128):
+        chosen = operands.weight
+        if chosen.granularity("weight") not in (TENSOR, BLOCK_128X128):
             raise ValueError(
-                f"fp8.model_init: {own.name} scaling casts a weight once for each orientation, from values that are "
+                f"fp8.model_init: {chosen.name} scaling casts a weight once for each orientation, from values that are "
                 "not stored; use DelayedScaling, CurrentScaling or BlockwiseScaling"
             )
-        return cls(own.scale_rule(E4M3), own.granularity("weight") is BLOCK_128X128)
+        return cls(chosen.scale_rule(E4M3), chosen.granularity("weight") is BLOCK_128X128)
 
     @property
     def granularity(self) -> Granularity:
@@ -92,7 +92,7 @@ class _Stored:
     """What a weight and all tensors that alias it share. `dtype`: of the values."""
 
     dtype: torch.dtype
-    format: WeightFormat
+    format: Fp8WeightFormat
     data: Tensor
     scale_inv: Tensor
 
@@ -140,7 +140,7 @@ class Fp8Weight(torch.Tensor):
         return self
 
     @classmethod
-    def cast(cls, values_nk: Tensor, how: WeightFormat) -> Fp8Weight:
+    def cast(cls, values_nk: Tensor, how: Fp8WeightFormat) -> Fp8Weight:
         """`values_nk` in FP8, of their dtype."""
         data, scale_inv, *_ = how.cast(values_nk)
         return cls(_Stored(values_nk.dtype, how, data, scale_inv))
@@ -289,7 +289,7 @@ def _rebuilt(
     attributes: dict[str, Any],
 ) -> Fp8Weight:
     rule, blocks = how
-    weight = Fp8Weight(_Stored(dtype, WeightFormat(ScaleRule(*rule), blocks), data, scale_inv))
+    weight = Fp8Weight(_Stored(dtype, Fp8WeightFormat(ScaleRule(*rule), blocks), data, scale_inv))
     vars(weight).update(attributes)
     return weight.requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -347,8 +347,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(values, args), **tree_map(values, kwargs))
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            for x in given if isinstance(given, (list, tuple)) else [given]:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for x in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(x, Fp8Weight):
                     x._write(read[id(x)])
     return result

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megafp8.gemm.cublaslt_problem import ALIGNMENT, Problem
+from megafp8.gemm.cublaslt_problem import ALIGNMENT, GemmProblem
 from megafp8.numerics.tensor import ScaledTensor
 
 # Values of `cudaDataType` and `cublasComputeType_t`.
@@ -119,7 +119,7 @@ def _set(setter: Callable[..., None], dtype_of: Callable[..., Any], target: int,
 class Plan:
     """cuBLASLt's descriptors of a problem. They live as long as the process. Its A is our b, its B our a."""
 
-    def __init__(self, lt: ModuleType, handle: int, problem: Problem) -> None:
+    def __init__(self, lt: ModuleType, handle: int, problem: GemmProblem) -> None:
         self._lt, self._handle = lt, handle
         m, n, k = problem[:3]
         a_type, b_type = _CUDA_TYPES[problem.a_dtype], _CUDA_TYPES[problem.b_dtype]
@@ -269,7 +269,7 @@ class CublasLt:
         plan = self._plans.get(key)
         if plan is None:
             assert bias is None or (bias.shape == out_mn.shape[1:] and bias.dtype == out_mn.dtype)
-            problem = Problem.of_scaled(
+            problem = GemmProblem.from_scaled(
                 a, b, out_mn, accumulate=accumulate, use_fast_accum=use_fast_accum, bias=bias is not None
             )
             plan = self._plans[key] = self._make_plan(problem, a8, b8, pointers)
@@ -290,7 +290,7 @@ class CublasLt:
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            problem = Problem.of_unscaled(a_mk, b_kn, out_mn, accumulate=accumulate, scaled=factor is not None)
+            problem = GemmProblem.from_unscaled(a_mk, b_kn, out_mn, accumulate=accumulate, scaled=factor is not None)
             plan = self._plans[key] = self._make_plan(problem, a_mk, b_kn, None, factor)
         self._launch(plan, a_mk, b_kn, out_mn, factor)
 
@@ -307,7 +307,7 @@ class CublasLt:
         plan.launch(at_a, at_b, at_out, workspace.data_ptr(), stream, at_factor)
 
     def _make_plan(
-        self, problem: Problem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None,
+        self, problem: GemmProblem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None,
         factor: Tensor | None = None,
     ) -> Plan:  # fmt: skip
         """A plan with its algorithm: the stored one, the fastest on these operands, or the first.
@@ -335,7 +335,7 @@ class CublasLt:
         return plan
 
     def _fastest(
-        self, plan: Plan, candidates: list[bytes], problem: Problem, a: Tensor, b: Tensor, factor: Tensor | None
+        self, plan: Plan, candidates: list[bytes], problem: GemmProblem, a: Tensor, b: Tensor, factor: Tensor | None
     ) -> bytes:
         """The algorithm with the least median time; it writes to a scratch result."""
         assert not torch.cuda.is_current_stream_capturing(), "compute a problem once before capturing it"

@@ -61,7 +61,7 @@ def adds_bias(a_scaling: str, b_scaling: str, out_dtype: torch.dtype) -> bool:
     return a_scaling == b_scaling == TENSOR.name and out_dtype in (torch.bfloat16, torch.float16)
 
 
-class Problem(NamedTuple):
+class GemmProblem(NamedTuple):
     """What cuBLASLt's choice of an algorithm depends on.
 
     `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
@@ -85,9 +85,9 @@ class Problem(NamedTuple):
     scaled: bool = False
 
     @staticmethod
-    def of_scaled(
+    def from_scaled(
         a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool, bias: bool = False
-    ) -> Problem:
+    ) -> GemmProblem:
         """`out (+)= a · bᵀ`, a `[m, k]`, b `[n, k]`. Sums of blocks are promoted at every block, so never fast."""
         (m, k), n = a.data.shape, b.data.shape[0]
         assert b.data.shape[1] == k
@@ -95,13 +95,13 @@ class Problem(NamedTuple):
         assert is_arranged(a)
         assert is_arranged(b)
         fast = use_fast_accum and a.granularity in (TENSOR, ROW)
-        return Problem(
+        return GemmProblem(
             m, n, k, a.data.dtype, "mk", a.granularity.name, b.data.dtype, "nk", b.granularity.name, out_mn.dtype,
             accumulate, fast, bias,
         )  # fmt: skip
 
     @staticmethod
-    def of_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, scaled: bool) -> Problem:
+    def from_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, scaled: bool) -> GemmProblem:
         """`out (+)= a · b`, or a factor times that, each operand row-major or the transpose of such."""
         (m, k), n = a_mk.shape, b_kn.shape[1]
         assert b_kn.shape[0] == k
@@ -110,7 +110,7 @@ class Problem(NamedTuple):
         b_order: Literal["nk", "kn"] = "kn" if b_kn.is_contiguous() else "nk"
         assert a_order == "mk" or a_mk.t().is_contiguous()
         assert b_order == "kn" or b_kn.t().is_contiguous()
-        return Problem(
+        return GemmProblem(
             m, n, k, a_mk.dtype, a_order, "none", b_kn.dtype, b_order, "none", out_mn.dtype, accumulate, False,
             scaled=scaled,
         )  # fmt: skip

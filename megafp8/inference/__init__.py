@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megafp8.inference.generator import Completion, Generator, Piece
+    from megafp8.inference.generator import Completion, Generator, TextDelta
     from megafp8.inference.options import SamplingOptions
 
-__all__ = ["Completion", "Generator", "Piece", "SamplingOptions"]
+__all__ = ["Completion", "Generator", "SamplingOptions", "TextDelta"]
 
 
 def __getattr__(name: str) -> Any:

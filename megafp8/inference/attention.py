@@ -240,16 +240,16 @@ class PagedKeys:
         parts = []
         if b:
             stop_b1 = step.positions_1n[:, :b].t() + 1
-            of_singles = tuple(x[:b].transpose(0, 1) for x in queries)
-            parts.append(attend(of_singles, self._stored(step.table_bm), 0 * stop_b1, stop_b1).transpose(0, 1))
+            single_queries = tuple(x[:b].transpose(0, 1) for x in queries)
+            parts.append(attend(single_queries, self._stored(step.table_bm), 0 * stop_b1, stop_b1).transpose(0, 1))
         for rows, table_1p, positions_1s, _ in step.long:
-            own = keys[0][rows], keys[1][rows][every - 1 :: every]
+            stored = keys[0][rows], keys[1][rows][every - 1 :: every]
             if table_1p is None:
-                positions_1s = torch.arange(len(own[0]), device=own[0].device).unsqueeze(0)
+                positions_1s = torch.arange(len(stored[0]), device=stored[0].device).unsqueeze(0)
             else:
-                own = self._stored(table_1p)
+                stored = self._stored(table_1p)
             assert positions_1s is not None
-            parts.append(attend(tuple(x[rows] for x in queries), own, 0 * positions_1s, positions_1s + 1))
+            parts.append(attend(tuple(x[rows] for x in queries), stored, 0 * positions_1s, positions_1s + 1))
         if step.padding:
             parts.append(parts[-1][-1:].expand(step.padding, *parts[-1].shape[1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -19,7 +19,7 @@ from megafp8.data.tokenizers import Tokenizer
 from megafp8.distributed.collectives import broadcast, broadcast_object
 from megafp8.inference.load import (
     Device,
-    Layout,
+    InferenceLayout,
     LiveWeights,
     Opened,
     live_model,
@@ -31,12 +31,12 @@ from megafp8.inference.load import (
 from megafp8.inference.model import CachedModel, Model
 from megafp8.inference.options import CacheDtype, CacheOptions, SamplingOptions
 from megafp8.inference.pages import PageAllocator
-from megafp8.inference.sampling import GREEDY, Row, VocabShard, choose, divisor_of, stream_of
+from megafp8.inference.sampling import GREEDY, SamplingRow, VocabShard, choose, divisor_of, stream_of
 from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.staged_weights import StagedWeights, refused_weights
 from megafp8.inference.text import TextStream
 from megafp8.linear.quantized_weight import WeightFormatName
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["end", "stop", "length"]
@@ -74,7 +74,7 @@ class Completion:
     weight_versions: list[int] = field(default_factory=list)
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """What a step adds to a text. `completion`: so far, `finish_reason` set with the last piece."""
 
     text: str
@@ -85,7 +85,7 @@ class _Running(NamedTuple):
     sequence: GrowingSequence
     completion: Completion
     text: TextStream | None
-    row: Row
+    row: SamplingRow
     submission: Submission
 
 
@@ -98,7 +98,7 @@ class Submission:
     """
 
     texts: list[_Running] = field(default_factory=list)
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[TextDelta] = field(default_factory=deque)
     failure: Exception | None = None
 
     @property
@@ -201,7 +201,7 @@ class Generator:
         """
         opened = open_checkpoint(
             path,
-            Layout(tensor, pipeline, expert),
+            InferenceLayout(tensor, pipeline, expert),
             device=device,
             dtype=dtype,
             fp8=fp8,
@@ -209,10 +209,12 @@ class Generator:
             batch_invariant=batch_invariant,
         )
         length = opened.max_length(max_length)
-        return cls.of(opened, load_model(opened), max_length=length, cache=cache)
+        return cls.from_model(opened, load_model(opened), max_length=length, cache=cache)
 
     @classmethod
-    def of(cls, opened: Opened, model: Model, *, max_length: int, cache: CacheOptions = DEFAULT_CACHE) -> Generator:
+    def from_model(
+        cls, opened: Opened, model: Model, *, max_length: int, cache: CacheOptions = DEFAULT_CACHE
+    ) -> Generator:
         """A generator with the model of an opened checkpoint."""
         start, ends = opened.start_tokens, opened.end_tokens
         return cls(model, opened.tokenizer, start_tokens=start, end_tokens=ends, max_length=max_length, cache=cache)
@@ -220,7 +222,7 @@ class Generator:
     @classmethod
     def from_trainer(
         cls,
-        trainer: Trainer,
+        trainer: RankTrainer,
         tokenizer: Tokenizer | None = None,
         *,
         tensor: int | None = None,
@@ -236,8 +238,8 @@ class Generator:
         Raises ValueError for a layout that does not fit.
         """
         p = trainer.config.parallel
-        given = (tensor, p.tensor), (pipeline, p.pipeline), (expert, p.expert)
-        layout = Layout(*(default if x is None else x for x, default in given))
+        sizes = (tensor, p.tensor), (pipeline, p.pipeline), (expert, p.expert)
+        layout = InferenceLayout(*(default if x is None else x for x, default in sizes))
         model, live = live_model(trainer, layout, own_texts=own_texts)
         start: list[int] = []
         ends: list[int] = []
@@ -265,7 +267,7 @@ class Generator:
         self,
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextDelta]:
         """`generate` piece by piece; pieces of several texts alternate, and several streams may be read in turn.
 
         All ranks must read all pieces, or stop after the same one.
@@ -326,7 +328,7 @@ class Generator:
                 text = (
                     None if self.tokenizer is None else TextStream(self.tokenizer.decode, prompt, prompt_options.stop)
                 )
-                row = Row(prompt_options, stream_of(seed, prompt, sample), sequence.tokens)
+                row = SamplingRow(prompt_options, stream_of(seed, prompt, sample), sequence.tokens)
                 submission.texts.append(
                     _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission)
                 )
@@ -449,7 +451,7 @@ class Generator:
                 running.submission.failure = error
                 self.cancel(running.submission)
                 continue
-            running.submission.pieces.append(Piece(piece, running.completion))
+            running.submission.pieces.append(TextDelta(piece, running.completion))
             if running.completion.finish_reason is not None:
                 self._scheduler.remove(running.sequence)
                 del self._running[running.sequence]
@@ -476,8 +478,8 @@ class Generator:
         ranks = self.model.ranks
         broadcast(result, ranks.group, self.model.last_rank * (ranks.size // parallel.pipeline.size))
         choices: list[tuple[Any, ...]] = []
-        for (token, logprob, *more), row in zip(result.tolist(), rows, strict=True):
-            pairs = [(int(token), x) for token, x in zip(more[:top], more[top:], strict=True)]
+        for (token, logprob, *alternatives), row in zip(result.tolist(), rows, strict=True):
+            pairs = [(int(token), x) for token, x in zip(alternatives[:top], alternatives[top:], strict=True)]
             choices.append((int(token), logprob, *pairs[: row.options.logprobs]))
         return choices
 

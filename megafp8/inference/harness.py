@@ -145,8 +145,8 @@ class HarnessModel(TemplateLM):
         prompts: list[list[int]] = []
         options: list[SamplingOptions] = []
         stops: list[list[str]] = []
-        for context, given in (request.args for request in requests):
-            prompt, sampling, until = self._prompt(context, given, eos)
+        for context, settings in (request.args for request in requests):
+            prompt, sampling, until = self._prompt(context, settings, eos)
             prompts.append(prompt)
             options.append(sampling)
             stops.append(until)

@@ -56,9 +56,9 @@ class KeyValueAmax:
     def scales(self, parallel: ParallelState) -> dict[int, Scales]:
         """Scales of all layers of the model. Collective. Raises ValueError where nothing was read, or is not finite."""
         largest: dict[int, list[float]] = {}
-        own = {layer: amax.tolist() for layer, amax in self._amax.items()}
-        for of_rank in all_gather_objects(own, parallel.world.group):
-            for layer, amax in of_rank.items():
+        amaxes = {layer: amax.tolist() for layer, amax in self._amax.items()}
+        for rank_amaxes in all_gather_objects(amaxes, parallel.world.group):
+            for layer, amax in rank_amaxes.items():
                 largest[layer] = [max(pair) for pair in zip(amax, largest.get(layer, amax))]
         for layer, amax in sorted(largest.items()):
             if not all(0 < x < math.inf for x in amax):
@@ -80,11 +80,11 @@ def read_scales(file: Path) -> dict[int, Scales]:
     if not isinstance(layers, dict) or not all(layer.isdecimal() for layer in layers):
         raise ValueError(f"{file} has no {KEY} by layer: make it by megafp8 evaluate --kv-cache-scales {file}")
     scales = {}
-    for layer, given in layers.items():
-        keys, values = (given.get(name) if isinstance(given, dict) else None for name in ("k_scale", "v_scale"))
+    for layer, scale in layers.items():
+        keys, values = (scale.get(name) if isinstance(scale, dict) else None for name in ("k_scale", "v_scale"))
         if not (
             isinstance(keys, float) and isinstance(values, float) and 0 < keys < math.inf and 0 < values < math.inf
         ):
-            raise ValueError(f"{file}: layer {layer} has {json.dumps(given)}; k_scale and v_scale must be more than 0")
+            raise ValueError(f"{file}: layer {layer} has {json.dumps(scale)}; k_scale and v_scale must be more than 0")
         scales[int(layer)] = Scales(keys, values)
     return scales

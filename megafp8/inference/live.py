@@ -18,15 +18,15 @@ from megafp8.inference.scoring import Scorer
 from megafp8.shipped import install_command
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.evaluation import LiveUses
-from megafp8.training.inputs import Inputs
-from megafp8.training.trainer import Trainer
+from megafp8.training.inputs import RunInputs
+from megafp8.training.trainer import RankTrainer
 
 logger = logging.getLogger(__name__)
 
 _KEY = "training.evaluate"
 
 
-def uses(inputs: Inputs) -> LiveUses:
+def uses(inputs: RunInputs) -> LiveUses:
     """Implementations of what the config asks of the live model. Raises ConfigError; needs no process group."""
     evaluates, samples = inputs.config.training.evaluate is not None, inputs.config.data.grpo is not None
     if evaluates:
@@ -36,7 +36,7 @@ def uses(inputs: Inputs) -> LiveUses:
     return LiveUses(LiveEvaluation if evaluates else None, rollouts.Rollouts if samples else None)
 
 
-def check(inputs: Inputs) -> None:
+def check(inputs: RunInputs) -> None:
     """Raise ConfigError if `training.evaluate` asks for what cannot be done; needs no process group."""
     evaluate, tokenizer, rows = inputs.config.training.evaluate, inputs.tokenizer, inputs.config.position_rows
     assert evaluate is not None
@@ -87,7 +87,7 @@ class LiveEvaluation:
     Texts go to the log and to samples.jsonl in `folder`, one JSON object each.
     """
 
-    def __init__(self, trainer: Trainer, inputs: Inputs, folder: Path) -> None:
+    def __init__(self, trainer: RankTrainer, inputs: RunInputs, folder: Path) -> None:
         evaluate, tokenizer = inputs.config.training.evaluate, inputs.tokenizer
         assert evaluate is not None
         assert tokenizer is not None

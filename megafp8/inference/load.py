@@ -18,7 +18,7 @@ from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, Fp8Config, with_keys
 from megafp8.config.checks import check_layout
 from megafp8.conversion.adapters import MergedSource
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.flat import differences
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
@@ -34,7 +34,7 @@ from megafp8.inference.quantized_weights import check_stages, stored_fp8, weight
 from megafp8.inference.refit import Copies, JobPeers, Refit
 from megafp8.inference.staged_weights import prepare_weights, tensors_of
 from megafp8.launched import launched_ranks, on_launched_ranks
-from megafp8.linear.quantized_weight import WeightFormat
+from megafp8.linear.quantized_weight import QuantizedWeightFormat
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
@@ -44,14 +44,14 @@ from megafp8.training.cuda_graphs import why_not
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.quantized_export import config_of_run
 from megafp8.training.state import weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cuda", "cpu"]
 
 
-class Layout(NamedTuple):
+class InferenceLayout(NamedTuple):
     """Sizes of tensor, pipeline and expert parallelism; the job has tensor · pipeline ranks."""
 
     tensor: int = 1
@@ -68,7 +68,7 @@ class Opened(NamedTuple):
     `trained_length`: as in `Model`. `weights`: the format that weights are quantized to.
     """
 
-    source: Source
+    source: CheckpointSource
     config: Config
     left_out: Sequence[str]
     tokenizer: Tokenizer | None
@@ -78,7 +78,7 @@ class Opened(NamedTuple):
     eos: int | None
     added_tokens: Sequence[int]
     trained_length: int
-    weights: WeightFormat | None = None
+    weights: QuantizedWeightFormat | None = None
 
     def max_length(self, given: int | None = None) -> int:
         """The most tokens of a sequence: those `given`, else the positions that the model was trained with.
@@ -95,7 +95,7 @@ class Opened(NamedTuple):
 
 def open_checkpoint(
     path: str | Path,
-    layout: Layout,
+    layout: InferenceLayout,
     *,
     device: Device = "auto",
     dtype: torch.dtype | None = None,
@@ -183,7 +183,7 @@ def read_weights(path: str | Path, model: Model, tensors: Mapping[str, Rectangle
     _read_tensors(source, tensors)
 
 
-def _read_tensors(source: Source, tensors: Mapping[str, Rectangles]) -> None:
+def _read_tensors(source: CheckpointSource, tensors: Mapping[str, Rectangles]) -> None:
     """Fill weights and FP8 scales, each rank its own."""
     scales = {name: x for name, x in tensors.items() if name.startswith("fp8.")}
     load_weights(source, {name: x for name, x in tensors.items() if name not in scales})
@@ -236,7 +236,9 @@ def _why_eager(config: Config) -> str:
     return why_not(config, config.device)
 
 
-def live_model(trainer: Trainer, layout: Layout | None = None, *, own_texts: bool = False) -> tuple[Model, LiveWeights]:
+def live_model(
+    trainer: RankTrainer, layout: InferenceLayout | None = None, *, own_texts: bool = False
+) -> tuple[Model, LiveWeights]:
     """The model of a running job, and what must be called before its use after a step. Both collective.
 
     `layout`: another one than the trainer's, for which the model is built a second time; each data-parallel rank of it
@@ -255,19 +257,19 @@ def live_model(trainer: Trainer, layout: Layout | None = None, *, own_texts: boo
     check_decoder(config.spec)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
     if min(layout) < 1 or world_size % ranks:
-        given = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
-        raise ValueError(f"{given}, and the job's {world_size} cannot be divided by that")
+        sizes = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
+        raise ValueError(f"{sizes}, and the job's {world_size} cannot be divided by that")
     described = with_keys(config.spec, max_position_embeddings=config.position_rows)
     cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
     invariant = config.inference.batch_invariant
-    own = config_of(described, layout, config.fp8, dtype, cuda=cuda, batch_invariant=invariant)
-    own = own.model_copy(update={"lora": config.lora})
-    check_layout(own, ranks, "the generator's layout")
-    model = build_model(own, trainer.auto_filter.layers, length, default=False)
+    live_config = config_of(described, layout, config.fp8, dtype, cuda=cuda, batch_invariant=invariant)
+    live_config = live_config.model_copy(update={"lora": config.lora})
+    check_layout(live_config, ranks, "the generator's layout")
+    model = build_model(live_config, trainer.auto_filter.layers, length, default=False)
     return (live := replace(model, in_training=True, own_texts=own_texts)), LiveWeights(trainer, live)
 
 
-def _computes_alone(trainer: Trainer) -> bool:
+def _computes_alone(trainer: RankTrainer) -> bool:
     """Whether the ranks of a pipeline and its tensor-parallel groups run forward passes without any other rank: not
     where others have parts of the weights, or the amaxes of experts."""
     config, parallel = trainer.config, trainer.parallel
@@ -282,7 +284,7 @@ class LiveWeights:
     `version`: number of optimizer steps, without those that were skipped. `copies`: of the last call.
     """
 
-    def __init__(self, trainer: Trainer, model: Model | None = None) -> None:
+    def __init__(self, trainer: RankTrainer, model: Model | None = None) -> None:
         self._trainer, self._model = trainer, model
         self._done: int | None = None
         self.copies = Copies(0, 0, 0)
@@ -310,7 +312,7 @@ class LiveWeights:
         return weights(self._trainer) | as_rectangles(self._trainer.fp8.state_dict())
 
 
-def _share_parameters(trainer: Trainer, model: Model) -> None:
+def _share_parameters(trainer: RankTrainer, model: Model) -> None:
     """Let parameters of `model` that the trainer has on this rank with the same shards be the same memory."""
     kept = [param for param in trainer.strategy.params if param not in trainer.optimizer.released and param.numel()]
     by_shards = {spec_of(param).shards: param for param in kept}
@@ -322,7 +324,7 @@ def _share_parameters(trainer: Trainer, model: Model) -> None:
 
 def config_of(
     model: ModelSpec,
-    layout: Layout,
+    layout: InferenceLayout,
     fp8: Fp8Config,
     dtype: torch.dtype,
     *,
@@ -377,10 +379,10 @@ def begin_of_text(run: Config | None, tokenizer: Tokenizer) -> int:
     return tokenizer.eod_id if run is not None or tokenizer.bos_id is None else tokenizer.bos_id
 
 
-def _end_tokens(source: Source) -> set[int]:
+def _end_tokens(source: CheckpointSource) -> set[int]:
     """Return the tokens that end a text by the files of a Hugging Face folder."""
     file = source.path / GENERATION_FILE
-    given = parse_object(file, read_file(file)).get("eos_token_id") if file.is_file() else None
-    if given is None:
-        file, given = source.path / CONFIG_FILE, source.about.get("huggingface", {}).get("eos_token_id")
-    return set(token_ids(given, f"{file}: eos_token_id"))
+    ids = parse_object(file, read_file(file)).get("eos_token_id") if file.is_file() else None
+    if ids is None:
+        file, ids = source.path / CONFIG_FILE, source.about.get("huggingface", {}).get("eos_token_id")
+    return set(token_ids(ids, f"{file}: eos_token_id"))

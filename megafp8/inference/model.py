@@ -24,14 +24,14 @@ from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.inference.states import StateStore, StepRecurrence
-from megafp8.linear.quantized_weight import WeightFormat
+from megafp8.linear.quantized_weight import QuantizedWeightFormat
 from megafp8.models.gpt import GPTStage
 from megafp8.models.mixer import StateCache, TokenCache, Tokens
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
 from megafp8.parallel_state import Group, ParallelState
-from megafp8.pipeline_parallel.actions import Placement
+from megafp8.pipeline_parallel.actions import StagePlacement
 from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
@@ -52,13 +52,13 @@ class Model:
 
     spec: ModelSpec
     stages: Sequence[GPTStage]
-    placement: Placement
+    placement: StagePlacement
     parallel: ParallelState
     fp8: Fp8Manager
     trained_length: int = 0
     why_eager: str = ""
     in_training: bool = False
-    weights: WeightFormat | None = None
+    weights: QuantizedWeightFormat | None = None
     stored_fp8: frozenset[str] = frozenset()
     own_texts: bool = False
 

@@ -94,8 +94,8 @@ class PagedCache:
         if cached.every > 1:
             has_value_n = (positions_n + 1) % cached.every == 0
             value_slots_n = torch.where(has_value_n, slots_n, self.unread_slot) // cached.tokens_of_value
-        of_keys, of_values = (cached.keys, k_ngd), (cached.values, v_ngd)
-        for i, ((stored, x_ngd), own_n) in enumerate(((of_keys, slots_n), (of_values, value_slots_n))):
+        keys, values = (cached.keys, k_ngd), (cached.values, v_ngd)
+        for i, ((stored, x_ngd), own_n) in enumerate(((keys, slots_n), (values, value_slots_n))):
             data = x_ngd
             if cached.scales is not None:
                 assert self._largest is not None

@@ -28,7 +28,7 @@ from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.scoring import Request, Scorer, windows
 
 
-class Document(NamedTuple):
+class EvaluationDocument(NamedTuple):
     """Tokens of a document without the one that ends it, and its text.
 
     `text`: None if it is not known. `loss_mask`: 1 for tokens that count; None: all do.
@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loss:
+class DocumentLoss:
     """Loss of some documents. `nats`: sum of the negative log-probabilities of `tokens` tokens, natural logarithm.
 
     `words`: parts between white space, and `bytes`: in UTF-8, of the texts; None where they are not known.
@@ -66,17 +66,17 @@ class Loss:
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
-def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iterator[Document]:
+def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iterator[EvaluationDocument]:
     """The documents of text files. Raises ValueError for one that cannot be read."""
     for document in read_documents(files):
         if document.text is None:
             raise ValueError(f"{document.origin}: {document.error}")
-        yield Document(tokenizer.encode(document.text), document.text)
+        yield EvaluationDocument(tokenizer.encode(document.text), document.text)
 
 
 def documents_of_data_set(
     dataset: IndexedDataset, documents: range, vocab_size: int, tokenizer: Tokenizer | None
-) -> Iterator[Document]:
+) -> Iterator[EvaluationDocument]:
     """Yield some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
 
     The tokens that begin and end the documents, as the data set's sidecar records them or else by the tokenizer, are
@@ -91,11 +91,11 @@ def documents_of_data_set(
         first = len(start) if list(tokens[: len(start)]) == start else 0
         tokens = tokens[first:]
         if mask is not None:
-            yield Document(tokens, None, mask.document(i)[first:])
+            yield EvaluationDocument(tokens, None, mask.document(i)[first:])
             continue
         if len(tokens) and tokens[-1] == end:
             tokens = tokens[:-1]
-        yield Document(tokens, None if tokenizer is None else tokenizer.decode(tokens.tolist()))
+        yield EvaluationDocument(tokens, None if tokenizer is None else tokenizer.decode(tokens.tolist()))
 
 
 class _Counts:
@@ -105,7 +105,7 @@ class _Counts:
         self.documents = self.words = self.bytes = 0
         self.known = True
 
-    def count(self, document: Document) -> None:
+    def count(self, document: EvaluationDocument) -> None:
         self.documents += 1
         if document.text is None:
             self.known = False
@@ -119,11 +119,11 @@ _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 def _concatenated(
-    documents: Iterable[Document], start: Sequence[int], between: Sequence[int], counts: _Counts
+    documents: Iterable[EvaluationDocument], start: Sequence[int], between: Sequence[int], counts: _Counts
 ) -> _Sequence:
     """Join all documents: each ends with the first token of `between`, and the next one begins with the others."""
     eod_id, *next_start = between
-    parts = [_sequence(start, Document([], None), [])]
+    parts = [_sequence(start, EvaluationDocument([], None), [])]
     for document in documents:
         before = next_start if counts.documents else []
         counts.count(document)
@@ -133,7 +133,7 @@ def _concatenated(
     return np.concatenate(tokens), np.concatenate(counted)
 
 
-def _sequence(start: Sequence[int], document: Document, end: Sequence[int]) -> _Sequence:
+def _sequence(start: Sequence[int], document: EvaluationDocument, end: Sequence[int]) -> _Sequence:
     tokens = np.concatenate([np.asarray(part, np.int64) for part in (start, document.tokens, end)])
     counted = np.zeros(len(tokens), np.bool_)
     counted[len(start) : len(tokens) - len(end)] = True if document.loss_mask is None else document.loss_mask
@@ -142,13 +142,13 @@ def _sequence(start: Sequence[int], document: Document, end: Sequence[int]) -> _
 
 def loss_of(
     scorer: Scorer,
-    documents: Iterable[Document],
+    documents: Iterable[EvaluationDocument],
     start: Sequence[int],
     stride: int,
     *,
     concatenated_by: Sequence[int] | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
-) -> Loss:
+) -> DocumentLoss:
     """The loss of `documents`, which the first rank reads; on all ranks. Collective.
 
     `start`: tokens before a document, or before the first one if documents are concatenated; if there are none, a
@@ -186,8 +186,8 @@ def loss_of(
             scored += int(mask.sum())
             progress(len(score.logprobs))
     words, size = (counts.words, counts.bytes) if counts.known else (None, None)
-    rank_loss = Loss(counts.documents, scored, words, size, nats)
-    loss: Loss = broadcast_object(rank_loss, scorer.model.parallel.world.group)
+    rank_loss = DocumentLoss(counts.documents, scored, words, size, nats)
+    loss: DocumentLoss = broadcast_object(rank_loss, scorer.model.parallel.world.group)
     if not loss.tokens:
         raise ValueError(f"there is no token to score in {loss.documents} documents")
     return loss

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.hf_source import HfSource
 from megafp8.distributed.collectives import all_gather_objects, size
 from megafp8.distributed.sharding import spec_of
 from megafp8.linear.quantized_weight import (
     WEIGHT_FORMATS,
     QuantizedWeight,
-    WeightFormat,
+    QuantizedWeightFormat,
     check_columns,
     quantize_weight,
 )
@@ -33,7 +33,7 @@ from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLine
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def weight_format(name: str, *, experts: bool) -> WeightFormat:
+def weight_format(name: str, *, experts: bool) -> QuantizedWeightFormat:
     """The format of this name for a model with or without `experts`. Raises ValueError."""
     form = WEIGHT_FORMATS.get(name)  # type: ignore[call-overload]
     if form is None:
@@ -46,12 +46,12 @@ def weight_format(name: str, *, experts: bool) -> WeightFormat:
     return form
 
 
-def stored_fp8(source: Source, form: WeightFormat) -> frozenset[str]:
+def stored_fp8(source: CheckpointSource, form: QuantizedWeightFormat) -> frozenset[str]:
     """The weights of a folder in FP8 that is taken as it is; empty where all layers are quantized."""
     return source.fp8_weights if isinstance(source, HfSource) and form.kind == "fp8" else frozenset()
 
 
-def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessGroup | None) -> None:
+def check_stages(stages: Sequence[GPTStage], form: QuantizedWeightFormat, world: ProcessGroup | None) -> None:
     """ValueError on all ranks of `world` where a layer of one of them does not have whole groups. Collective."""
     error = ""
     try:
@@ -69,8 +69,8 @@ def check_stages(stages: Sequence[GPTStage], form: WeightFormat, world: ProcessG
 @torch.no_grad()
 def quantize_stages(
     stages: Sequence[GPTStage],
-    form: WeightFormat,
-    source: Source | None = None,
+    form: QuantizedWeightFormat,
+    source: CheckpointSource | None = None,
     only: frozenset[str] = frozenset(),
 ) -> None:
     """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective.
@@ -90,7 +90,7 @@ def quantize_stages(
                 weight.data = weight.data.new_empty(0)
 
 
-def _stored(layer: Linear, source: Source | None) -> QuantizedWeight | None:
+def _stored(layer: Linear, source: CheckpointSource | None) -> QuantizedWeight | None:
     """The layer's weight as it is stored in E4M3 with a scale for each row; None where it is not."""
     if not isinstance(source, HfSource):
         return None
@@ -108,7 +108,7 @@ def _stored(layer: Linear, source: Source | None) -> QuantizedWeight | None:
     return QuantizedWeight(WEIGHT_FORMATS["fp8"], data, scale_inv.unsqueeze(0))
 
 
-def _layers(stage: GPTStage, form: WeightFormat) -> Iterator[tuple[Linear, WeightFormat]]:
+def _layers(stage: GPTStage, form: QuantizedWeightFormat) -> Iterator[tuple[Linear, QuantizedWeightFormat]]:
     """The linear layers of a stage, and the format of each."""
     output = None if stage.head is None else stage.head.output
     for module in stage.modules():

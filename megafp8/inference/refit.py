@@ -44,7 +44,7 @@ class RankTensors(NamedTuple):
     wants: Mapping[str, Holding]
 
 
-class Transfer(NamedTuple):
+class RectangleTransfer(NamedTuple):
     """The rectangle of `shape` from index `low` of the tensor `name` goes from one rank to another, or the same.
 
     `source`: the number of the sender's rectangle that it lies in; `target`: of the receiver's.
@@ -80,14 +80,14 @@ def described(tensors: Mapping[str, Rectangles]) -> dict[str, Holding]:
     }
 
 
-def plan_refit(ranks: Sequence[RankTensors]) -> list[Transfer]:
+def plan_refit(ranks: Sequence[RankTensors]) -> list[RectangleTransfer]:
     """The transfers that give all ranks what they want.
 
     A rank that has what it wants is its own sender, otherwise the rank that sends least so far. Rectangles of a tensor
     are equal or disjoint, as in a checkpoint. Raises ValueError for a tensor that nobody has, has in another shape, or
     has only a part of.
     """
-    transfers: list[Transfer] = []
+    transfers: list[RectangleTransfer] = []
     sent = Counter[int]()
     for name in dict.fromkeys(name for x in ranks for name in x.wants):
         has = {i: x.has[name] for i, x in enumerate(ranks) if name in x.has}
@@ -114,7 +114,7 @@ def plan_refit(ranks: Sequence[RankTensors]) -> list[Transfer]:
                     if sender != receiver:
                         sent[sender] += math.prod(common)
                     to = (sender, numbers[sender], receiver, target)
-                    transfers.append(Transfer(name, begin, common, wants.dtype, *to))
+                    transfers.append(RectangleTransfer(name, begin, common, wants.dtype, *to))
                     missing -= math.prod(common)
                 if missing > 0:
                     whole = math.prod(shape)
@@ -202,7 +202,7 @@ class Refit:
             target.copy_(x)
 
 
-def _within(rectangle: Rectangle, transfer: Transfer) -> Tensor:
+def _within(rectangle: Rectangle, transfer: RectangleTransfer) -> Tensor:
     """The transfer's rectangle, as a view of one that it lies in."""
     slices = (slice(b - o, b - o + n) for b, o, n in zip(transfer.low, rectangle.offset, transfer.shape))
     return rectangle.view[tuple(slices)]

@@ -62,8 +62,8 @@ def _load(name: str) -> Callable[..., Any]:
         rule = f"{type(error).__name__}: {error}"
         works = "give a function as module:function, importable from here, or as path.py:function"
         raise ConfigError("config", [Problem("data.grpo.reward", name, rule, works)]) from error
-    found: Callable[..., Any] = function
-    return found
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _of_function(name: str, function: Callable[..., Any], keys: Sequence[str]) -> Reward:
@@ -74,18 +74,18 @@ def _of_function(name: str, function: Callable[..., Any], keys: Sequence[str]) -
         try:
             values = function(prompts=[x.text for x in prompts], completions=list(completions), **fields)
             is_iterable = hasattr(type(values), "__iter__") or hasattr(type(values), "__getitem__")
-            found = list(itertools.islice(values, len(completions) + 1)) if is_iterable else None
+            rewards = list(itertools.islice(values, len(completions) + 1)) if is_iterable else None
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise ValueError(
                 f"{about}: raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}); it must "
                 "return a number for every text"
             ) from error
-        if found is None:
+        if rewards is None:
             raise ValueError(
                 f"{about}: returned a {type(values).__name__}; it must return a list with a number for each text"
             )
-        return _checked(found, completions, f"{about}: returned")
+        return _checked(rewards, completions, f"{about}: returned")
 
     return reward
 

@@ -36,8 +36,8 @@ from megafp8.objectives.grpo import group_advantages, text_part
 from megafp8.philox import key_of
 from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.errors import TrainingError
-from megafp8.training.inputs import Inputs
-from megafp8.training.trainer import Trainer
+from megafp8.training.inputs import RunInputs
+from megafp8.training.trainer import RankTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,22 +59,22 @@ class _Text(NamedTuple):
     reward: float
 
 
-def check(inputs: Inputs) -> None:
+def check(inputs: RunInputs) -> None:
     """Raise ConfigError where the reward cannot be called; needs no process group."""
     _reward_of(inputs)
 
 
-def _prompts_of(inputs: Inputs) -> PromptSource:
+def _prompts_of(inputs: RunInputs) -> PromptSource:
     (source,) = inputs.train.datasets
     assert isinstance(source, PromptSource)
     return source
 
 
-def _reward_of(inputs: Inputs) -> Reward:
-    given, prompts = inputs.config.data.grpo, _prompts_of(inputs).prompts
-    assert given is not None
+def _reward_of(inputs: RunInputs) -> Reward:
+    grpo, prompts = inputs.config.data.grpo, _prompts_of(inputs).prompts
+    assert grpo is not None
     keys = [key for key in prompts[0].record if all(key in prompt.record for prompt in prompts)]
-    return open_reward(given, keys)
+    return open_reward(grpo, keys)
 
 
 class Rollouts:
@@ -83,11 +83,11 @@ class Rollouts:
     `metrics`: of the latest step, by name. The texts of the first prompt of some steps go to samples.jsonl in `folder`.
     """
 
-    def __init__(self, trainer: Trainer, inputs: Inputs, folder: Path) -> None:
-        given, tokenizer = inputs.config.data.grpo, inputs.tokenizer
-        assert given is not None
+    def __init__(self, trainer: RankTrainer, inputs: RunInputs, folder: Path) -> None:
+        grpo, tokenizer = inputs.config.data.grpo, inputs.tokenizer
+        assert grpo is not None
         assert tokenizer is not None
-        self._trainer, self._tokenizer, self._given, self._folder = trainer, tokenizer, given, folder
+        self._trainer, self._tokenizer, self._given, self._folder = trainer, tokenizer, grpo, folder
         self._objective, self._seed = inputs.objective, inputs.config.seed
         self._reward = _reward_of(inputs)
         self.metrics: Mapping[str, float] = {}
@@ -104,9 +104,11 @@ class Rollouts:
             activity.enter("rollouts")
             first = position_of(consumed_samples)
             samples = [train.segment.locate(index)[1] for index in range(first, first + size, group)]
-            prompts = [source.of_sample(sample) for sample in samples]
+            prompts = [source.prompt_at(sample) for sample in samples]
             texts = self._sample(prompts)
-            rewards_pg = torch.tensor([[text.reward for text in of_prompt] for of_prompt in texts], dtype=torch.float64)
+            rewards_pg = torch.tensor(
+                [[text.reward for text in completions] for completions in texts], dtype=torch.float64
+            )
             self._measure(texts, rewards_pg)
             self._write(step, prompts[0][1], texts[0])
             yield self._micro_batches(prompts, texts, group_advantages(rewards_pg), first)
@@ -120,19 +122,19 @@ class Rollouts:
         """A group of texts of each prompt, with their rewards. Raises TrainingError, on all ranks."""
         parallel = self._trainer.parallel
         generator = Generator.from_trainer(self._trainer, self._tokenizer, own_texts=True, cache=self._cache(prompts))
-        ranks, own = generator.model.ranks, slice(None)
+        ranks, rows = generator.model.ranks, slice(None)
         if generator.model.own_texts:
-            own = slice(parallel.data_context.rank, None, parallel.data_context.size)
+            rows = slice(parallel.data_context.rank, None, parallel.data_context.size)
         result: list[list[_Text]] | str
         try:
-            result = self._sample_own(generator, prompts[own])
+            result = self._sample_own(generator, prompts[rows])
         except ValueError as error:  # the same on all ranks that generate together, or on the first of them
             result = str(error)
-        of_ranks = all_gather_objects(
-            (own, result) if ranks.is_first or isinstance(result, str) else None, parallel.world.group
+        by_rank = all_gather_objects(
+            (rows, result) if ranks.is_first or isinstance(result, str) else None, parallel.world.group
         )
         everything: list[list[_Text]] = [[]] * len(prompts)
-        for own_prompts, texts in filter(None, of_ranks):
+        for own_prompts, texts in filter(None, by_rank):
             if isinstance(texts, str):
                 raise TrainingError(texts)
             everything[own_prompts] = texts
@@ -147,14 +149,14 @@ class Rollouts:
     def _sample_own(self, generator: Generator, prompts: Sequence[tuple[int, Prompt]]) -> list[list[_Text]]:
         """A group of texts of each of these prompts; on ranks that are not the first of those that generate together,
         none."""
-        given = self._given
+        grpo = self._given
         options = [
             SamplingOptions(
-                max_tokens=given.max_tokens,
-                temperature=given.temperature,
+                max_tokens=grpo.max_tokens,
+                temperature=grpo.temperature,
                 tempered_logprobs=True,
                 seed=key_of("grpo", self._seed, number)[0],
-                num_samples=given.group_size,
+                num_samples=grpo.group_size,
             )
             for number, _ in prompts
         ]
@@ -177,7 +179,7 @@ class Rollouts:
             )
             for x, reward in zip(ordered, rewards, strict=True)
         ]
-        return [texts[i : i + given.group_size] for i in range(0, len(texts), given.group_size)]
+        return [texts[i : i + grpo.group_size] for i in range(0, len(texts), grpo.group_size)]
 
     def _micro_batches(
         self,
@@ -192,8 +194,8 @@ class Rollouts:
         """
         parts = [
             text_part(text.tokens, len(prompt.tokens), text.logprobs, advantage)
-            for (_, prompt), of_prompt, advantages in zip(prompts, texts, advantages_pg.tolist(), strict=True)
-            for text, advantage in zip(of_prompt, advantages, strict=True)
+            for (_, prompt), completions, advantages in zip(prompts, texts, advantages_pg.tolist(), strict=True)
+            for text, advantage in zip(completions, advantages, strict=True)
         ]
         t, data = self._config.training, self._trainer.parallel.data
         packing = BestFit(np.array([part.shape[1] for part in parts]), t.seq_length)
@@ -209,8 +211,8 @@ class Rollouts:
         return batches
 
     def _measure(self, texts: Sequence[Sequence[_Text]], rewards_pg: Tensor) -> None:
-        lengths = [len(text.logprobs) for of_prompt in texts for text in of_prompt]
-        cut = [not text.whole for of_prompt in texts for text in of_prompt]
+        lengths = [len(text.logprobs) for completions in texts for text in completions]
+        cut = [not text.whole for completions in texts for text in completions]
         std_p = rewards_pg.std(dim=1)
         self.metrics = {
             "reward": rewards_pg.mean().item(),

@@ -41,7 +41,7 @@ _MASK = 0xFFFFFFFF
 GREEDY = SamplingOptions()
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """What the next token of a sequence is chosen by. `stream`: of the sequence (`stream_of`); `tokens`: all so far."""
 
     options: SamplingOptions
@@ -133,7 +133,7 @@ def _tokens(keys: Tensor) -> Tensor:
     return _MASK - (keys & _MASK)
 
 
-def choose(shard: VocabShard, rows: Sequence[Row], num_tokens: int | None = None) -> Chosen:
+def choose(shard: VocabShard, rows: Sequence[SamplingRow], num_tokens: int | None = None) -> Chosen:
     """The next token of each row, the same on all ranks of the shard's group. Collective.
 
     `num_tokens`: tokens from it on are never chosen.
@@ -187,7 +187,7 @@ class _Parameters(NamedTuple):
     stream: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device) -> _Parameters:
+    def from_rows(cls, rows: Sequence[SamplingRow], device: torch.device) -> _Parameters:
         options = [row.options for row in rows]
         reals = [(x.temperature, x.top_p, math.log(x.min_p) if x.min_p else -math.inf) for x in options]
         integers = [(x.options.top_k or 2**62, len(x.tokens), *x.stream) for x in rows]
@@ -199,7 +199,7 @@ class _Parameters(NamedTuple):
         return cls(temperature.float(), top_k, top_p, log_min_p.float(), position, (stream[0], stream[1]))
 
 
-def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
+def _penalized(shard: VocabShard, rows: Sequence[SamplingRow]) -> Tensor:
     if all(row.options.repetition_penalty == 1 for row in rows):
         return shard.logits
     x_nv = shard.logits.clone()
@@ -213,17 +213,17 @@ def _penalized(shard: VocabShard, rows: Sequence[Row]) -> Tensor:
     return x_nv
 
 
-def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
+def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return shard.most_probable(x_nv)
 
 
-def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
+def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """A sample of all tokens, or those that min_p leaves."""
-    by = _Parameters.of(rows, x_nv.device)
+    by = _Parameters.from_rows(rows, x_nv.device)
     top_n1 = shard.gather(x_nv.amax(1, keepdim=True) / by.temperature).amax(1)
     least_n1 = top_n1 + by.log_min_p
     if shard.by_kernel:
-        noise = _kernels().Noise(by.temperature, least_n1, by.position, by.stream, _KEY)
+        noise = _kernels().SamplingNoise(by.temperature, least_n1, by.position, by.stream, _KEY)
         return _of_candidates(shard, *_kernels().best(x_nv, shard.first, noise))
     x_nv = x_nv / by.temperature
     groups = torch.arange(shard.first // 4, -(-(shard.first + shard.columns) // 4), device=x_nv.device)
@@ -252,9 +252,9 @@ def _kernels() -> ModuleType:
     return sampling
 
 
-def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[Row]) -> Tensor:
+def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """A sample of the tokens that top_k, top_p and min_p leave."""
-    by = _Parameters.of(rows, x_nv.device)
+    by = _Parameters.from_rows(rows, x_nv.device)
     x_nv = x_nv / by.temperature
     lse_n1 = shard.logsumexp(x_nv).unsqueeze(1).double()
     has_k = by.top_k < 2**62

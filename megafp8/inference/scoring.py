@@ -242,8 +242,8 @@ class _PackedKeys:
         count, rows = self.step.tokens, self.step.key_rows
         first, second = keys if rows is None else (x[rows] for x in keys)
         whole = first, one_of_each(second, every)
-        own = tuple(x[:count] for x in queries)
-        y_n1 = attend(own, whole, self.first_1n[:, :count], self.stop_1n[:, :count])
+        single_queries = tuple(x[:count] for x in queries)
+        y_n1 = attend(single_queries, whole, self.first_1n[:, :count], self.stop_1n[:, :count])
         return torch.cat([y_n1, y_n1[-1:].expand(len(queries[0]) - count, *y_n1.shape[1:])])
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.distributed.sharding import spec_of
 from megafp8.inference.model import Model
 from megafp8.inference.packed_weights import pack_weights
@@ -19,7 +19,7 @@ def tensors_of(model: Model) -> dict[str, Rectangles]:
     return _collected(model, {param: param.detach() for param in _parameters(model)}, _others(model))
 
 
-def prepare_weights(model: Model, source: Source | None = None) -> None:
+def prepare_weights(model: Model, source: CheckpointSource | None = None) -> None:
     """Make what layers compute with of weights that were written: quantized or packed. Collective.
 
     `model` is not one of training, whose weights are used as they are. `source`: as of `quantize_stages`.

@@ -33,7 +33,7 @@ from megafp8.inference.model import Model
 from megafp8.inference.refit import Holding, RankTensors, Refit
 from megafp8.replicas import tunnel
 from megafp8.training.state import weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 Running = Literal["finish", "hold"]
 
@@ -47,7 +47,7 @@ _MAX_RANKS = 1 << 20
 
 
 def send_weights(
-    trainer: Trainer,
+    trainer: RankTrainer,
     url: str,
     *,
     version: int | None = None,
@@ -232,8 +232,8 @@ class TwoJobs:
         cuda = self._device.type == "cuda"
         place = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}" if cuda else ""
         self._store.set(f"rank/{self.rank}", json.dumps([place, own.has, own.wants]))
-        given = [json.loads(self._store.get(f"rank/{i}")) for i in range(self._size)]
-        gpus = {place for place, *_ in given}
+        described = [json.loads(self._store.get(f"rank/{i}")) for i in range(self._size)]
+        gpus = {place for place, *_ in described}
         self._on_host = "" in gpus or len(gpus) < self._size
         if self._on_host:
             store = dist.PrefixStore("host", self._store)
@@ -244,7 +244,7 @@ class TwoJobs:
             store = dist.PrefixStore("device", self._store)
             self._group = dist.ProcessGroupNCCL(store, self.rank, self._size, options)
         return [
-            RankTensors(*({name: _holding(x) for name, x in part.items()} for part in parts)) for _, *parts in given
+            RankTensors(*({name: _holding(x) for name, x in part.items()} for part in parts)) for _, *parts in described
         ]
 
     def send(self, x: Tensor, to: int) -> None:

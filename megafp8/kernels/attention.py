@@ -286,9 +286,9 @@ def dq_kernel(
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     group = head // (a // g)
-    of_head = (sample * a + head) * D
-    q, do = _rows(q_sbad + of_head, i, s, b * a * D, D, WIDTH), _rows(do_sbad + of_head, i, s, b * a * D, D, WIDTH)
-    o = _rows(o_sbad + of_head, i, s, b * a * D, D, WIDTH)
+    head_at = (sample * a + head) * D
+    q, do = _rows(q_sbad + head_at, i, s, b * a * D, D, WIDTH), _rows(do_sbad + head_at, i, s, b * a * D, D, WIDTH)
+    o = _rows(o_sbad + head_at, i, s, b * a * D, D, WIDTH)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
     tl.store(delta_sba + i.to(tl.int64) * (b * a) + sample * a + head, delta, mask=i < s)
     lse = _log_sum_exp(lse_sba + sample * a + head, i, s, b * a)
@@ -320,7 +320,7 @@ def dq_kernel(
             if SOFTCAP:
                 ds *= 1.0 - tanh * tanh
             dq = tl.dot(ds.to(k.dtype), k, dq)
-    _store_rows(dq_sbad + of_head, i, s, b * a * D, dq * scale, D, WIDTH)
+    _store_rows(dq_sbad + head_at, i, s, b * a * D, dq * scale, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "threshold", "first_head"])
@@ -336,8 +336,8 @@ def dkv_kernel(
     block = tl.program_id(0)
     j = block * N + tl.arange(0, N)
     sample, group = tl.program_id(1) // g, tl.program_id(1) % g
-    of_group = (sample * g + group) * D
-    k, v = _rows(k_tbgd + of_group, j, t, b * g * D, D, WIDTH), _rows(v_tbgd + of_group, j, t, b * g * D, D, WIDTH)
+    group_at = (sample * g + group) * D
+    k, v = _rows(k_tbgd + group_at, j, t, b * g * D, D, WIDTH), _rows(v_tbgd + group_at, j, t, b * g * D, D, WIDTH)
     begin, until = tl.load(from_bk + sample * block_stride + block), tl.load(to_bk + sample * block_stride + block)
     if DROPOUT:
         run_sample = tl.load(sample_b + sample).to(tl.uint32)
@@ -373,8 +373,8 @@ def dkv_kernel(
             if SOFTCAP:
                 ds *= 1.0 - tanh * tanh
             dk = tl.dot(ds.to(q.dtype), q, dk)
-    _store_rows(dk_tbgd + of_group, j, t, b * g * D, dk * scale, D, WIDTH)
-    _store_rows(dv_tbgd + of_group, j, t, b * g * D, dv, D, WIDTH)
+    _store_rows(dk_tbgd + group_at, j, t, b * g * D, dk * scale, D, WIDTH)
+    _store_rows(dv_tbgd + group_at, j, t, b * g * D, dv, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "threshold", "first_head"])
@@ -391,8 +391,8 @@ def bias_kernel(
     i = tl.program_id(0) * N + m
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     group = head // (a // g)
-    of_head = (sample * a + head) * D
-    q, do = _rows(q_sbad + of_head, i, s, b * a * D, D, WIDTH), _rows(do_sbad + of_head, i, s, b * a * D, D, WIDTH)
+    head_at = (sample * a + head) * D
+    q, do = _rows(q_sbad + head_at, i, s, b * a * D, D, WIDTH), _rows(do_sbad + head_at, i, s, b * a * D, D, WIDTH)
     lse = _log_sum_exp(lse_sba + sample * a + head, i, s, b * a)
     delta = _statistic(delta_sba + sample * a + head, i, s, b * a, 0.0)
     k_head, v_head = k_tbgd + (sample * g + group) * D, v_tbgd + (sample * g + group) * D
@@ -419,8 +419,8 @@ def bias_kernel(
             )
             see = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]) & (diagonal == base)[:, None]
             if VISIBLE:
-                of_tile = i.to(tl.int64)[:, None] * t + j[None, :]
-                see &= tl.load(seen + of_tile, mask=(i < s)[:, None] & (j < t)[None, :], other=0) != 0
+                tile_at = i.to(tl.int64)[:, None] * t + j[None, :]
+                see &= tl.load(seen + tile_at, mask=(i < s)[:, None] & (j < t)[None, :], other=0) != 0
             p = tl.where(see, tl.exp2(x - lse[:, None]), 0.0)
             dp = tl.dot(do, tl.trans(_rows(v_head, j, t, b * g * D, D, WIDTH)))
             if DROPOUT:

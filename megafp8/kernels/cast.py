@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from megafp8.kernels.arithmetic import atomic_amax, inverse, magnitude_bits, scale_from_amax, to_fp8, to_fp8_words
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.kernels.tiles import column_amax, compute_quads, part_columns, quad_amax, store_columnwise, store_rowwise
 
 
@@ -143,7 +143,7 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
         store_columnwise(columnwise, word, p0, q, j0, j, r, quads, end, WORDS, FULL)
 
 
-@Kernel
+@TritonKernel
 def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, rowwise, columnwise, scale,
                 columnwise_scale, amax, columnwise_amax, r, c, a, g, b, stride_s, stride_b, quads, eps,
                 SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr,

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 BLOCK = 4096  # columns at a time: 32 a thread in forward, 16 in backward
 _WARPS = {"statistics": 4, "gradient": 8}
@@ -41,7 +41,7 @@ def _tanh_of(x, cap):
     return tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
 
 
-@Kernel
+@TritonKernel
 def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, cap, CAPPED: tl.constexpr,
                       BLOCK: tl.constexpr):  # fmt: skip
     """One token: the maximum, the sum of exponentials, and the label's logit."""
@@ -67,7 +67,7 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, c
     tl.store(statistics_3n + 2 * n + token, label_logit)
 
 
-@Kernel
+@TritonKernel
 def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, cap,
                     CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A block of columns of one token."""

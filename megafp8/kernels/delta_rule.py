@@ -152,7 +152,7 @@ def pairs_kernel(
 
     apart = r[:, None] ^ r[None, :]
     p = tl.where(apart == 0, tl.sum(q * k, axis=1)[:, None], 0.0)
-    of_keys = tl.zeros([BLOCK, BLOCK], tl.float32)
+    products = tl.zeros([BLOCK, BLOCK], tl.float32)
     middle = _middles(sums, start, r, 1, s, stride, c, d)
     for level in range(LEVELS):
         decay = tl.exp2(-tl.abs(g - middle))
@@ -160,9 +160,9 @@ def pairs_kernel(
         here = ((apart >> level) == 1) & (r[:, None] > r[None, :])
         k_decayed = (k * decay).to(dtype)
         p = tl.where(here, tl.dot((q * decay).to(dtype), tl.trans(k_decayed)), p)
-        of_keys = tl.where(here, tl.dot(k_decayed, tl.trans(k_decayed)), of_keys)
+        products = tl.where(here, tl.dot(k_decayed, tl.trans(k_decayed)), products)
     tl.store(p_mll + out + block * BLOCK, (p * scale).to(dtype))
-    tl.store(a_mll + out + block * BLOCK, of_keys * beta)
+    tl.store(a_mll + out + block * BLOCK, products * beta)
 
 
 @triton.jit
@@ -196,14 +196,14 @@ def operands_kernel(
 
     first += tl.cast(m * L, tl.int64) * a
     s -= m * L
-    i, j, of_keys = r, r + HALF, first * d
+    i, j, key_at = r, r + HALF, first * d
     beta_i, beta_j = _numbers(beta_bsa + first, i, s, a)[:, None], _numbers(beta_bsa + first, j, s, a)[:, None]
-    k_i = _rows(k_bsad + of_keys, i, s, a * d, c, d).to(tl.float32)
-    k_i = (k_i * tl.exp2(_last_rows(g_bsad + of_keys, i, s, a * d, c, d)) * beta_i).to(dtype)
-    k_j = _rows(k_bsad + of_keys, j, s, a * d, c, d).to(tl.float32)
-    k_j = (k_j * tl.exp2(_last_rows(g_bsad + of_keys, j, s, a * d, c, d)) * beta_j).to(dtype)
-    _store(w_bsad + of_keys, i, s, a * d, c, d, tl.dot(early, k_i))
-    _store(w_bsad + of_keys, j, s, a * d, c, d, tl.dot(late, k_j, tl.dot(between, k_i)))
+    k_i = _rows(k_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
+    k_i = (k_i * tl.exp2(_last_rows(g_bsad + key_at, i, s, a * d, c, d)) * beta_i).to(dtype)
+    k_j = _rows(k_bsad + key_at, j, s, a * d, c, d).to(tl.float32)
+    k_j = (k_j * tl.exp2(_last_rows(g_bsad + key_at, j, s, a * d, c, d)) * beta_j).to(dtype)
+    _store(w_bsad + key_at, i, s, a * d, c, d, tl.dot(early, k_i))
+    _store(w_bsad + key_at, j, s, a * d, c, d, tl.dot(late, k_j, tl.dot(between, k_i)))
     v_i = (_rows(v_bsaw + first * w, i, s, a * w, cw, w).to(tl.float32) * beta_i).to(dtype)
     v_j = (_rows(v_bsaw + first * w, j, s, a * w, cw, w).to(tl.float32) * beta_j).to(dtype)
     _store(u_bsaw + first * w, i, s, a * w, cw, w, tl.dot(early, v_i))
@@ -331,17 +331,17 @@ def gradients_kernel(
     lower = r[:, None] >= r[None, :]
     tl.store(dp_mll + square + at, tl.where(lower, dp, tl.trans(dp)))
     tl.store(da_mll + square + at, tl.where(lower, da, tl.trans(da * beta[:, None])))
-    of_keys = first * d
-    g = _last_rows(g_bsad + of_keys, i, s, a * d, c, d)
-    last = _row(g_bsad + of_keys, m * L + L - 1, s, a * d, c, d)
+    key_at = first * d
+    g = _last_rows(g_bsad + key_at, i, s, a * d, c, d)
+    last = _row(g_bsad + key_at, m * L + L - 1, s, a * d, c, d)
     before = tl.exp2(g)
-    k = _rows(k_bsad + of_keys, i, s, a * d, c, d).to(tl.float32)
-    _store(dq_bsad + of_keys, i, s, a * d, c, d, dq * before)
+    k = _rows(k_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
+    _store(dq_bsad + key_at, i, s, a * d, c, d, dq * before)
     dk_row *= before
     tl.store(dbeta_bsa + first + i.to(tl.int64) * a, dbeta + tl.sum(dk_row * k, axis=1), mask=i < s)
-    _store(dk_row_bsad + of_keys, i, s, a * d, c, d, dk_row)
+    _store(dk_row_bsad + key_at, i, s, a * d, c, d, dk_row)
     dk_column *= tl.exp2(last[None, :] - g)
-    _store(dk_column_bsad + of_keys, i, s, a * d, c, d, dk_column)
+    _store(dk_column_bsad + key_at, i, s, a * d, c, d, dk_column)
     dend = dover * tl.exp2(last) + tl.sum(dk_column * k, axis=0)
     tl.store(dend_bmad + state_row * d + c, dend, mask=c < d)
 
@@ -361,11 +361,11 @@ def dpairs_kernel(
     r, c, stride = tl.arange(0, BLOCK), tl.arange(0, D), a * d
     first += tl.cast(m * L, tl.int64) * a
     s -= m * L
-    of_keys = first * d
-    query, key, sums = q_bsad + of_keys, k_bsad + of_keys, g_bsad + of_keys
+    key_at = first * d
+    query, key, sums = q_bsad + key_at, k_bsad + key_at, g_bsad + key_at
     apart = r[:, None] ^ r[None, :]
     square = (tl.program_id(1) * tl.num_programs(0) + m).to(tl.int64) * L * L
-    of_square = r[:, None] * L + r[None, :]
+    square_at = r[:, None] * L + r[None, :]
     end = ((tl.program_id(1) // a) * tl.num_programs(0) + m).to(tl.int64) * a + tl.program_id(1) % a
     later_dg = tl.load(dend_bmad + end * d + c, mask=c < d, other=0.0)
     for n in range(BLOCKS):
@@ -384,8 +384,8 @@ def dpairs_kernel(
             j = other * BLOCK + r
             other_k = _rows(key, j, s, stride, c, d).to(tl.float32)
             other_k = other_k * tl.exp2(at_first - _last_rows(sums, j, s, stride, c, d))
-            dq = tl.dot(tl.load(dp_mll + rows + of_square + other * BLOCK), other_k, dq)
-            dk_row = tl.dot(tl.load(da_mll + rows + of_square + other * BLOCK), other_k, dk_row)
+            dq = tl.dot(tl.load(dp_mll + rows + square_at + other * BLOCK), other_k, dq)
+            dk_row = tl.dot(tl.load(da_mll + rows + square_at + other * BLOCK), other_k, dk_row)
         decay = tl.exp2(g - at_first)
         dq *= decay
         dk_row *= decay
@@ -397,12 +397,12 @@ def dpairs_kernel(
             decay = tl.exp2(_last_rows(sums, j, s, stride, c, d) - at_other)
             other_q = _rows(query, j, s, stride, c, d).to(tl.float32) * (decay * scale)
             other_k = _rows(key, j, s, stride, c, d).to(tl.float32) * decay
-            of_block = tl.dot(tl.load(dp_mll + rows + of_square + other * BLOCK), other_q)
-            of_block = tl.dot(tl.load(da_mll + rows + of_square + other * BLOCK), other_k, of_block)
-            dk_column += of_block * tl.exp2(at_other - g)
+            block_sum = tl.dot(tl.load(dp_mll + rows + square_at + other * BLOCK), other_q)
+            block_sum = tl.dot(tl.load(da_mll + rows + square_at + other * BLOCK), other_k, block_sum)
+            dk_column += block_sum * tl.exp2(at_other - g)
 
-        dp = tl.load(dp_mll + rows + of_square + block * BLOCK)
-        da = tl.load(da_mll + rows + of_square + block * BLOCK)
+        dp = tl.load(dp_mll + rows + square_at + block * BLOCK)
+        da = tl.load(da_mll + rows + square_at + block * BLOCK)
         diagonal = tl.load(dp_mll + rows + block * BLOCK + r * (L + 1))[:, None]
         dq += diagonal * k
         dk_column += diagonal * q
@@ -411,26 +411,26 @@ def dpairs_kernel(
             decay = tl.exp2(-tl.abs(g - middle))
             middle = _middles(sums, start, r, 2 << level, s, stride, c, d)
             here, later = (apart >> level) == 1, ((r >> level) & 1 == 1)[:, None]
-            of_p = decay * tl.dot(tl.where(here, dp, 0.0), tl.where(later, q, k) * decay)
-            of_a = decay * tl.dot(tl.where(here, da, 0.0), k * decay)
-            dq += tl.where(later, of_p, 0.0)
-            dk_row += tl.where(later, of_a, 0.0)
-            dk_column += tl.where(later, 0.0, of_p + of_a)
+            p_part = decay * tl.dot(tl.where(here, dp, 0.0), tl.where(later, q, k) * decay)
+            a_part = decay * tl.dot(tl.where(here, da, 0.0), k * decay)
+            dq += tl.where(later, p_part, 0.0)
+            dk_row += tl.where(later, a_part, 0.0)
+            dk_column += tl.where(later, 0.0, p_part + a_part)
 
         beta = _numbers(beta_bsa + first, i, s, a)[:, None]
         dbeta = _numbers(dbeta_state_bsa + first, i, s, a) + tl.sum(dk_row * k, axis=1)
         tl.store(dbeta_bsa + first + i.to(tl.int64) * a, dbeta, mask=i < s)
-        dq += _rows(dq_state_bsad + of_keys, i, s, stride, c, d)
-        _store(dq_bsad + of_keys, i, s, stride, c, d, dq * scale)
-        dk_row = (dk_row + _rows(dk_row_bsad + of_keys, i, s, stride, c, d)) * beta
-        dk_column += _rows(dk_column_bsad + of_keys, i, s, stride, c, d)
-        _store(dk_bsad + of_keys, i, s, stride, c, d, dk_row + dk_column)
+        dq += _rows(dq_state_bsad + key_at, i, s, stride, c, d)
+        _store(dq_bsad + key_at, i, s, stride, c, d, dq * scale)
+        dk_row = (dk_row + _rows(dk_row_bsad + key_at, i, s, stride, c, d)) * beta
+        dk_column += _rows(dk_column_bsad + key_at, i, s, stride, c, d)
+        _store(dk_bsad + key_at, i, s, stride, c, d, dk_row + dk_column)
         dg = q * dq + k * (dk_row - dk_column)
-        _store(ddecay_bsad + of_keys, i, s, stride, c, d, tl.cumsum(dg, axis=0, reverse=True) + later_dg[None, :])
+        _store(ddecay_bsad + key_at, i, s, stride, c, d, tl.cumsum(dg, axis=0, reverse=True) + later_dg[None, :])
         later_dg += tl.sum(dg, axis=0)
 
 
-class Inputs(NamedTuple):
+class DeltaRuleInputs(NamedTuple):
     """Contiguous inputs of the rule as kernels take them: q, k and v of one dtype, decays and β fp32."""
 
     q_bsad: Tensor
@@ -440,7 +440,7 @@ class Inputs(NamedTuple):
     beta_bsa: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Inputs:
+    def from_tensors(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> DeltaRuleInputs:
         """From tensors `[s, b, a, ...]`."""
         q, k, v = (kernel_input(x.transpose(0, 1).contiguous()) for x in (q, k, v))
         decay, beta = (x.transpose(0, 1).to(torch.float32).contiguous() for x in (decay, beta))
@@ -474,7 +474,7 @@ class Inputs(NamedTuple):
         return self.q_bsad.new_empty(b, self.chunks, a, d, self.v_bsaw.shape[3])
 
 
-class Saved(NamedTuple):
+class DeltaRuleSaved(NamedTuple):
     """What backward needs besides the inputs."""
 
     sums_bsad: Tensor
@@ -501,7 +501,7 @@ _BASE_2 = 1.4426950408889634
 _BLOCK_SIZES = {"L": CHUNK, "BLOCK": _BLOCK, "BLOCKS": _BLOCKS, "LEVELS": _LEVELS}
 
 
-def forward(inputs: Inputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, DeltaRuleSaved]:
     """Outputs `[b, s, a, w]` and the state after the last token."""
     q, k, v, decay, beta = inputs
     (s, a, d, w), m, heads, dtype = inputs.sizes, inputs.chunks, inputs.heads, q.dtype
@@ -528,11 +528,11 @@ def forward(inputs: Inputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Saved]:
     outputs_kernel[m, heads, ceil_div(w, channels)](
         q_decayed, p, u, states, y, s, a, d, w, L=CHUNK, D=width, V=channels, num_warps=4
     )
-    return y, last, Saved(sums, p, t, q_decayed, k_decayed, weights, u, states)
+    return y, last, DeltaRuleSaved(sums, p, t, q_decayed, k_decayed, weights, u, states)
 
 
 def backward(
-    inputs: Inputs, saved: Saved, dy_bsaw: Tensor, dlast_badw: Tensor
+    inputs: DeltaRuleInputs, saved: DeltaRuleSaved, dy_bsaw: Tensor, dlast_badw: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, decays and β `[b, s, a, ...]` and of the state before the first token."""
     q, k, v, decay, beta = inputs

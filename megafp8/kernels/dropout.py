@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import kernel_input, next_power_of_2
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.numerics.dropout_reference import Dropout
 
 NUMBERS = ("key0", "key1", "threshold")
@@ -46,7 +46,7 @@ def dropout_kernel(x_nc, residual_nc, y_nc, position_n, sample_n, c, key0, key1,
     tl.store(y_nc + at, y.to(y_nc.dtype.element_ty), mask=j < c)
 
 
-_KERNEL = Kernel(dropout_kernel, do_not_specialize=NUMBERS)
+_KERNEL = TritonKernel(dropout_kernel, do_not_specialize=NUMBERS)
 
 
 def numbers(dropout: Dropout) -> tuple[int, int, int, float]:

@@ -27,12 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 _COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
 
 
-@Kernel
+@TritonKernel
 def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, CHUNK: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
     """Some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if one does."""
@@ -54,7 +54,7 @@ def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v
         tl.store(later_wh + (i // CHUNK).to(tl.int64) * h + j, total, mask=j < h)
 
 
-@Kernel
+@TritonKernel
 def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of all later chunks of the run whose second chunk begins in a window of positions, if one does."""
     w = tl.program_id(0)

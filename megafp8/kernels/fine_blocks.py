@@ -40,11 +40,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, reciprocal, scale_from_amax
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.kernels.quantize import inputs_of
 from megafp8.kernels.tiles import compute, part_columns, store_rowwise
 from megafp8.numerics.formats import Format
-from megafp8.numerics.sources import GatedGrad, Plain, QKVGrad, Source
+from megafp8.numerics.sources import GatedGrad, MatrixSource, Plain, QKVGrad
 from megafp8.numerics.stochastic_rounding import TensorNoise
 from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor
 from megafp8.philox import Key
@@ -261,17 +261,17 @@ def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: 
 
     x: a tile with which they are to share a layout. Without the zero made of it Triton converts one into the other.
     """
-    found = ()
+    values = ()
     if GROUPED:
         zero = (x.to(tl.uint32, bitcast=True) & 1) >> 1
         words = _words((column[None, :] * (r // 8) + (row // 8)[:, None]).to(tl.uint32, bitcast=True) + zero, noise)
         for k in tl.static_range(8):
-            found += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)  # type: ignore[assignment]
+            values += (_half(words[k // 2], k % 2 == 1, INTERPRETED),)  # type: ignore[assignment]
     else:
         element = column.to(tl.int64)[None, :] * r + row[:, None]
         for k in tl.static_range(8):
-            found += (_noise_of(element + k, noise, INTERPRETED),)  # type: ignore[assignment]
-    return found
+            values += (_noise_of(element + k, noise, INTERPRETED),)  # type: ignore[assignment]
+    return values
 
 
 @triton.jit
@@ -330,19 +330,19 @@ def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistic
     c = C if C else c
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, BATCH if BATCH else b, stride_s, stride_b, statistics, weights)
-    of_values = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
-    of_transformed = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
+    values_amax = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
+    transformed_amax = tl.zeros([TILE_R // 16, TILE_C], dtype=tl.float32)
     for _ in range(DOWN):
         parts = _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
         for part in tl.static_range(2 if SOURCE == "gated_grad" or SOURCE == "qkv_grad" else 1):
-            of_values = _larger(of_values, _amax_of_tiles(parts[part]))
+            values_amax = _larger(values_amax, _amax_of_tiles(parts[part]))
             if TRANSFORMED:
                 z = _transformed(parts[part], i0 + 16 * q, r, WHOLE)
-                of_transformed = _larger(of_transformed, _amax_of_tiles(z))
+                transformed_amax = _larger(transformed_amax, _amax_of_tiles(z))
         i0 += TILE_R
-    atomic_amax(amaxes, tl.max(magnitude_bits(of_values)), None)
+    atomic_amax(amaxes, tl.max(magnitude_bits(values_amax)), None)
     if TRANSFORMED:
-        atomic_amax(amaxes + 1, tl.max(magnitude_bits(of_transformed)), None)
+        atomic_amax(amaxes + 1, tl.max(magnitude_bits(transformed_amax)), None)
 
 
 @triton.jit
@@ -418,10 +418,14 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                 store_rowwise(rowwise, cast_rows.to(rowwise.dtype.element_ty), i0, i, at, j, r, end, width, FULL)
 
 
-_MX, _NV_AMAX, _NV = Kernel(_mx_kernel), Kernel(_nv_amax_kernel), Kernel(_nv_kernel, do_not_specialize=_NOISE_NUMBERS)
+_MX, _NV_AMAX, _NV = (
+    TritonKernel(_mx_kernel),
+    TritonKernel(_nv_amax_kernel),
+    TritonKernel(_nv_kernel, do_not_specialize=_NOISE_NUMBERS),
+)
 
 
-class Tile(NamedTuple):
+class BlockTile(NamedTuple):
     """Elements of a program's tile for each row of a block, its columns at most, and warps."""
 
     elements: int
@@ -439,9 +443,9 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "mx": Tile(128, 128, 2), "mx_parts": Tile(128, 128),
-    "nv_amax": Tile(512, 512), "nv_amax_parts": Tile(256, 256),
-    "nv": Tile(256, 256), "nv_parts": Tile(256, 256),
+    "mx": BlockTile(128, 128, 2), "mx_parts": BlockTile(128, 128),
+    "nv_amax": BlockTile(512, 512), "nv_amax_parts": BlockTile(256, 256),
+    "nv": BlockTile(256, 256), "nv_parts": BlockTile(256, 256),
 }  # fmt: skip
 """By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper, and `nv`
 again on 2026-11-27: others are no faster)."""
@@ -453,7 +457,7 @@ _PROGRAMS = 512
 
 @cache
 def _bound(
-    kernel: Kernel, warps: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
+    kernel: TritonKernel, warps: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
 ) -> BoundKernel:
     """The kernel for sources of this kind."""
     return kernel.bind(
@@ -463,7 +467,13 @@ def _bound(
 
 
 def _launch(
-    kernel: Kernel, what: str, block: int, source: Source, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any
+    kernel: TritonKernel,
+    what: str,
+    block: int,
+    source: MatrixSource,
+    tensors: tuple[Tensor, ...],
+    *numbers: int,
+    **constants: Any,
 ) -> None:
     """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
     kind, inputs, width, function, heads, half, norms = inputs_of(_whole_blocks(source, block))
@@ -489,7 +499,7 @@ def _launch(
     bound.launch(grid, (*inputs, *norms, *tensors), (r, width, *heads, *numbers))
 
 
-def _whole_blocks(source: Source, block: int) -> Source:
+def _whole_blocks(source: MatrixSource, block: int) -> MatrixSource:
     """`source`, or its values where its two parts would share a block."""
     if isinstance(source, QKVGrad):
         half = source.dq_sbad.shape[3] // 2
@@ -499,7 +509,7 @@ def _whole_blocks(source: Source, block: int) -> Source:
     return Plain(source.values()) if split else source
 
 
-def _outputs(source: Source, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
+def _outputs(source: MatrixSource, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
     """Matrices to be written, in fp32 for the interpreter, which rounds to bf16 incorrectly."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     by_rows, by_columns = (
@@ -516,7 +526,7 @@ def _dequantized(data_rc: Tensor | None, scale_inv: Tensor, *, transposed: bool)
     return ScaledTensor(data_rc.t() if transposed else data_rc, scale_inv, DEQUANTIZED)
 
 
-def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+def cast_mxfp8(source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
     by_rows, by_columns = _outputs(source, rowwise, columnwise)
     if 0 in source.shape:
         scale_inv = torch.ones((), dtype=torch.float32, device=source.device)
@@ -531,7 +541,7 @@ def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) 
     )
 
 
-def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
+def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
     amaxes = torch.zeros(2, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed)
@@ -539,7 +549,7 @@ def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
 
 
 def cast_nvfp4(
-    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
+    source: MatrixSource, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
     by_rows, by_columns = _outputs(source, rowwise or weight, columnwise and not weight)
     r, c = source.shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import jit
 
 from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 _ELEMENTS = 4096
 """Of a tile."""
@@ -25,18 +25,18 @@ _TILES = 16
 def _tile(x, z, z_stride, r, a, c, first, T: tl.constexpr, C: tl.constexpr):
     """Rows of x and of the gate's input of tokens from `first` on, in fp32, with where they are."""
     token, j, head = first + tl.arange(0, T), tl.arange(0, C), tl.program_id(1)
-    there = (token < r)[:, None] & (j < c)[None, :]
+    inside = (token < r)[:, None] & (j < c)[None, :]
     at = (token.to(tl.int64) * a + head)[:, None] * c + j[None, :]
     at_z = token.to(tl.int64)[:, None] * z_stride + head * c + j[None, :]
-    values = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    gate = tl.load(z + at_z, mask=there, other=0.0).to(tl.float32)
-    return at, at_z, there, values, gate
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(z + at_z, mask=inside, other=0.0).to(tl.float32)
+    return at, at_z, inside, values, gate
 
 
-@Kernel
+@TritonKernel
 def forward_kernel(x, z, weight, y, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr, BEFORE: tl.constexpr,
                    T: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    at, _, there, u, gate = _tile(x, z, z_stride, r, a, c, tl.program_id(0) * T, T, C)
+    at, _, inside, u, gate = _tile(x, z, z_stride, r, a, c, tl.program_id(0) * T, T, C)
     j = tl.arange(0, C)
     w = tl.load(weight + tl.program_id(1) * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
     factor = 1 / (1 + tl.exp(-gate))
@@ -47,10 +47,10 @@ def forward_kernel(x, z, weight, y, z_stride, r, a, c, w_stride, eps, SILU: tl.c
     out = u * tl.rsqrt(tl.sum(u * u, axis=1) / c + eps)[:, None] * w[None, :]
     if not BEFORE:
         out *= factor
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=there)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
-@Kernel
+@TritonKernel
 def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr,
                     BEFORE: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`dweight` `[programs, a, c]`; `dz` `[r, a, c]`."""
@@ -59,8 +59,8 @@ def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stri
     sums = tl.zeros((C,), tl.float32)
     for tile in range(TILES):
         first = (tl.program_id(0) * TILES + tile) * T
-        at, _, there, value, gate = _tile(x, z, z_stride, r, a, c, first, T, C)
-        gradient = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        at, _, inside, value, gate = _tile(x, z, z_stride, r, a, c, first, T, C)
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         sigmoid = 1 / (1 + tl.exp(-gate))
         factor, slope = sigmoid, sigmoid * (1 - sigmoid)
         if SILU:
@@ -68,16 +68,16 @@ def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stri
         u = value * factor if BEFORE else value
         rstd = tl.rsqrt(tl.sum(u * u, axis=1) / c + eps)[:, None]
         normed = u * rstd
-        of_norm = gradient if BEFORE else gradient * factor
-        sums += tl.sum(of_norm * normed, axis=0)
-        of_norm *= w[None, :]
-        du = rstd * (of_norm - normed * (tl.sum(of_norm * normed, axis=1) / c)[:, None])
+        norm_gradient = gradient if BEFORE else gradient * factor
+        sums += tl.sum(norm_gradient * normed, axis=0)
+        norm_gradient *= w[None, :]
+        du = rstd * (norm_gradient - normed * (tl.sum(norm_gradient * normed, axis=1) / c)[:, None])
         if BEFORE:
             dgate, du = du * value * slope, du * factor
         else:
             dgate = gradient * normed * w[None, :] * slope
-        tl.store(dx + at, du.to(dx.dtype.element_ty), mask=there)
-        tl.store(dz + at, dgate.to(dz.dtype.element_ty), mask=there)
+        tl.store(dx + at, du.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dz + at, dgate.to(dz.dtype.element_ty), mask=inside)
     tl.store(dweight + (tl.program_id(0).to(tl.int64) * a + head) * c + j, sums, mask=j < c)
 
 

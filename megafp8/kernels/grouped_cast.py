@@ -25,12 +25,12 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_reduce
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
 from megafp8.kernels.cast import cast, record_amax
-from megafp8.kernels.launch import Kernel
-from megafp8.kernels.quantize import TILES, Inputs, Tile, inputs_of, tile_group, whole_blocks
+from megafp8.kernels.launch import TritonKernel
+from megafp8.kernels.quantize import TILES, CastTile, SourceArguments, inputs_of, tile_group, whole_blocks
 from megafp8.kernels.tiles import column_amax, compute, compute_quads, part_columns
 from megafp8.numerics.formats import Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
 
@@ -48,7 +48,7 @@ def _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS: tl.constexpr):
     return expert, row + before, tl.load(ends_e + expert, mask=expert < e, other=0), before == 0
 
 
-@Kernel
+@TritonKernel
 def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, columnwise, scale, columnwise_scale, amax,
                   columnwise_amax, ends_e, padded_ends_e, c, e, scale_stride, amax_stride, quads, SOURCE: tl.constexpr,
                   FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr, EXPERTS: tl.constexpr, TILE_R: tl.constexpr,
@@ -83,7 +83,7 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
                  True, FORMAT, FP8_MAX, POWER_OF_TWO, INTERPRETED, TILE_R, TILE_C)  # fmt: skip
 
 
-@Kernel
+@TritonKernel
 def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_experts, of_rows, of_columns, ends_e,
                        padded_ends_e, c, e, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr,
                        EXPERTS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, WHOLE: tl.constexpr,
@@ -106,7 +106,7 @@ def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_exp
             atomic_amax(of_columns + expert * c + j0 + j, column_amax(bits, 8), j0 + j < c)
 
 
-def _launch(source: Source, what: str, groups: RowGroups) -> tuple[Inputs, Tile, dict[str, Any]]:
+def _launch(source: MatrixSource, what: str, groups: RowGroups) -> tuple[SourceArguments, CastTile, dict[str, Any]]:
     """Arguments for `source`, its tile in the pass `what`, and constants of either kernel."""
     inputs, tile = inputs_of(source), TILES[what][tile_group(source)]
     assert inputs.kind != "qkv_grad"
@@ -121,7 +121,7 @@ def _launch(source: Source, what: str, groups: RowGroups) -> tuple[Inputs, Tile,
 
 
 def cast_groups(
-    source: Source, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
+    source: MatrixSource, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
     columnwise: bool, newest_amax_e: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
     amax_e = scale_e if newest_amax_e is None else newest_amax_e
@@ -136,8 +136,8 @@ def cast_groups(
 
 
 def cast_groups_rows(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
-    token_group: ProcessGroup | None,
+    source: MatrixSource, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool,
+    eps: float, token_group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
     start, columns = r + -r % 4, len(groups.ends_e) * c  # each part begins at a multiple of 16 bytes
@@ -157,7 +157,14 @@ def cast_groups_rows(
 
 
 def cast_groups_1x128(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource,
+    fmt: Format,
+    groups: RowGroups,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
 ) -> QuantizedTensor:
     source = whole_blocks(source, head=None)
     c, device = source.shape[1], source.device
@@ -174,7 +181,7 @@ def cast_groups_1x128(
 
 
 def _cast(
-    source: Source, scales: str, fmt: Format, groups: RowGroups, arguments: tuple[Tensor, Tensor, Tensor, Tensor],
+    source: MatrixSource, scales: str, fmt: Format, groups: RowGroups, arguments: tuple[Tensor, Tensor, Tensor, Tensor],
     scale_stride: int, *, rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False,
     eps: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -202,14 +209,14 @@ def _cast(
     return data, transposed
 
 
-def amax_of_groups(source: Source, groups: RowGroups) -> Tensor:
+def amax_of_groups(source: MatrixSource, groups: RowGroups) -> Tensor:
     amax_e = torch.zeros(len(groups.ends_e), dtype=torch.float32, device=source.device)
     _amaxes(source, groups, (amax_e,) * 3)
     return amax_e
 
 
 def _amaxes(
-    source: Source, groups: RowGroups, outputs: tuple[Tensor, ...], *, rows: bool = False, columns: bool = False
+    source: MatrixSource, groups: RowGroups, outputs: tuple[Tensor, ...], *, rows: bool = False, columns: bool = False
 ) -> None:
     """Raise `outputs`, fp32, to the amaxes of rows, and columns of one expert after the other; or else of experts."""
     if 0 not in source.shape:

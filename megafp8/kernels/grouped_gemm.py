@@ -41,7 +41,7 @@ from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """Rows and columns of a program's results, its warps and stages; programs that fit on a multiprocessor."""
 
     rows: int
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     programs_per_sm: int
 
 
-_TILE, _BLOCKS_TILE = Tile(128, 128, 4, 3, 2), Tile(128, 128, 8, 4, 1)
+_TILE, _BLOCKS_TILE = GemmTile(128, 128, 4, 3, 2), GemmTile(128, 128, 8, 4, 1)
 _BLOCK = 128
 _PAIRS = ((TENSOR, TENSOR), (ROW, ROW), (BLOCK_1X128, BLOCK_128X128), (BLOCK_1X128, BLOCK_1X128))
 _TILE_K = {torch.bfloat16: 64, torch.float8_e4m3fn: _BLOCK, torch.float8_e5m2: _BLOCK}
@@ -216,13 +216,13 @@ def sums_kernel(a, b, earlier_a, earlier_b, out_epq, ends_e, earlier_ends_e, a_s
 
 
 @cache
-def _programs(device: torch.device, tile: Tile) -> int:
+def _programs(device: torch.device, tile: GemmTile) -> int:
     if device.type == "cpu":
         return 3
     return tile.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launched(dtype: torch.dtype, scales: str, *, fast: bool) -> tuple[Tile, int, dict[str, Any]]:
+def _launched(dtype: torch.dtype, scales: str, *, fast: bool) -> tuple[GemmTile, int, dict[str, Any]]:
     """The tile of either kernel, summands that are read at once, and constants. Sums of blocks are never fast."""
     blocks = scales == BLOCK_1X128.name
     tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[dtype]

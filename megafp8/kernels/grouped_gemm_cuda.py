@@ -31,7 +31,7 @@ ROWS_RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 SUMS_RESULTS = {torch.float32: "f32", **ROWS_RESULTS}
 
 
-class Kernel(NamedTuple):
+class CudaKernel(NamedTuple):
     """A kernel, and what a launch needs to know of its source, which asserts that it agrees."""
 
     name: str
@@ -45,8 +45,8 @@ def _source(name: str) -> str:
     return "".join(Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("hopper.cuh", name))
 
 
-ROWS = Kernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
-SUMS = Kernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
+ROWS = CudaKernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
+SUMS = CudaKernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
 NARROW_SUMS = SUMS._replace(shared_bytes=202_944, b_box_rows=64)
 _FEW_ROWS = 1536  # an expert's, padded: fewer are faster by narrow tiles; measured with 512 to 8,192
 _CLUSTER, _THREADS = 2, 384
@@ -80,7 +80,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def compiled(kernel: Kernel, a: str, b: str, result: str) -> tuple[bytes, str]:
+def compiled(kernel: CudaKernel, a: str, b: str, result: str) -> tuple[bytes, str]:
     """Machine code for sm_90a of a kernel with these formats, and what the compiler says."""
     from cuda.bindings import nvrtc
 
@@ -125,7 +125,7 @@ def _on(device: int) -> Iterator[None]:
 
 
 @cache
-def _loaded(kernel: Kernel, a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
+def _loaded(kernel: CudaKernel, a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
     """The kernel on a device, which is current, and its module, which must live as long."""
     from cuda.bindings import driver
 
@@ -201,7 +201,7 @@ def _programs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER * _CLUSTER
 
 
-def _launch(kernel: Kernel, formats: tuple[str, str, str], device: int, *arguments: Any) -> None:
+def _launch(kernel: CudaKernel, formats: tuple[str, str, str], device: int, *arguments: Any) -> None:
     """`arguments`: values of ctypes, in the order of the kernel's parameters."""
     from cuda.bindings import driver
 
@@ -265,7 +265,7 @@ def _scales_by_block(x: ScaledTensor) -> Tensor:
     return scale_inv
 
 
-def _operands(kernel: Kernel, a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
+def _operands(kernel: CudaKernel, a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
     assert ends_e.dtype == torch.int32
     a_scale_inv, b_scale_inv = _scales_by_block(a), _scales_by_block(b)
     return _Operands(

@@ -26,8 +26,8 @@ from torch import Tensor
 from triton import jit
 
 from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
-from megafp8.kernels.launch import Kernel
-from megafp8.numerics.hyper_connections_reference import Rule, Weights, WeightsGrad
+from megafp8.kernels.launch import TritonKernel
+from megafp8.numerics.hyper_connections_reference import HyperConnectionRule, Weights, WeightsGrad
 
 PROJECT: dict[str, Any] = {"T": 64, "C": 64, "num_warps": 4, "num_stages": 4}
 WEIGHTS: dict[str, Any] = {"T": 32, "num_warps": 1}
@@ -37,7 +37,7 @@ _SPLITS = 2
 """Parts of the tokens whose contributions to the gradient of `fn` are added up apart."""
 
 
-@Kernel
+@TritonKernel
 def _project(x, fn, partial, squares, r, h, k, N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
              C: tl.constexpr):  # fmt: skip
     """Products of one stream with all P rows of `fn`, `[n, P, r]`, and its sums of squares, `[n, r]`."""
@@ -88,28 +88,28 @@ def _column_sums(cells, eps, N: tl.constexpr):
 @jit
 def _times(cells, factors, COLUMNS: tl.constexpr, N: tl.constexpr):
     """Rows, or columns, times their factors."""
-    found = ()
+    products = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
-            found = found + (cells[i * N + j] * (factors[j] if COLUMNS else factors[i]),)
-    return found
+            products = products + (cells[i * N + j] * (factors[j] if COLUMNS else factors[i]),)
+    return products
 
 
 @jit
 def _products_of(a, b, N: tl.constexpr):
     """Cell by cell."""
-    found = ()
+    products = ()
     for i in tl.static_range(N * N):
-        found = found + (a[i] * b[i],)
-    return found
+        products = products + (a[i] * b[i],)
+    return products
 
 
 @jit
 def _inverses(sums, N: tl.constexpr):
-    found = ()
+    inverses = ()
     for i in tl.static_range(N):
-        found = found + (1.0 / sums[i],)
-    return found
+        inverses = inverses + (1.0 / sums[i],)
+    return inverses
 
 
 @jit
@@ -134,19 +134,19 @@ def _undone(grad, cells, sums, COLUMNS: tl.constexpr, N: tl.constexpr):
         if COLUMNS
         else _row_sums(_products_of(grad, cells, N), 0.0, N)
     )
-    found = ()
+    gradients = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
-            found = found + (
+            gradients = gradients + (
                 (grad[i * N + j] - (along[j] if COLUMNS else along[i])) / (sums[j] if COLUMNS else sums[i]),
             )
-    return found, _times(cells, sums, COLUMNS, N)
+    return gradients, _times(cells, sums, COLUMNS, N)
 
 
 @jit
 def _softmax(products, base, scale, token, r, eps, N: tl.constexpr):
     """Of the rows of the matrix of logits, plus eps."""
-    found = ()
+    weights = ()
     factor = tl.load(scale + 2).to(tl.float32)
     for i in tl.static_range(N):
         row = ()
@@ -164,11 +164,11 @@ def _softmax(products, base, scale, token, r, eps, N: tl.constexpr):
         for j in tl.static_range(1, N):
             total = total + exponentials[j]
         for j in tl.static_range(N):
-            found = found + (exponentials[j] / total + eps,)
-    return found
+            weights = weights + (exponentials[j] / total + eps,)
+    return weights
 
 
-@Kernel
+@TritonKernel
 def _weights(partial, squares, base, scale, products, inverse, pre, post, comb, r, k, eps, norm_eps, N: tl.constexpr,
              P: tl.constexpr, ITERATIONS: tl.constexpr, T: tl.constexpr):  # fmt: skip
     token = tl.program_id(0) * T + tl.arange(0, T)
@@ -212,7 +212,7 @@ def _store_grad(dlogit, product, factor, scaled, dbase, dscale, at, token, r, ro
     return dproduct * product
 
 
-@Kernel
+@TritonKernel
 def _weights_backward(products, inverse, base, scale, dpre, dpost, dcomb, scratch, pre, scaled, of_norm, dbase, dscale,
                       r, k, eps, N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, ITERATIONS: tl.constexpr,
                       T: tl.constexpr):  # fmt: skip
@@ -271,21 +271,21 @@ def _weights_backward(products, inverse, base, scale, dpre, dpost, dcomb, scratc
 @jit
 def _vectors(source, token, r, COUNT: tl.constexpr):
     """The rows of `[COUNT, r]` at these tokens."""
-    found = ()
+    vectors = ()
     for i in tl.static_range(COUNT):
-        found = found + (tl.load(source + i * r + token, mask=token < r, other=0.0),)
-    return found
+        vectors = vectors + (tl.load(source + i * r + token, mask=token < r, other=0.0),)
+    return vectors
 
 
 @jit
 def _streams(x, token, c, r, h, N: tl.constexpr):
     """Channels c of each stream, fp32."""
-    found = ()
+    streams = ()
     for j in tl.static_range(N):
         at = token.to(tl.int64)[:, None] * (N * h) + j * h + c[None, :]
         values = tl.load(x + at, mask=(token < r)[:, None] & (c < h)[None, :], other=0.0)
-        found = found + (values.to(tl.float32),)
-    return found
+        streams = streams + (values.to(tl.float32),)
+    return streams
 
 
 @jit
@@ -295,7 +295,7 @@ def _hidden(y, token, c, r, h):
     return tl.load(y + at, mask=(token < r)[:, None] & (c < h)[None, :], other=0.0).to(tl.float32)
 
 
-@Kernel
+@TritonKernel
 def _read(x, pre, y, r, h, N: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     token = tl.program_id(0) * T + tl.arange(0, T)
     factors = _vectors(pre, token, r, N)
@@ -309,7 +309,7 @@ def _read(x, pre, y, r, h, N: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
         tl.store(to, total.to(y.dtype.element_ty), mask=(token < r)[:, None] & (c < h)[None, :])
 
 
-@Kernel
+@TritonKernel
 def _read_backward(x, dy, dpre, r, h, N: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     token = tl.program_id(0) * T + tl.arange(0, T)
     sums = ()
@@ -326,27 +326,27 @@ def _read_backward(x, dy, dpre, r, h, N: tl.constexpr, T: tl.constexpr, C: tl.co
         tl.store(dpre + j * r + token, sums[j], mask=token < r)
 
 
-@Kernel
+@TritonKernel
 def _mixed(x, y, post, comb, out, r, h, N: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     token = tl.program_id(0) * T + tl.arange(0, T)
-    of_output, cells = _vectors(post, token, r, N), _vectors(comb, token, r, N * N)
+    output_weights, cells = _vectors(post, token, r, N), _vectors(comb, token, r, N * N)
     for first in range(0, h, C):
         c = first + tl.arange(0, C)
         inside = (token < r)[:, None] & (c < h)[None, :]
         streams, output = _streams(x, token, c, r, h, N), _hidden(y, token, c, r, h)
         for i in tl.static_range(N):
-            total = of_output[i][:, None] * output
+            total = output_weights[i][:, None] * output
             for j in tl.static_range(N):
                 total += cells[j * N + i][:, None] * streams[j]
             to = out + token.to(tl.int64)[:, None] * (N * h) + i * h + c[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
-@Kernel
+@TritonKernel
 def _mixed_backward(d, x, y, post, comb, dx, dy, dpost, dcomb, r, h, N: tl.constexpr, T: tl.constexpr,
                     C: tl.constexpr):  # fmt: skip
     token = tl.program_id(0) * T + tl.arange(0, T)
-    of_output, cells = _vectors(post, token, r, N), _vectors(comb, token, r, N * N)
+    output_weights, cells = _vectors(post, token, r, N), _vectors(comb, token, r, N * N)
     sums = ()
     for _i in tl.static_range(N + N * N):
         sums = sums + (tl.zeros((T,), tl.float32),)
@@ -355,10 +355,10 @@ def _mixed_backward(d, x, y, post, comb, dx, dy, dpost, dcomb, r, h, N: tl.const
         inside = (token < r)[:, None] & (c < h)[None, :]
         grads, streams = _streams(d, token, c, r, h, N), _streams(x, token, c, r, h, N)
         output = _hidden(y, token, c, r, h)
-        of_y = tl.zeros((T, C), tl.float32)
+        output_gradient = tl.zeros((T, C), tl.float32)
         added = ()
         for i in tl.static_range(N):
-            of_y += of_output[i][:, None] * grads[i]
+            output_gradient += output_weights[i][:, None] * grads[i]
             added = added + (sums[i] + tl.sum(grads[i] * output, axis=1),)
         for j in tl.static_range(N):
             total = tl.zeros((T, C), tl.float32)
@@ -368,7 +368,7 @@ def _mixed_backward(d, x, y, post, comb, dx, dy, dpost, dcomb, r, h, N: tl.const
             to = dx + token.to(tl.int64)[:, None] * (N * h) + j * h + c[None, :]
             tl.store(to, total.to(dx.dtype.element_ty), mask=inside)
         to = dy + token.to(tl.int64)[:, None] * h + c[None, :]
-        tl.store(to, of_y.to(dy.dtype.element_ty), mask=inside)
+        tl.store(to, output_gradient.to(dy.dtype.element_ty), mask=inside)
         sums = added
     for i in tl.static_range(N):
         tl.store(dpost + i * r + token, sums[i], mask=token < r)
@@ -376,7 +376,7 @@ def _mixed_backward(d, x, y, post, comb, dx, dy, dpost, dcomb, r, h, N: tl.const
         tl.store(dcomb + i * r + token, sums[N + i], mask=token < r)
 
 
-@Kernel
+@TritonKernel
 def _streams_backward(x, passed, dy, pre, fn, scaled, of_norm, dx, dfn, r, h, k, tokens, N: tl.constexpr,
                       P: tl.constexpr, M: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                       PRECISION: tl.constexpr):  # fmt: skip
@@ -384,9 +384,9 @@ def _streams_backward(x, passed, dy, pre, fn, scaled, of_norm, dx, dfn, r, h, k,
     blocks = tl.cdiv(h, C)
     stream, split = tl.program_id(0) // blocks, tl.program_id(1)
     c, row = (tl.program_id(0) % blocks) * C + tl.arange(0, C), tl.arange(0, M)
-    there = (row < P)[:, None] & (c < h)[None, :]
-    factors = tl.load(fn + row[:, None] * k + stream * h + c[None, :], mask=there, other=0.0).to(tl.float32)
-    of_factors = tl.zeros((M, C), tl.float32)
+    valid = (row < P)[:, None] & (c < h)[None, :]
+    factors = tl.load(fn + row[:, None] * k + stream * h + c[None, :], mask=valid, other=0.0).to(tl.float32)
+    dfactors = tl.zeros((M, C), tl.float32)
     for first in range(split * tokens, min((split + 1) * tokens, r), T):
         token = first + tl.arange(0, T)
         inside = (token < r)[:, None] & (c < h)[None, :]
@@ -398,9 +398,9 @@ def _streams_backward(x, passed, dy, pre, fn, scaled, of_norm, dx, dfn, r, h, k,
         if passed is not None:
             total += tl.load(passed + at, mask=inside, other=0.0).to(tl.float32)
         total = tl.dot(grads, factors, total, input_precision=PRECISION)
-        of_factors = tl.dot(tl.trans(grads), values, of_factors, input_precision=PRECISION)
+        dfactors = tl.dot(tl.trans(grads), values, dfactors, input_precision=PRECISION)
         tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dfn + (split * M + row).to(tl.int64)[:, None] * k + stream * h + c[None, :], of_factors, mask=there)
+    tl.store(dfn + (split * M + row).to(tl.int64)[:, None] * k + stream * h + c[None, :], dfactors, mask=valid)
 
 
 def _tokens_last(x: Tensor) -> Tensor:
@@ -418,7 +418,7 @@ def _rows(products: int) -> int:
 
 
 def project_and_read(
-    x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: Rule
+    x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule
 ) -> tuple[Tensor, Weights, Tensor, Tensor]:
     """`read`, `weights`, and both of `project`."""
     (r, k), n, products = x_rk.shape, rule.streams, len(base_m)
@@ -440,7 +440,7 @@ def project_and_read(
 
 def project_and_read_backward(
     x_rk: Tensor, passed_rk: Tensor | None, dy_rh: Tensor, dpost_rn: Tensor, dcomb_rnn: Tensor, fn_mk: Tensor,
-    base_m: Tensor, scale: Tensor, products_rm: Tensor, inverse_r: Tensor, rule: Rule,
+    base_m: Tensor, scale: Tensor, products_rm: Tensor, inverse_r: Tensor, rule: HyperConnectionRule,
 ) -> tuple[Tensor, Tensor, WeightsGrad]:  # fmt: skip
     """Gradients of the streams, of `fn`, and of base and scale."""
     (r, k), n, products = x_rk.shape, rule.streams, len(base_m)
@@ -449,12 +449,13 @@ def project_and_read_backward(
     _read_backward.bind(N=n, **STREAMS).launch((ceil_div(r, STREAMS["T"]), 1), (x_rk, dy_rh, dpre), (r, h))
     programs = ceil_div(r, WEIGHTS["T"])
     scratch = _new(x_rk, 2 * rule.iterations - 1, n, r) if products > n else None
-    pre, scaled, of_norm = _new(x_rk, n, r), _new(x_rk, r, rows), _new(x_rk, r)
+    pre, scaled, norm_gradient = _new(x_rk, n, r), _new(x_rk, r, rows), _new(x_rk, r)
     dbase, dscale = _new(x_rk, programs, products), _new(x_rk, programs, products)
     constants = {"N": n, "P": products, "M": rows}
     small = (_tokens_last(x) for x in (dpost_rn, dcomb_rnn))
     tensors = (
-        _tokens_last(products_rm), inverse_r, base_m, scale, dpre, *small, scratch, pre, scaled, of_norm, dbase, dscale,
+        _tokens_last(products_rm), inverse_r, base_m, scale, dpre, *small, scratch, pre, scaled, norm_gradient, dbase,
+        dscale,
     )  # fmt: skip
     bound = _weights_backward.bind(**constants, ITERATIONS=rule.iterations, **WEIGHTS)
     bound.launch((programs, 1), tensors, (r, k, rule.eps))
@@ -463,10 +464,10 @@ def project_and_read_backward(
     precision = "ieee" if x_rk.dtype == torch.float32 else "tf32"
     bound = _streams_backward.bind(**constants, PRECISION=precision, **STREAMS_BACKWARD)
     grid = n * ceil_div(h, STREAMS_BACKWARD["C"]), _SPLITS
-    bound.launch(grid, (x_rk, passed_rk, dy_rh, pre, fn_mk, scaled, of_norm, dx, dfn), (r, h, k, tokens))
+    bound.launch(grid, (x_rk, passed_rk, dy_rh, pre, fn_mk, scaled, norm_gradient, dx, dfn), (r, h, k, tokens))
     parts = [n, n, n * n] if products > n else [n]
-    of_scale = torch.stack([part.sum() for part in dscale.sum(dim=0).split(parts)])
-    return dx, dfn[:, :products].sum(dim=0), WeightsGrad(scaled, dbase.sum(dim=0), of_scale)
+    scale_gradient = torch.stack([part.sum() for part in dscale.sum(dim=0).split(parts)])
+    return dx, dfn[:, :products].sum(dim=0), WeightsGrad(scaled, dbase.sum(dim=0), scale_gradient)
 
 
 def mixed(x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.attention import score
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.numerics.attention_mask import AttentionMask, key_origins, key_ranges
 from megafp8.numerics.attention_scores import Scores
 from megafp8.numerics.invariant_attention_reference import KEYS, PART
@@ -95,9 +95,9 @@ def forward_kernel(
     o = tl.zeros([M, W_TILE], tl.float32)
     current = tl.min(origin, axis=0)
     while current < _FAR:
-        own = origin == current
-        stop = tl.max(tl.where(own, end, 0), axis=0)
-        start = current + (tl.min(tl.where(own, first, _FAR), axis=0) - current) // N * N
+        is_own = origin == current
+        stop = tl.max(tl.where(is_own, end, 0), axis=0)
+        start = current + (tl.min(tl.where(is_own, first, _FAR), axis=0) - current) // N * N
         part_start = current + (start - current) // PART * PART
         while part_start < stop:
             part_largest = tl.full([M], float("-inf"), tl.float32)
@@ -110,7 +110,7 @@ def forward_kernel(
                 v = tl.load(
                     v_tbgw + key[:, None] * W + cw[None, :], mask=(j < t)[:, None] & (cw < W)[None, :], other=0.0
                 )
-                visible = own[:, None] & (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
+                visible = is_own[:, None] & (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
                 part_largest, part_total, part_o = _with_block(
                     q, k, v, visible, position, j, bias_ar + head * r, r - t, r, inner, outer, part_largest,
                     part_total, part_o, SOFTCAP, BIAS,
@@ -157,11 +157,11 @@ def attend_kernel(
         o = tl.zeros([M, W_TILE], tl.float32)
         for n in range(tl.maximum(start, part_start), tl.minimum(position + 1, part_start + PART), N):
             j = n + tl.arange(0, N)
-            there = j <= position
-            page = tl.load(table_nm + row * pages + j // PAGE, mask=there, other=0).to(tl.int64)
+            written = j <= position
+            page = tl.load(table_nm + row * pages + j // PAGE, mask=written, other=0).to(tl.int64)
             slot = (page * PAGE + j % PAGE) * g + group
-            k = tl.load(keys + slot[:, None] * D + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
-            v = tl.load(values + slot[:, None] * W + cw[None, :], mask=there[:, None] & (cw < W)[None, :], other=0.0)
+            k = tl.load(keys + slot[:, None] * D + c[None, :], mask=written[:, None] & (c < D)[None, :], other=0.0)
+            v = tl.load(values + slot[:, None] * W + cw[None, :], mask=written[:, None] & (cw < W)[None, :], other=0.0)
             visible = real[:, None] & (j[None, :] >= first) & (j[None, :] <= position)
             largest, total, o = _with_block(
                 q, k, v, visible, position_m, j, bias, r // 2, r, inner, outer, largest, total, o, SOFTCAP, BIAS
@@ -199,7 +199,7 @@ def merge_kernel(
     tl.store(lse_na + query * a + head + tl.arange(0, 1), lse)
 
 
-_forward, _attend, _merge = Kernel(forward_kernel), Kernel(attend_kernel), Kernel(merge_kernel)
+_forward, _attend, _merge = TritonKernel(forward_kernel), TritonKernel(attend_kernel), TritonKernel(merge_kernel)
 
 
 def _constants(d: int, w: int, scores: Scores, dtype: torch.dtype) -> dict[str, object]:

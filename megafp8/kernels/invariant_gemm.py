@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.grouped_gemm import tile_at
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, DEQUANTIZED, ROW, TENSOR, Granularity, ScaledTensor
 
 _BLOCK = 128
@@ -161,7 +161,7 @@ def product_kernel(
         _store(y_mn, sums, i, j, w_scale_inv, x_scale_inv, w_stride, x_stride, m, n, SCALED)
 
 
-_kernel = Kernel(product_kernel)
+_kernel = TritonKernel(product_kernel)
 _PAIRS = {
     (TENSOR, TENSOR), (ROW, TENSOR), (ROW, ROW), (DEQUANTIZED, DEQUANTIZED), (BLOCK_1X128, BLOCK_128X128),
     (BLOCK_1X128, BLOCK_1X128),

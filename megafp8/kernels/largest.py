@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 MOST_COLUMNS = 1024
 """Most columns of a row: more would not fit into registers."""
 _ELEMENTS = 512  # of a program, which is one warp: maxima need no shared memory
 
 
-@Kernel
+@TritonKernel
 def largest_kernel(x_ne, columns_nk, n, e, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Columns of the K largest values of ROWS rows: K maxima of pairs of a value and its column."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.kernels.rotary import angle_strides
 
 # Tokens and warps of a program, heads of one in forward, and how many heads ahead backward loads. Measured on an H200.
@@ -84,48 +84,48 @@ def _copy(x, y, inside, factor, SCALES: tl.constexpr):
     tl.store(y, values, mask=inside)
 
 
-@Kernel
+@TritonKernel
 def forward_kernel(q_mc, kv_mc, k_rotary_mr, cos, sin, q_mad, k_mad, v_mav, cos_stride_s, cos_stride_b, m, b, a, factor,
                    ROTATES: tl.constexpr, SCALES: tl.constexpr, BF16: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
                    V: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr,
                    VALUE: tl.constexpr):  # fmt: skip
     """HEADS heads of TOKENS tokens. SCALES: queries are multiplied by `factor`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there, row = (token < m)[:, None], token.to(tl.int64)[:, None]
+    inside, row = (token < m)[:, None], token.to(tl.int64)[:, None]
     i, j, c = tl.arange(0, NOPE)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, VALUE)[None, :]
     p = tl.arange(0, 2 * HALF)[None, :]
-    of_nope, of_half, of_rotary, of_value = there & (i < N), there & (j < R // 2), there & (p < R), there & (c < V)
+    nope, half, rotary, value = inside & (i < N), inside & (j < R // 2), inside & (p < R), inside & (c < V)
     DTYPE: tl.constexpr = q_mad.dtype.element_ty
     keys = k_rotary_mr + row * R + p
     if ROTATES:
-        cosine, sine = _angles(cos, sin, token, b, cos_stride_s, cos_stride_b, j, of_half)
-        key, key2 = _load_pairs(keys, of_rotary, TOKENS, HALF)
+        cosine, sine = _angles(cos, sin, token, b, cos_stride_s, cos_stride_b, j, half)
+        key, key2 = _load_pairs(keys, rotary, TOKENS, HALF)
         key, key2 = _rotated(key, key2, cosine, sine)
         key, key2 = key.to(DTYPE), key2.to(DTYPE)
     else:
-        key = tl.load(keys, mask=of_rotary, other=0.0)
+        key = tl.load(keys, mask=rotary, other=0.0)
     before = tl.program_id(1) * HEADS
     for head in range(before, tl.minimum(before + HEADS, a)):
         at = row * a + head
         q, kv, q_out, k_out = q_mc + at * (N + R), kv_mc + at * (N + V), q_mad + at * (N + R), k_mad + at * (N + R)
-        _copy(q + i, q_out + i, of_nope, factor, SCALES)
-        _copy(kv + i, k_out + i, of_nope, factor, False)
-        _copy(kv + N + c, v_mav + at * V + c, of_value, factor, False)
+        _copy(q + i, q_out + i, nope, factor, SCALES)
+        _copy(kv + i, k_out + i, nope, factor, False)
+        _copy(kv + N + c, v_mav + at * V + c, value, factor, False)
         if ROTATES:
-            first, second = _load_pairs(q + N + p, of_rotary, TOKENS, HALF)
+            first, second = _load_pairs(q + N + p, rotary, TOKENS, HALF)
             first, second = _rotated(first, second, cosine, sine)
             if SCALES:
                 first, second = _rounded(first, DTYPE, BF16) * factor, _rounded(second, DTYPE, BF16) * factor
-            tl.store(q_out + N + j, first.to(DTYPE), mask=of_half)
-            tl.store(q_out + N + R // 2 + j, second.to(DTYPE), mask=of_half)
-            tl.store(k_out + N + j, key, mask=of_half)
-            tl.store(k_out + N + R // 2 + j, key2, mask=of_half)
+            tl.store(q_out + N + j, first.to(DTYPE), mask=half)
+            tl.store(q_out + N + R // 2 + j, second.to(DTYPE), mask=half)
+            tl.store(k_out + N + j, key, mask=half)
+            tl.store(k_out + N + R // 2 + j, key2, mask=half)
         else:
-            _copy(q + N + p, q_out + N + p, of_rotary, factor, SCALES)
-            tl.store(k_out + N + p, key, mask=of_rotary)
+            _copy(q + N + p, q_out + N + p, rotary, factor, SCALES)
+            tl.store(k_out + N + p, key, mask=rotary)
 
 
-@Kernel
+@TritonKernel
 def backward_kernel(dq_mad, dk_mad, dv_mav, cos, sin, dq_mc, dkv_mc, dk_rotary_mr, dq_stride_s, dq_stride_b,
                     dq_stride_a, dk_stride_s, dk_stride_b, dk_stride_a, dv_stride_s, dv_stride_b, dv_stride_a,
                     cos_stride_s, cos_stride_b, m, b, a, factor, ROTATES: tl.constexpr, SCALES: tl.constexpr,
@@ -133,16 +133,16 @@ def backward_kernel(dq_mad, dk_mad, dv_mav, cos, sin, dq_mc, dkv_mc, dk_rotary_m
                     STAGES: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
     """All heads of TOKENS tokens."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there, row = (token < m)[:, None], token.to(tl.int64)[:, None]
+    inside, row = (token < m)[:, None], token.to(tl.int64)[:, None]
     i, j, c = tl.arange(0, NOPE)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, VALUE)[None, :]
     p = tl.arange(0, 2 * HALF)[None, :]
-    of_nope, of_half, of_rotary, of_value = there & (i < N), there & (j < R // 2), there & (p < R), there & (c < V)
+    nope, half, rotary, value = inside & (i < N), inside & (j < R // 2), inside & (p < R), inside & (c < V)
     DTYPE: tl.constexpr = dq_mc.dtype.element_ty
     dq_mad += row // b * dq_stride_s + row % b * dq_stride_b
     dk_mad += row // b * dk_stride_s + row % b * dk_stride_b
     dv_mav += row // b * dv_stride_s + row % b * dv_stride_b
     if ROTATES:
-        cosine, sine = _angles(cos, sin, token, b, cos_stride_s, cos_stride_b, j, of_half)
+        cosine, sine = _angles(cos, sin, token, b, cos_stride_s, cos_stride_b, j, half)
         sine = sine * -1.0
         total = tl.zeros([TOKENS, HALF], tl.float32)
         total2 = tl.zeros([TOKENS, HALF], tl.float32)
@@ -152,41 +152,41 @@ def backward_kernel(dq_mad, dk_mad, dv_mav, cos, sin, dq_mc, dkv_mc, dk_rotary_m
         at = row * a + head
         dq, dk, dv = dq_mad + head * dq_stride_a, dk_mad + head * dk_stride_a, dv_mav + head * dv_stride_a
         dq_out, dkv_out = dq_mc + at * (N + R), dkv_mc + at * (N + V)
-        _copy(dq + i, dq_out + i, of_nope, factor, SCALES)
-        _copy(dk + i, dkv_out + i, of_nope, factor, False)
-        _copy(dv + c, dkv_out + N + c, of_value, factor, False)
+        _copy(dq + i, dq_out + i, nope, factor, SCALES)
+        _copy(dk + i, dkv_out + i, nope, factor, False)
+        _copy(dv + c, dkv_out + N + c, value, factor, False)
         if ROTATES:
-            first = tl.load(dq + N + j, mask=of_half, other=0.0).to(tl.float32)
-            second = tl.load(dq + N + R // 2 + j, mask=of_half, other=0.0).to(tl.float32)
+            first = tl.load(dq + N + j, mask=half, other=0.0).to(tl.float32)
+            second = tl.load(dq + N + R // 2 + j, mask=half, other=0.0).to(tl.float32)
             if SCALES:
                 first, second = _rounded(first * factor, DTYPE, BF16), _rounded(second * factor, DTYPE, BF16)
             first, second = _rotated(first, second, cosine, sine)
-            _store_pairs(dq_out + N + p, first, second, of_rotary, TOKENS, HALF)
-            total += tl.load(dk + N + j, mask=of_half, other=0.0).to(tl.float32)
-            total2 += tl.load(dk + N + R // 2 + j, mask=of_half, other=0.0).to(tl.float32)
+            _store_pairs(dq_out + N + p, first, second, rotary, TOKENS, HALF)
+            total += tl.load(dk + N + j, mask=half, other=0.0).to(tl.float32)
+            total2 += tl.load(dk + N + R // 2 + j, mask=half, other=0.0).to(tl.float32)
         else:
-            _copy(dq + N + p, dq_out + N + p, of_rotary, factor, SCALES)
-            total += tl.load(dk + N + p, mask=of_rotary, other=0.0).to(tl.float32)
+            _copy(dq + N + p, dq_out + N + p, rotary, factor, SCALES)
+            total += tl.load(dk + N + p, mask=rotary, other=0.0).to(tl.float32)
     sums = dk_rotary_mr + row * R + p
     if ROTATES:
         first, second = _rotated(_rounded(total, DTYPE, BF16), _rounded(total2, DTYPE, BF16), cosine, sine)
-        _store_pairs(sums, first, second, of_rotary, TOKENS, HALF)
+        _store_pairs(sums, first, second, rotary, TOKENS, HALF)
     else:
-        tl.store(sums, total.to(DTYPE), mask=of_rotary)
+        tl.store(sums, total.to(DTYPE), mask=rotary)
 
 
-def constants(kernel: Kernel, n: int, r: int, v: int, rotates: bool, scales: bool, bf16: bool) -> dict[str, Any]:
+def constants(kernel: TritonKernel, n: int, r: int, v: int, rotates: bool, scales: bool, bf16: bool) -> dict[str, Any]:
     """Constants of the kernel for heads of these widths. `bf16`: in the interpreter, of tensors that stand for bf16."""
-    of_program = {"TOKENS": _TOKENS, "HEADS": _HEADS, "num_warps": _WARPS}
+    options = {"TOKENS": _TOKENS, "HEADS": _HEADS, "num_warps": _WARPS}
     if kernel is backward_kernel:
-        of_program = {"TOKENS": _GRAD_TOKENS, "STAGES": _GRAD_STAGES, "num_warps": _GRAD_WARPS}
+        options = {"TOKENS": _GRAD_TOKENS, "STAGES": _GRAD_STAGES, "num_warps": _GRAD_WARPS}
     widths = {"N": n, "R": r, "V": v, "NOPE": next_power_of_2(n), "HALF": next_power_of_2(ceil_div(r, 2))}
     kind = {"ROTATES": rotates, "SCALES": scales, "BF16": bf16}
-    return {**kind, **widths, "VALUE": next_power_of_2(v), **of_program, "enable_fp_fusion": False}
+    return {**kind, **widths, "VALUE": next_power_of_2(v), **options, "enable_fp_fusion": False}
 
 
 @cache
-def _bound(kernel: Kernel, *of_heads: Any) -> BoundKernel:
+def _bound(kernel: TritonKernel, *of_heads: Any) -> BoundKernel:
     """The kernel with its `constants`."""
     return kernel.bind(**constants(kernel, *of_heads))
 

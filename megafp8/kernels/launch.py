@@ -37,7 +37,7 @@ def launch_key(
     )  # fmt: skip
 
 
-class Kernel:
+class TritonKernel:
     """`function` as a Triton kernel. Its parameters are tensors, some of which may be None, then numbers, constants.
 
     `function`: of Python, or a kernel of Gluon. `do_not_specialize`: numbers that Triton is not to compile a kernel of

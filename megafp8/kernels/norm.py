@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.dropout import NUMBERS, dropped, numbers
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.numerics.dropout_reference import Dropout
 from megafp8.numerics.norm_reference import EXACT
 
@@ -123,7 +123,7 @@ def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc,
         tl.store(dbias_pc + at, dbias, mask=j < c)
 
 
-@Kernel
+@TritonKernel
 def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns: adds their sums, rounded to `rounded_c`'s dtype, which is all that is used of it."""
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -138,12 +138,12 @@ def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, C
     tl.store(total_c + j, tl.load(total_c + j, mask=j < c) + rounded, mask=j < c)
 
 
-forward_kernel = Kernel(_forward_kernel, do_not_specialize=NUMBERS)
-backward_kernel = Kernel(_backward_kernel, do_not_specialize=NUMBERS)
+forward_kernel = TritonKernel(_forward_kernel, do_not_specialize=NUMBERS)
+backward_kernel = TritonKernel(_backward_kernel, do_not_specialize=NUMBERS)
 
 
 @cache
-def _bound(kernel: Kernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
+def _bound(kernel: TritonKernel, c: int, centered: bool, **constants: bool) -> BoundKernel:
     width = max(4, next_power_of_2(c))
     warps = min(16, max(4, width // 512))
     if kernel is backward_kernel:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 INT8_TO_FP32: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u, a, b, c, d; xor.b32 u, $4, 0x80808080; "
@@ -258,7 +258,7 @@ class VectorTile(NamedTuple):
     warps: int
 
 
-class Tile(NamedTuple):
+class PackedWeightTile(NamedTuple):
     """Tile of `tile_kernel`: rows of a program, bytes of a row read at a time, warps, stages of the pipeline.
 
     `split`: each warp reads `k` bytes of columns of its own. Of int4 the bytes are always those of a group.
@@ -271,7 +271,7 @@ class Tile(NamedTuple):
     split: bool
 
 
-_vector, _tile, _dequantize = Kernel(vector_kernel), Kernel(tile_kernel), Kernel(dequantize_kernel)
+_vector, _tile, _dequantize = TritonKernel(vector_kernel), TritonKernel(tile_kernel), TritonKernel(dequantize_kernel)
 MOST_TOKENS = 64
 """Most tokens of a product by these kernels; more are worth a weight in bf16."""
 
@@ -291,7 +291,7 @@ class PackedData(NamedTuple):
 
 
 def multiply(
-    x_mk: Tensor, weight: PackedData, bias_n: Tensor | None = None, tile: VectorTile | Tile | None = None
+    x_mk: Tensor, weight: PackedData, bias_n: Tensor | None = None, tile: VectorTile | PackedWeightTile | None = None
 ) -> Tensor:
     """`x wᵀ + bias`, `[m, n]` in x's dtype: contiguous bf16 x of at most `MOST_TOKENS` rows; fp32 interpreted.
 
@@ -330,13 +330,13 @@ _ONE_TOKEN = {
 }
 
 
-def best_tile(kind: str, m: int, n: int) -> VectorTile | Tile:
+def best_tile(kind: str, m: int, n: int) -> VectorTile | PackedWeightTile:
     """The best tile for a weight's kind and shape."""
     if m == 1:
         return _ONE_TOKEN[kind]
     if m <= 16:
-        return Tile(32 if n >= 16384 else 16, 64, 4, 4, split=True)
-    return Tile(64 if n >= 8192 else 32, 128, 4, 3, split=False)
+        return PackedWeightTile(32 if n >= 16384 else 16, 64, 4, 4, split=True)
+    return PackedWeightTile(64 if n >= 8192 else 32, 128, 4, 3, split=False)
 
 
 def dequantize(weight: PackedData, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2, to_fp8
 from megafp8.kernels.attention import score
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.numerics.attention_scores import Scores
 from megafp8.numerics.formats import E4M3
 
@@ -161,7 +161,7 @@ def merge_kernel(
     tl.store(y_nad + (query * a + head) * D + c, y.to(y_nad.dtype.element_ty), mask=c < D)
 
 
-_append, _attend, _merge = Kernel(append_kernel), Kernel(attend_kernel), Kernel(merge_kernel)
+_append, _attend, _merge = TritonKernel(append_kernel), TritonKernel(attend_kernel), TritonKernel(merge_kernel)
 
 
 def append(

@@ -27,12 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 _BYTES, _WARPS = 2048, 4  # of a row, for a program of the sum: 16 bytes a thread
 
 
-@Kernel
+@TritonKernel
 def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.constexpr, WEIGHTED: tl.constexpr,
                COUNTED: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Some columns of a token."""
@@ -51,7 +51,7 @@ def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.const
     tl.store(sum_nh + token * h + j, total.to(sum_nh.dtype.element_ty), mask=j < h)
 
 
-@Kernel
+@TritonKernel
 def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_nk, num_rows, h, K: tl.constexpr,
                     COUNTED: tl.constexpr, OF_ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The row of one choice of a token."""

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input
 from megafp8.kernels.cast import tile_kernel
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.kernels.reductions import amax_kernel, sums_kernel
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import scale_from_amax
 from megafp8.numerics.sources import (
-    Activation,
+    ActivationSource,
     Gated,
     GatedGrad,
     Gathered,
+    MatrixSource,
     Normalized,
     Plain,
     QKVGrad,
-    Source,
     Ungated,
     UngatedGrad,
 )
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 
 
-class Tile(NamedTuple):
+class CastTile(NamedTuple):
     """Rows, columns and warps of a program; a limit on a thread's registers where more programs at once are faster."""
 
     rows: int
@@ -41,42 +41,49 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-def _tiles(matrix: Tile, activation: Tile, activation_grad: Tile, **qkv_grad: Tile) -> dict[str, Tile]:
+def _tiles(
+    matrix: CastTile, activation: CastTile, activation_grad: CastTile, **qkv_grad: CastTile
+) -> dict[str, CastTile]:
     return {"matrix": matrix, "activation": activation, "activation_grad": activation_grad, **qkv_grad}
 
 
-_SUM_TILE = Tile(128, 64, 4)
+_SUM_TILE = CastTile(128, 64, 4)
 # By pass, then by `tile_group`. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A qkv gradient's tile is at
 # most half a head wide.
 TILES = {
-    "per_tensor": _tiles(Tile(64, 128, 8), Tile(64, 64, 4), Tile(64, 128, 8, 80), qkv_grad=Tile(64, 64, 4)),
-    "experts": _tiles(Tile(64, 128, 4), Tile(64, 64, 4, 64), Tile(64, 64, 4)),  # per tensor, rows of many experts
-    "amax": _tiles(Tile(64, 256, 8), Tile(32, 256, 8), Tile(32, 128, 4), qkv_grad=Tile(32, 64, 4)),
-    "vector_amax": _tiles(Tile(128, 64, 4), Tile(128, 64, 4), Tile(256, 64, 4), qkv_grad=Tile(128, 64, 4)),
-    "vectors": _tiles(Tile(64, 128, 4), Tile(64, 128, 8), Tile(32, 128, 4), qkv_grad=Tile(64, 64, 4)),
-    "1x128": _tiles(
-        Tile(128, 128, 8, 128), Tile(128, 128, 8, 128), Tile(128, 128, 8), qkv_grad=Tile(128, 64, 4)
+    "per_tensor": _tiles(
+        CastTile(64, 128, 8), CastTile(64, 64, 4), CastTile(64, 128, 8, 80), qkv_grad=CastTile(64, 64, 4)
     ),
-    "128x128": _tiles(Tile(128, 128, 8), Tile(128, 128, 8), Tile(128, 128, 16)),
+    # per tensor, rows of many experts
+    "experts": _tiles(CastTile(64, 128, 4), CastTile(64, 64, 4, 64), CastTile(64, 64, 4)),
+    "amax": _tiles(CastTile(64, 256, 8), CastTile(32, 256, 8), CastTile(32, 128, 4), qkv_grad=CastTile(32, 64, 4)),
+    "vector_amax": _tiles(
+        CastTile(128, 64, 4), CastTile(128, 64, 4), CastTile(256, 64, 4), qkv_grad=CastTile(128, 64, 4)
+    ),
+    "vectors": _tiles(CastTile(64, 128, 4), CastTile(64, 128, 8), CastTile(32, 128, 4), qkv_grad=CastTile(64, 64, 4)),
+    "1x128": _tiles(
+        CastTile(128, 128, 8, 128), CastTile(128, 128, 8, 128), CastTile(128, 128, 8), qkv_grad=CastTile(128, 64, 4)
+    ),
+    "128x128": _tiles(CastTile(128, 128, 8), CastTile(128, 128, 8), CastTile(128, 128, 16)),
     "sums": _tiles(_SUM_TILE, _SUM_TILE, _SUM_TILE),
 }  # fmt: skip
 
 
-def tile_group(source: Source) -> str:
+def tile_group(source: MatrixSource) -> str:
     """Sources of one group have the same tiles."""
     return _tile_group(type(source))
 
 
 @cache
-def _tile_group(source: type[Source]) -> str:
+def _tile_group(source: type[MatrixSource]) -> str:
     if issubclass(source, QKVGrad):
         return "qkv_grad"
     if issubclass(source, (UngatedGrad, GatedGrad)):
         return "activation_grad"
-    return "activation" if issubclass(source, Activation) else "matrix"
+    return "activation" if issubclass(source, ActivationSource) else "matrix"
 
 
-class Inputs(NamedTuple):
+class SourceArguments(NamedTuple):
     """Arguments of kernels for a source.
 
     `tensors`: the six pointers, any tensor where one is not read, None for what is left out of the computation.
@@ -93,7 +100,7 @@ class Inputs(NamedTuple):
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
-def inputs_of(source: Source) -> Inputs:
+def inputs_of(source: MatrixSource) -> SourceArguments:
     if isinstance(source, QKVGrad):
         cos, sin = source.cos, source.sin
         a, d = source.dq_sbad.shape[2:]
@@ -109,26 +116,26 @@ def inputs_of(source: Source) -> Inputs:
             x, function = kernel_input(source.norms.x_rc), "zero_centered" if source.norms.zero_centered else ""
             norms = (source.norms.statistics_2rh, None if weight is None else kernel_input(weight))
         width = (a + 2 * g) * d // 2
-        return Inputs("qkv_grad", (dq, dk, cos, sin, dv, x), width, function, heads, d // 2, norms)
+        return SourceArguments("qkv_grad", (dq, dk, cos, sin, dv, x), width, function, heads, d // 2, norms)
     assert isinstance(source, Plain)
     x = kernel_input(source.x_rc)
     c = x.shape[1]
     if isinstance(source, Normalized):
         weight, form = kernel_input(source.weight_c), "zero_centered" if source.zero_centered else ""
         if source.mean_r is None:
-            return Inputs("rmsnorm", (x, x, source.rstd_r, x, weight, None), c, form)
+            return SourceArguments("rmsnorm", (x, x, source.rstd_r, x, weight, None), c, form)
         assert source.bias_c is not None
         tensors = (x, x, source.rstd_r, source.mean_r, weight, kernel_input(source.bias_c))
-        return Inputs("layernorm", tensors, c, form)
+        return SourceArguments("layernorm", tensors, c, form)
     if isinstance(source, Gathered):
-        return Inputs("gathered", (x, source.rows_r, source.factor_r, x, None, None), c)
+        return SourceArguments("gathered", (x, source.rows_r, source.factor_r, x, None, None), c)
     dy, suffix = (kernel_input(source.dy_rf), "_grad") if isinstance(source, (UngatedGrad, GatedGrad)) else (x, "")
     if isinstance(source, (Gated, GatedGrad)):
-        return Inputs(f"gated{suffix}", (x, dy, x, x, x, None), c // 2, source.function)
+        return SourceArguments(f"gated{suffix}", (x, dy, x, x, x, None), c // 2, source.function)
     if isinstance(source, (Ungated, UngatedGrad)):
         bias = None if source.bias_f is None else kernel_input(source.bias_f)
-        return Inputs(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
-    return Inputs("plain", (x, x, x, x, x, None), c)
+        return SourceArguments(f"activation{suffix}", (x, dy, x, x, x, bias), c, source.function)
+    return SourceArguments("plain", (x, x, x, x, x, None), c)
 
 
 class _CastConstants(NamedTuple):
@@ -162,8 +169,8 @@ _Constants = _CastConstants | _AmaxConstants | _NoConstants
 
 @cache
 def _bound(
-    kernel: Kernel, tile: Tile, columns: int, kind: str, function: str, half: int, full: bool, quad_angles: bool,
-    constants: _Constants,
+    kernel: TritonKernel, tile: CastTile, columns: int, kind: str, function: str, half: int, full: bool,
+    quad_angles: bool, constants: _Constants,
 ) -> BoundKernel:  # fmt: skip
     """The kernel for sources of this kind; a program has `columns`. `full` and `quad_angles`: see `tile_kernel`."""
     options = {} if tile.registers is None else {"maxnreg": tile.registers}
@@ -176,7 +183,12 @@ def _bound(
 
 
 def _launch(
-    kernel: Kernel, what: str, source: Source, outputs: tuple[Tensor, ...], constants: _Constants, *numbers: float
+    kernel: TritonKernel,
+    what: str,
+    source: MatrixSource,
+    outputs: tuple[Tensor, ...],
+    constants: _Constants,
+    *numbers: float,
 ) -> None:
     """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
 
@@ -195,7 +207,7 @@ def _launch(
 
 
 def _cast(
-    source: Source, scales: str, fmt: Format, granularity: Granularity,
+    source: MatrixSource, scales: str, fmt: Format, granularity: Granularity,
     arguments: tuple[Tensor, Tensor, Tensor, Tensor], scale_inv: Tensor, columnwise_scale_inv: Tensor, *,
     rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
 ) -> QuantizedTensor:  # fmt: skip
@@ -219,7 +231,7 @@ def _cast(
     )
 
 
-def materialize(source: Source) -> Tensor:
+def materialize(source: MatrixSource) -> Tensor:
     r, c = source.shape
     values = torch.empty(r, c, dtype=source.dtype, device=source.device)
     if r * c:
@@ -227,7 +239,7 @@ def materialize(source: Source) -> Tensor:
     return values
 
 
-def amax(source: Source) -> Tensor:
+def amax(source: MatrixSource) -> Tensor:
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = result.view(torch.int32)
@@ -235,7 +247,7 @@ def amax(source: Source) -> Tensor:
     return result
 
 
-def column_sums(source: Source) -> Tensor:
+def column_sums(source: MatrixSource) -> Tensor:
     assert not isinstance(source, QKVGrad), "its tiles have other sizes"
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
@@ -245,7 +257,7 @@ def column_sums(source: Source) -> Tensor:
 
 
 def cast_tensor(
-    source: Source, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
+    source: MatrixSource, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
     newest_amax: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
     amax = scale if newest_amax is None else newest_amax
@@ -256,7 +268,14 @@ def cast_tensor(
 
 
 def cast_current(
-    source: Source, whole_amax: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource,
+    whole_amax: Tensor,
+    fmt: Format,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
 ) -> QuantizedTensor:
     scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
     return _cast(
@@ -265,11 +284,11 @@ def cast_current(
     )  # fmt: skip
 
 
-def amaxes(source: Source) -> tuple[Tensor, Tensor]:
+def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:
     return _amaxes(source, rows=True, columns=True)
 
 
-def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def _amaxes(source: MatrixSource, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """Amaxes of rows `[r]` and columns `[c]`; zeros where they are not wanted."""
     r, c = source.shape
     both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
@@ -280,7 +299,7 @@ def _amaxes(source: Source, *, rows: bool, columns: bool) -> tuple[Tensor, Tenso
 
 
 def cast_rows(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
@@ -297,7 +316,7 @@ def cast_rows(
 
 
 def cast_1x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
     """The scales `[r, ceil(c/128)]` are column-major in memory, as cuBLASLt wants them."""
     r, c = source.shape
@@ -311,7 +330,7 @@ def cast_1x128(
 
 
 def cast_128x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
     """A row of the scales begins at a multiple of four, as cuBLASLt wants them."""
     r, c = source.shape
@@ -325,7 +344,7 @@ def cast_128x128(
     )  # fmt: skip
 
 
-def whole_blocks(source: Source, *, head: int | None) -> Source:
+def whole_blocks(source: MatrixSource, *, head: int | None) -> MatrixSource:
     """`source`, or its values where its two parts would share a block; a head `head` wide is a block itself."""
     split = isinstance(source, GatedGrad) and source.shape[1] % 256
     split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)

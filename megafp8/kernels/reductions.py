@@ -15,11 +15,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from megafp8.kernels.arithmetic import atomic_amax, magnitude_bits
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.kernels.tiles import column_amax, compute, part_columns
 
 
-@Kernel
+@TritonKernel
 def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, of_all, of_rows, of_columns,
                 r, c, a, g, b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                 WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -46,7 +46,7 @@ def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
         atomic_amax(of_rows + i0 + i, tl.max(bits, axis=1), i0 + i < r)
 
 
-@Kernel
+@TritonKernel
 def sums_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, of_columns, r, c, a, g, b,
                 stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                 INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import BoundKernel, Kernel
+from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.numerics.norm_reference import EXACT
 
 _PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
@@ -70,7 +70,7 @@ def _factors(weight_hd, at, inside, D: tl.constexpr, ZERO_CENTERED: tl.constexpr
     return (1.0 + first, 1.0 + second) if ZERO_CENTERED else (first, second)
 
 
-@Kernel
+@TritonKernel
 def rotary_kernel(x_sbc, out_sbc, cos, sin, rstd_rh, weight_hd, cos_stride_s, cos_stride_b, rows, b, c, out_c, heads,
                   eps, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                   HALF: tl.constexpr):  # fmt: skip
@@ -103,7 +103,7 @@ def rotary_kernel(x_sbc, out_sbc, cos, sin, rstd_rh, weight_hd, cos_stride_s, co
     tl.store(out_sbc + D // 2 + at, (second * cosine + first * sine).to(out_sbc.dtype.element_ty), mask=inside)
 
 
-@Kernel
+@TritonKernel
 def square_means_kernel(x_rc, means_rh, rows, c, heads, count, D: tl.constexpr, ROWS: tl.constexpr,
                         HALF: tl.constexpr):  # fmt: skip
     """Sums of squares of some rows of the first `heads` heads of each token, divided by `count`."""
@@ -114,7 +114,7 @@ def square_means_kernel(x_rc, means_rh, rows, c, heads, count, D: tl.constexpr, 
     tl.store(means_rh + row, (_square_sum(first, second) / count).to(tl.float32), mask=row < rows)
 
 
-@Kernel
+@TritonKernel
 def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statistics_2rh, partials_kpd, cos_stride_s,
                      cos_stride_b, r, b, c, a, g, count, SHARED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
                      D: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
@@ -123,10 +123,10 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
 
     SHARED: heads share a weight, and a program has one sum of their gradients, else one for each head.
     """
-    of_queries = tl.cdiv(a, HEADS)
-    is_key = tl.program_id(0) >= of_queries
+    query_programs = tl.cdiv(a, HEADS)
+    is_key = tl.program_id(0) >= query_programs
     dy_rd, heads, before = tl.where(is_key, dk_rgd, dq_rad), tl.where(is_key, g, a), tl.where(is_key, a, 0)
-    head0 = (tl.program_id(0) - tl.where(is_key, of_queries, 0)) * HEADS
+    head0 = (tl.program_id(0) - tl.where(is_key, query_programs, 0)) * HEADS
     i, j = tl.arange(0, TOKENS * HEADS), tl.arange(0, HALF)
     head = head0 + i % HEADS
     columns = (j < D // 2)[None, :]
@@ -137,8 +137,8 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
     sums2 = tl.zeros([TOKENS * HEADS, HALF], tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         token = (tl.program_id(1) * TILES + tile) * TOKENS + i // HEADS
-        there = (token < r) & (head < heads)
-        inside = there[:, None] & columns
+        valid = (token < r) & (head < heads)
+        inside = valid[:, None] & columns
         dy, dy2 = _halves(dy_rd, ((token.to(tl.int64) * heads + head) * D)[:, None] + j[None, :], inside, D)
         x, x2 = _halves(x_rc, (token.to(tl.int64) * c + (before + head) * D)[:, None] + j[None, :], inside, D)
         angle = (token // b * cos_stride_s + token % b * cos_stride_b)[:, None] + j[None, :]
@@ -146,14 +146,14 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
         sine = tl.load(sin + angle, mask=inside, other=0.0) * -1.0
         dy, dy2 = dy * cosine - dy2 * sine, dy2 * cosine + dy * sine
         row = token * (a + g) + before + head
-        rstd = tl.load(rstd_rh + row, mask=there, other=0.0)
+        rstd = tl.load(rstd_rh + row, mask=valid, other=0.0)
         x, x2 = x * rstd[:, None], x2 * rstd[:, None]
         sums += dy * x
         sums2 += dy2 * x2
         if weight_hd is not None:
             dy, dy2 = dy * factor, dy2 * factor2
-        tl.store(statistics_2rh + row, rstd, mask=there)
-        tl.store(statistics_2rh + r * (a + g) + row, (_exact_sum(dy * x, dy2 * x2) / count).to(tl.float32), mask=there)
+        tl.store(statistics_2rh + row, rstd, mask=valid)
+        tl.store(statistics_2rh + r * (a + g) + row, (_exact_sum(dy * x, dy2 * x2) / count).to(tl.float32), mask=valid)
     if weight_hd is not None:
         LANES: tl.constexpr = 1 if SHARED else HEADS
         k = tl.arange(0, LANES) + (tl.program_id(0) if SHARED else before + head0)
@@ -166,7 +166,7 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
 
 
 @cache
-def _bound(kernel: Kernel, half: int, pairs: int, **constants: Any) -> tuple[BoundKernel, int]:
+def _bound(kernel: TritonKernel, half: int, pairs: int, **constants: Any) -> tuple[BoundKernel, int]:
     """The kernel for heads of two halves, and rows of a program."""
     width = next_power_of_2(half)
     tile = max(1, pairs // width)
@@ -256,8 +256,8 @@ def head_gradients(
     stride_s, stride_b = angle_strides(cos, sin, s, b)
     kernel, tokens, heads = _bound_gradient(d // 2, g, shared, zero_centered)
     r, programs = s * b, ceil_div(s * b, tokens)
-    of_queries, of_keys = ceil_div(a, heads), ceil_div(g, heads)
-    sizes = [of_queries, of_keys] if shared else [a, g]
+    query_programs, key_programs = ceil_div(a, heads), ceil_div(g, heads)
+    sizes = [query_programs, key_programs] if shared else [a, g]
     statistics_2rh = torch.empty(2, r, a + g, dtype=torch.float32, device=dq_sbad.device)
     partials_kpd = torch.empty(sum(sizes), programs, d, dtype=EXACT, device=dq_sbad.device)
     if r:
@@ -268,9 +268,9 @@ def head_gradients(
             None if weight_hd is None else kernel_input(weight_hd), statistics_2rh, partials_kpd,
         )  # fmt: skip
         numbers = (stride_s, stride_b, r, b, x_sbc.shape[2], a, g, count)
-        kernel.launch((of_queries + of_keys, programs), tensors, numbers)
-    of_q, of_k = (x.flatten(0, 1) if shared else x for x in partials_kpd.split_with_sizes(sizes))
-    return statistics_2rh, of_q, of_k
+        kernel.launch((query_programs + key_programs, programs), tensors, numbers)
+    q_partials, k_partials = (x.flatten(0, 1) if shared else x for x in partials_kpd.split_with_sizes(sizes))
+    return statistics_2rh, q_partials, k_partials
 
 
 def angle_strides(cos: Tensor, sin: Tensor, s: int, b: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.philox import Key
 
 _BLOCK = 1024
@@ -62,11 +62,11 @@ def log_sum_exp_kernel(x_nv, lse_nb, columns, BLOCK: tl.constexpr):
     tl.store(lse_nb + row * tl.num_programs(0) + block, lse)
 
 
-_best = Kernel(best_kernel, do_not_specialize=["key0", "key1"])
-_log_sum_exp = Kernel(log_sum_exp_kernel)
+_best = TritonKernel(best_kernel, do_not_specialize=["key0", "key1"])
+_log_sum_exp = TritonKernel(log_sum_exp_kernel)
 
 
-class Noise(NamedTuple):
+class SamplingNoise(NamedTuple):
     """Each sequence's temperature, float32, and the words of its noise's counter, int64; the noise's key.
 
     `least_n`: tokens with less than this, divided by the temperature, are left out.
@@ -79,7 +79,7 @@ class Noise(NamedTuple):
     key: Key
 
 
-def best(x_nv: Tensor, first: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+def best(x_nv: Tensor, first: int, noise: SamplingNoise | None = None) -> tuple[Tensor, Tensor]:
     """Each block's largest value, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
 
     `x_nv`: float32, of tokens from `first` on.
@@ -88,12 +88,12 @@ def best(x_nv: Tensor, first: int, noise: Noise | None = None) -> tuple[Tensor, 
     blocks = ceil_div(first % 4 + columns, _BLOCK)
     value_nb = torch.empty(n, blocks, device=x_nv.device)
     token_nb = torch.empty(n, blocks, dtype=torch.int64, device=x_nv.device)
-    given, words = [x_nv] * 5, [0, 0]  # not read
+    inputs, words = [x_nv] * 5, [0, 0]  # not read
     if noise is not None:
-        given = [x.contiguous() for x in (noise.temperature_n, noise.least_n, noise.position_n, *noise.stream)]
+        inputs = [x.contiguous() for x in (noise.temperature_n, noise.least_n, noise.position_n, *noise.stream)]
         words = [word - (1 << 32) if word >= 1 << 31 else word for word in noise.key]
     bound = _best.bind(NOISE=noise is not None, BLOCK=_BLOCK, num_warps=4)
-    bound.launch((blocks, n), (x_nv, *given, value_nb, token_nb), (first, columns, *words))
+    bound.launch((blocks, n), (x_nv, *inputs, value_nb, token_nb), (first, columns, *words))
     return value_nb, token_nb
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import jit
 
 from megafp8.kernels.arithmetic import ceil_div
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.kernels.limits import LENGTH_EPS
 
 _TOKENS = 32
@@ -42,13 +42,13 @@ def _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b
     for j in tl.static_range(K):
         earlier = token - j
         tap = tl.load(weight + channel * K + (K - 1 - j), mask=inside, other=0.0).to(tl.float32)
-        of_these = (seen & (earlier >= 0))[:, None] & inside[None, :]
-        of_last = (seen & (earlier < 0))[:, None] & inside[None, :]
+        in_part = (seen & (earlier >= 0))[:, None] & inside[None, :]
+        in_last = (seen & (earlier < 0))[:, None] & inside[None, :]
         value = tl.load(x + earlier.to(tl.int64)[:, None] * stride_s + sample * stride_b + channel[None, :],
-                        mask=of_these, other=0.0).to(tl.float32)  # fmt: skip
+                        mask=in_part, other=0.0).to(tl.float32)  # fmt: skip
         if j > 0:
             value += tl.load(last + (sample * (K - 1) + earlier + K - 1)[:, None] * c + channel[None, :],
-                             mask=of_last, other=0.0).to(tl.float32)  # fmt: skip
+                             mask=in_last, other=0.0).to(tl.float32)  # fmt: skip
         total += tap[None, :] * value
         if DOCUMENTS:
             begins = tl.load(starts + earlier * b + sample, mask=(earlier >= 0) & (earlier < s), other=0)
@@ -63,18 +63,20 @@ def _gradient_before(x, last, weight, bias, starts, dy, token, channel, inside, 
     """The gradient of the convolution's outputs at tokens `[T]`, before SiLU, in fp32; 0 outside the sequence."""
     u = _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b, s, stride_s, stride_b, c, K,
                     DOCUMENTS, BIAS, T, C)  # fmt: skip
-    there = ((token >= 0) & (token < s))[:, None] & inside[None, :]
-    gradient = tl.load(dy + (sample.to(tl.int64) * s + token)[:, None] * c + channel[None, :], mask=there, other=0.0)
+    inside_part = ((token >= 0) & (token < s))[:, None] & inside[None, :]
+    gradient = tl.load(
+        dy + (sample.to(tl.int64) * s + token)[:, None] * c + channel[None, :], mask=inside_part, other=0.0
+    )
     gradient = gradient.to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-u))
     if NORM:
-        y = tl.where(there, u * sigmoid, 0.0)
+        y = tl.where(inside_part, u * sigmoid, 0.0)
         r = tl.rsqrt(tl.sum(y * y, axis=1) + _EPS)
         gradient = r[:, None] * (gradient - y * (r * r * tl.sum(gradient * y, axis=1))[:, None])
-    return tl.where(there, gradient * sigmoid * (1 + u * (1 - sigmoid)), 0.0)
+    return tl.where(inside_part, gradient * sigmoid * (1 + u * (1 - sigmoid)), 0.0)
 
 
-@Kernel
+@TritonKernel
 def forward_kernel(x, last, weight, bias, starts, y, b, s, stride_s, stride_b, c, K: tl.constexpr,
                    DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
                    C: tl.constexpr):  # fmt: skip
@@ -86,15 +88,15 @@ def forward_kernel(x, last, weight, bias, starts, y, b, s, stride_s, stride_b, c
     channel, inside = tl.program_id(1) * D + j, j < D
     u = _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b, s, stride_s, stride_b, c, K,
                     DOCUMENTS, BIAS, T, C)  # fmt: skip
-    there = (token < s)[:, None] & inside[None, :]
-    out = tl.where(there, u / (1 + tl.exp(-u)), 0.0)
+    in_part = (token < s)[:, None] & inside[None, :]
+    out = tl.where(in_part, u / (1 + tl.exp(-u)), 0.0)
     if NORM:
         out *= tl.rsqrt(tl.sum(out * out, axis=1) + _EPS)[:, None]
     tl.store(y + (sample.to(tl.int64) * s + token)[:, None] * c + channel[None, :], out.to(y.dtype.element_ty),
-             mask=there)  # fmt: skip
+             mask=in_part)  # fmt: skip
 
 
-@Kernel
+@TritonKernel
 def backward_kernel(x, last, weight, bias, starts, dy, dx, dlast, dweight, b, s, stride_s, stride_b, dx_stride_s,
                     dx_stride_b, c, K: tl.constexpr, DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
                     D: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
@@ -111,11 +113,11 @@ def backward_kernel(x, last, weight, bias, starts, dy, dx, dlast, dweight, b, s,
     sums = tl.zeros((ROWS, C), tl.float32)
     for tile in range(TILES):
         token = (program * TILES + tile) * T + tl.arange(0, T) - (K - 1)
-        of_these = ((token >= 0) & (token < s))[:, None] & inside[None, :]
-        of_last = (token < 0)[:, None] & inside[None, :]
+        in_part = ((token >= 0) & (token < s))[:, None] & inside[None, :]
+        in_last = (token < 0)[:, None] & inside[None, :]
         value = tl.load(x + token.to(tl.int64)[:, None] * stride_s + sample * stride_b + channel[None, :],
-                        mask=of_these, other=0.0).to(tl.float32)  # fmt: skip
-        value += tl.load(last + (sample * (K - 1) + token + K - 1)[:, None] * c + channel[None, :], mask=of_last,
+                        mask=in_part, other=0.0).to(tl.float32)  # fmt: skip
+        value += tl.load(last + (sample * (K - 1) + token + K - 1)[:, None] * c + channel[None, :], mask=in_last,
                          other=0.0).to(tl.float32)  # fmt: skip
         total = tl.zeros((T, C), tl.float32)
         seen = token < s
@@ -133,9 +135,9 @@ def backward_kernel(x, last, weight, bias, starts, dy, dx, dlast, dweight, b, s,
             total += tap[None, :] * du
             sums += tl.where((row == K - 1 - k)[:, None], tl.sum(du * value, axis=0)[None, :], 0.0)
         tl.store(dx + token.to(tl.int64)[:, None] * dx_stride_s + sample * dx_stride_b + channel[None, :],
-                 total.to(dx.dtype.element_ty), mask=of_these)  # fmt: skip
+                 total.to(dx.dtype.element_ty), mask=in_part)  # fmt: skip
         tl.store(dlast + (sample * (K - 1) + token + K - 1)[:, None] * c + channel[None, :],
-                 total.to(dlast.dtype.element_ty), mask=of_last)  # fmt: skip
+                 total.to(dlast.dtype.element_ty), mask=in_last)  # fmt: skip
     at = (tl.program_id(0).to(tl.int64) * (K + 1) + row)[:, None] * c + channel[None, :]
     tl.store(dweight + at, sums, mask=(row <= K)[:, None] & inside[None, :])
 
@@ -144,7 +146,7 @@ def _width(d: int) -> int:
     return 1 << (d - 1).bit_length()
 
 
-class Inputs(NamedTuple):
+class ConvolutionInputs(NamedTuple):
     """What both passes read: `x_sbc`, contiguous in its last dim, `weight_ck`, the inputs before, `last_btc`, int8
     `starts_sb`, the tokens that see nothing before them, and `bias_c`; all contiguous but the first."""
 
@@ -155,7 +157,7 @@ class Inputs(NamedTuple):
     bias_c: Tensor | None
 
 
-def forward(inputs: Inputs, d: int, *, norm: bool) -> Tensor:
+def forward(inputs: ConvolutionInputs, d: int, *, norm: bool) -> Tensor:
     """`[b, s, c]`, contiguous. `norm`: heads of d channels get length 1."""
     x_sbc, weight_ck, last_btc, starts_sb, bias_c = inputs
     (s, b, c), k = x_sbc.shape, weight_ck.shape[1]
@@ -170,7 +172,7 @@ def forward(inputs: Inputs, d: int, *, norm: bool) -> Tensor:
 
 
 def backward(
-    inputs: Inputs, d: int, dy_bsc: Tensor, dx_sbc: Tensor, *, norm: bool
+    inputs: ConvolutionInputs, d: int, dy_bsc: Tensor, dx_sbc: Tensor, *, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Writes `dx_sbc`; gradients of the last inputs `[b, t, c]`, the weight `[c, k]` and the bias `[c]`, the latter two
     in fp32. `dy_bsc`: contiguous."""

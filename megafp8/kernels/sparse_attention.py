@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megafp8.kernels import sparse_attention_hopper as hopper
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 from megafp8.numerics.sparse_attention_reference import Index, Keys
 
 _LOG2E = 1 / math.log(2)
@@ -166,11 +166,11 @@ def index_loss_kernel(
         dproducts = tl.where(products > 0, dx[None, :] * weight[:, None], 0.0).to(rows.dtype)
         dq = tl.dot(dproducts, rows, dq, input_precision="ieee")
         drows = tl.dot(tl.trans(dproducts), q, input_precision="ieee")
-        there = seen[:, None] & (c < D)[None, :]
+        valid = seen[:, None] & (c < D)[None, :]
         if ATOMIC:
-            tl.atomic_add(dk + (base + key)[:, None] * D + c[None, :], drows, mask=there, sem="relaxed")
+            tl.atomic_add(dk + (base + key)[:, None] * D + c[None, :], drows, mask=valid, sem="relaxed")
         else:
-            tl.store(dk + (row * k + n + lane)[:, None] * D + c[None, :], drows, mask=there)
+            tl.store(dk + (row * k + n + lane)[:, None] * D + c[None, :], drows, mask=valid)
     tl.store(dq_bsid + at_q, dq.to(dq_bsid.dtype.element_ty), mask=inside)
     tl.store(dweights_bsi + row * heads + i, dweight, mask=i < heads)
     tl.store(loss_bs + row, loss)
@@ -266,9 +266,9 @@ def scores_backward_kernel(
         dp = tl.dot(do, tl.trans(k_v), input_precision="ieee")
         ds = p * (dp - delta[:, None]) * scale
         to = at[:, None] * k + n + lane[None, :]
-        there = real[:, None] & seen[None, :]
-        tl.store(ds_bsak + to, ds.to(ds_bsak.dtype.element_ty), mask=there)
-        tl.store(p_bsak + to, p.to(p_bsak.dtype.element_ty), mask=there)
+        valid = real[:, None] & seen[None, :]
+        tl.store(ds_bsak + to, ds.to(ds_bsak.dtype.element_ty), mask=valid)
+        tl.store(p_bsak + to, p.to(p_bsak.dtype.element_ty), mask=valid)
 
 
 def queries_backward_kernel(
@@ -316,15 +316,15 @@ def keys_backward_kernel(
             to = dkv + (row // s * t + key) * (V + R)
         else:
             to = dkv + (row * k + lane) * (V + R)
-        of_heads = tl.zeros([N], tl.float32)
+        head_sums = tl.zeros([N], tl.float32)
         for m in range(0, a, M):
             head = m + tl.arange(0, M)
             real = head < a
             at = row * a + head
-            there = real[:, None] & seen[None, :]
-            p = tl.load(p_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
-            ds = tl.load(ds_bsak + at[:, None] * k + lane[None, :], mask=there, other=0.0)
-            of_heads += tl.sum(p.to(tl.float32), axis=0)
+            valid = real[:, None] & seen[None, :]
+            p = tl.load(p_bsak + at[:, None] * k + lane[None, :], mask=valid, other=0.0)
+            ds = tl.load(ds_bsak + at[:, None] * k + lane[None, :], mask=valid, other=0.0)
+            head_sums += tl.sum(p.to(tl.float32), axis=0)
             for first in range(0, V + R, W):
                 c = first + tl.arange(0, W)
                 q = tl.load(
@@ -340,12 +340,16 @@ def keys_backward_kernel(
                     if m > 0:
                         total += tl.load(to[None, :] + c[:, None], mask=mask, other=0.0)
                     tl.store(to[None, :] + c[:, None], total, mask=mask)
-        tl.store(p_bsk + row * k + lane, of_heads, mask=seen)
+        tl.store(p_bsk + row * k + lane, head_sums, mask=seen)
 
 
-_scores, _choose, _index_loss = Kernel(scores_kernel), Kernel(choose_kernel), Kernel(index_loss_kernel)
-_attend, _scores_backward = Kernel(attend_kernel), Kernel(scores_backward_kernel)
-_queries_backward, _keys_backward = Kernel(queries_backward_kernel), Kernel(keys_backward_kernel)
+_scores, _choose, _index_loss = (
+    TritonKernel(scores_kernel),
+    TritonKernel(choose_kernel),
+    TritonKernel(index_loss_kernel),
+)
+_attend, _scores_backward = TritonKernel(attend_kernel), TritonKernel(scores_backward_kernel)
+_queries_backward, _keys_backward = TritonKernel(queries_backward_kernel), TritonKernel(keys_backward_kernel)
 
 SCORES: dict[str, Any] = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
 CHOOSE: dict[str, Any] = {"BLOCK": 2048, "BITS": 8, "num_warps": 4}
@@ -428,8 +432,12 @@ def attend_backward(
     top_k = keys.chosen.shape[-1]
     q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav, o_bsav))
     dq_bsac, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
-    atomic, of_keys, counts = not torch.are_deterministic_algorithms_enabled(), _heads(KEYS_BACKWARD, a), _counts(keys)
-    sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **of_keys), ceil_div(top_k, of_keys["N"])
+    atomic, key_heads, counts = (
+        not torch.are_deterministic_algorithms_enabled(),
+        _heads(KEYS_BACKWARD, a),
+        _counts(keys),
+    )
+    sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **key_heads), ceil_div(top_k, key_heads["N"])
     size = max(1, _PAIR_BYTES // (b * top_k * (4 * a if atomic else 4 * max(a, c))))
     for rows in (slice(at, min(at + size, s)) for at in range(0, s, size)):
         n = rows.stop - rows.start
@@ -461,14 +469,14 @@ def _queries_backward_by_triton(
     (b, s, a, c), v = q_bsac.shape, do_bsav.shape[3]
     numbers = s, kv_btc.shape[1], chosen_bsk.shape[2], a
     delta_bsa = torch.linalg.vecdot(do_bsav.float(), o_bsav.float())
-    of_scores, of_queries = _heads(SCORES_BACKWARD, a), _heads(QUERIES_BACKWARD, a)
-    _scores_backward.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **of_scores).launch(
-        (b * s * ceil_div(a, of_scores["M"]), 1),
+    score_heads, query_heads = _heads(SCORES_BACKWARD, a), _heads(QUERIES_BACKWARD, a)
+    _scores_backward.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **score_heads).launch(
+        (b * s * ceil_div(a, score_heads["M"]), 1),
         (do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak),
         (*numbers, scale, scale * _LOG2E),
     )
-    programs = ceil_div(a, of_queries["M"]) * ceil_div(c, of_queries["W"])
-    _queries_backward.bind(C=c, **of_queries).launch(
+    programs = ceil_div(a, query_heads["M"]) * ceil_div(c, query_heads["W"])
+    _queries_backward.bind(C=c, **query_heads).launch(
         (b * s * programs, 1), (kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsac), numbers
     )
 
@@ -498,13 +506,15 @@ def index_loss_backward(
         rows = slice(at, min(at + size, s))
         n = rows.stop - rows.start
         dk = dk_btd if atomic else dk_btd.new_zeros(b, n, top_k, d)
-        own = [x[:, rows].contiguous() for x in (q, weights, chosen, counts, p_bsk)]
+        row_inputs = [x[:, rows].contiguous() for x in (q, weights, chosen, counts, p_bsk)]
         outs = (
             (dq, dweights, loss_bs)
             if size >= s
             else tuple(torch.empty_like(x[:, rows]) for x in (dq, dweights, loss_bs))
         )
-        bound.launch((b * n, 1), (own[0], k, *own[1:], factor, outs[0], dk, *outs[1:]), (n, t, top_k, heads))
+        bound.launch(
+            (b * n, 1), (row_inputs[0], k, *row_inputs[1:], factor, outs[0], dk, *outs[1:]), (n, t, top_k, heads)
+        )
         if size < s:
             for whole, part in zip((dq, dweights, loss_bs), outs, strict=True):
                 whole[:, rows] = part

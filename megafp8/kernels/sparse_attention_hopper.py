@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 # Gluon's names before Triton 3.9, and since.
 _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -249,7 +249,7 @@ def queries_backward_kernel(
         _store_sums(dq_bsac, dq_r, head, V, C, M, R)
 
 
-_attend, _queries_backward = Kernel(attend_kernel), Kernel(queries_backward_kernel)
+_attend, _queries_backward = TritonKernel(attend_kernel), TritonKernel(queries_backward_kernel)
 OPTIONS = {"M": HEADS, "N": _KEYS, "num_warps": 8}
 
 

@@ -190,7 +190,7 @@ def gradients_kernel(
         # To the state at the end.
         dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
         du = tl.dot(key, dstate) * after[:, None]
-        of_state = tl.sum(du * x.to(tl.float32), axis=1) * step
+        state_gradient = tl.sum(du * x.to(tl.float32), axis=1) * step
         # From the state at the start.
         state = _rows(states_mbadw + states, r, d, w, 0, w, W)
         ddecay = tl.sum(tl.dot(query, state) * dy.to(tl.float32), axis=1) * before
@@ -204,7 +204,7 @@ def gradients_kernel(
         ddecay += tl.sum(crossing, axis=1) - tl.sum(crossing, axis=0)
         # The sum from a token on, and what passes a token from earlier ones to the end.
         ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
-        ddecay += tl.cumsum(of_state, axis=0) - of_state + kept
+        ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
         dstep = tl.sum(du * x.to(tl.float32), axis=1) + rate * ddecay
         tl.store(dstep_sba + i.to(tl.int64) * (b * a) + at, dstep, mask=i < s)
         tl.store(drate_mba + m * b * a + at, tl.sum(step * ddecay, axis=0))
@@ -229,12 +229,12 @@ def gradients_kernel(
     rounded = dscores.to(key.dtype)
     dquery = tl.dot(rounded, key, dquery)
     dkey = tl.dot(tl.trans(rounded), query, dkey)
-    of_part = part.to(tl.int64) * s * b * g * d + shared
-    _store_rows(db_psbgd + of_part, i, s, row_s * g * d, dkey, d, D)
-    _store_rows(dc_psbgd + of_part, i, s, row_s * g * d, dquery, d, D)
+    part_at = part.to(tl.int64) * s * b * g * d + shared
+    _store_rows(db_psbgd + part_at, i, s, row_s * g * d, dkey, d, D)
+    _store_rows(dc_psbgd + part_at, i, s, row_s * g * d, dquery, d, D)
 
 
-class Inputs(NamedTuple):
+class StateSpaceInputs(NamedTuple):
     """Inputs of the recurrence as kernels take them: x, b and c of one dtype, the others fp32 and contiguous.
 
     x, b and c are all contiguous, or their transposes `[b, s, ...]` are, as a convolution's kernel writes them.
@@ -250,9 +250,9 @@ class Inputs(NamedTuple):
     starts_sb: Tensor | None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, starts: Tensor | None
-    ) -> Inputs:
+    ) -> StateSpaceInputs:
         """The inputs of such tensors of any layout; `starts`: bool."""
         batch_first = x.transpose(0, 1).is_contiguous()
         x, b, c = (kernel_input(_laid_out(t, batch_first)) for t in (x, b, c))
@@ -287,7 +287,7 @@ def _laid_out(x: Tensor, batch_first: bool) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()
 
 
-def forward(inputs: Inputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, the state after the last token, and the states at the start of each chunk, which backward needs."""
     s, b, a, _, _, w = inputs.sizes
     rows = inputs.rows
@@ -302,7 +302,7 @@ def forward(inputs: Inputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def backward(
-    inputs: Inputs, states_mbadw: Tensor, dy_sbaw: Tensor, dlast_badw: Tensor
+    inputs: StateSpaceInputs, states_mbadw: Tensor, dy_sbaw: Tensor, dlast_badw: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, step, rate, b, c, skip and of the state before the first token."""
     s, b, a, g, d, _ = inputs.sizes
@@ -326,10 +326,11 @@ def backward(
 
 
 def _states(
-    inputs: Inputs, keys_sbgd: Tensor, values_sbaw: Tensor, value_rows: tuple[int, int], first_badw: Tensor, *,
-    reverse: bool,
+    inputs: StateSpaceInputs, keys_sbgd: Tensor, values_sbaw: Tensor, value_rows: tuple[int, int], first_badw: Tensor,
+    *, reverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States or, in reverse, gradients: of each chunk, and the last. `value_rows`: `Inputs.rows` of values."""
+    """States or, in reverse, gradients: of each chunk, and the last. `value_rows`: `StateSpaceInputs.rows` of
+    values."""
     s, b, a, _, d, w = inputs.sizes
     constants = inputs.constants()
     chunks_mbadw = values_sbaw.new_empty(ceil_div(s, CHUNK), b, a, d, w)

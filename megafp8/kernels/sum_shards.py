@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megafp8.distributed import tp_overlap
 from megafp8.kernels.arithmetic import ceil_div
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 _STRETCH = 2048  # elements of a program: two 16-byte loads of each partial sum for each of its threads, in bf16
 
 
-@Kernel
+@TritonKernel
 def sum_kernel(partials_tn, sum_n, n, T: tl.constexpr, STRETCH: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * STRETCH + tl.arange(0, STRETCH)
     inside = i < n

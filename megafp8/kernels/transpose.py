@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 _QUADS, _WORDS, _WARPS = 32, 32, 4  # of a program: 16 KiB
 
@@ -29,7 +29,7 @@ def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
     return first | (second << 16)
 
 
-@Kernel
+@TritonKernel
 def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
     """A tile of QUADS × 4 rows and WORDS × 4 columns."""
     w0, q0 = tl.program_id(0) * WORDS, tl.program_id(1) * QUADS

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from megafp8.distributed.collectives import all_gather_async
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.numerics.quantizers import Quantizer, casts
-from megafp8.numerics.sources import Plain, Source
+from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
 
 
@@ -44,7 +44,7 @@ class Recompute:
     the tokens follow each other; None where this rank computes all of them.
     """
 
-    source: Callable[..., Source]
+    source: Callable[..., MatrixSource]
     quantizer: Quantizer | None
     group: ProcessGroup | None
 
@@ -131,7 +131,7 @@ class FusedOutput:
     quantized: QuantizedTensor | None = None
     recompute: RecomputedInput | None = None
 
-    def compute(self, source: Source, lead: Sequence[int], like: Tensor) -> Tensor:
+    def compute(self, source: MatrixSource, lead: Sequence[int], like: Tensor) -> Tensor:
         """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `quantized` is set.
 
         ValueError where the rows are no multiple of the format's alignment.
@@ -168,7 +168,9 @@ def check_alignment(tokens: int, alignment: int) -> None:
         )
 
 
-def fused_gradient(source: Source, lead: Sequence[int], like: Tensor, handoff: QuantizedGradHandoff | None) -> Tensor:
+def fused_gradient(
+    source: MatrixSource, lead: Sequence[int], like: Tensor, handoff: QuantizedGradHandoff | None
+) -> Tensor:
     """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `handoff.grad` is set."""
     shape = (*lead, source.shape[1])
     if handoff is None:

@@ -101,10 +101,10 @@ def in_place(weight: Tensor) -> InPlace | None:
 
 def summed_in_place(weight: Tensor) -> Tensor | None:
     """As `in_place`, for kernels that can only add: the sum is zero where there was none."""
-    found = in_place(weight)
-    if found is None:
+    grad_buffer = in_place(weight)
+    if grad_buffer is None:
         return None
-    return found.main_grad if found.accumulate else found.main_grad.zero_()
+    return grad_buffer.main_grad if grad_buffer.accumulate else grad_buffer.main_grad.zero_()
 
 
 def was_added(weight: Tensor) -> None:
@@ -140,15 +140,15 @@ def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tens
 
     `compute(dw_enk, accumulate=...)` writes it to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
     """
-    found = in_place(weight)
-    if found is None:
+    grad_buffer = in_place(weight)
+    if grad_buffer is None:
         dw = torch.empty(weight.shape, dtype=wgrad_dtype(weight), device=weight.device)
     else:
-        dw = found.main_grad
-    compute(dw.view(experts, -1, weight.shape[1]), accumulate=found is not None and found.accumulate)
-    if found is None:
+        dw = grad_buffer.main_grad
+    compute(dw.view(experts, -1, weight.shape[1]), accumulate=grad_buffer is not None and grad_buffer.accumulate)
+    if grad_buffer is None:
         return deliver(weight, dw)
-    found.added()
+    grad_buffer.added()
     return None
 
 

@@ -79,10 +79,10 @@ def linear(
     if comm != LOCAL_COMM:
         y = _ShardedLinear.apply(values, weight, state, quantized, recompute, handoff, torch.is_grad_enabled(), comm)
         return with_bias(y, bias)
-    given = quantized, recompute, handoff, torch.is_grad_enabled()
+    options = quantized, recompute, handoff, torch.is_grad_enabled()
     if bias is None or plan.fp8_only or (not plan.fp8 and recompute is None):
-        return _Linear.apply(values, weight, bias, state, given)
-    return with_bias(_Linear.apply(values, weight, None, state, given), bias)  # rounded twice
+        return _Linear.apply(values, weight, bias, state, options)
+    return with_bias(_Linear.apply(values, weight, None, state, options), bias)  # rounded twice
 
 
 def high_precision_linear(

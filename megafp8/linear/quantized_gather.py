@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import DONE, Work, all_gather_async
+from megafp8.distributed.collectives import DONE, CollectiveWork, all_gather_async
 from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.numerics.tensor import DEQUANTIZED, ROW, TENSOR, ScaledTensor
 
@@ -46,7 +46,7 @@ class TPComm(NamedTuple):
     output: TPOverlap = NO_COMM
 
     @classmethod
-    def of(cls, parallel: Literal["column", "row"], overlap: TPOverlap) -> TPComm:
+    def from_overlap(cls, parallel: Literal["column", "row"], overlap: TPOverlap) -> TPComm:
         """That of a layer whose weight is sharded by columns, which gathers x, or by rows, which sums y."""
         return cls(input=overlap) if parallel == "column" else cls(output=overlap)
 
@@ -114,7 +114,7 @@ class Columns(NamedTuple):
 
     arriving: ScaledTensor
     ranks: int
-    work: Work
+    work: CollectiveWork
     sent: list[Tensor]
 
     def wait(self) -> ScaledTensor:

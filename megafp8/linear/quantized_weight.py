@@ -36,7 +36,7 @@ from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.numerics.formats import E4M3
 
 
-class WeightFormat(NamedTuple):
+class QuantizedWeightFormat(NamedTuple):
     """A format of weights. `group`: columns that share a scale; None: all of a row."""
 
     name: WeightFormatName
@@ -45,12 +45,12 @@ class WeightFormat(NamedTuple):
     dtype: torch.dtype
 
 
-WEIGHT_FORMATS: dict[WeightFormatName, WeightFormat] = {
-    "int8": WeightFormat("int8", "int8", None, torch.int8),
-    "fp8": WeightFormat("fp8", "fp8", None, E4M3.dtype),
-    "int4": WeightFormat("int4", "int4", 128, torch.uint8),
-    "int4-64": WeightFormat("int4-64", "int4", 64, torch.uint8),
-    "int4-32": WeightFormat("int4-32", "int4", 32, torch.uint8),
+WEIGHT_FORMATS: dict[WeightFormatName, QuantizedWeightFormat] = {
+    "int8": QuantizedWeightFormat("int8", "int8", None, torch.int8),
+    "fp8": QuantizedWeightFormat("fp8", "fp8", None, E4M3.dtype),
+    "int4": QuantizedWeightFormat("int4", "int4", 128, torch.uint8),
+    "int4-64": QuantizedWeightFormat("int4-64", "int4", 64, torch.uint8),
+    "int4-32": QuantizedWeightFormat("int4-32", "int4", 32, torch.uint8),
 }
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
@@ -73,7 +73,7 @@ class QuantizedWeight:
     n]` bfloat16. `zero_gn`: for int4, uint8.
     """
 
-    format: WeightFormat
+    format: QuantizedWeightFormat
     data: Tensor
     scale_inv_gn: Tensor
     zero_gn: Tensor | None = None
@@ -123,7 +123,7 @@ def _kernels() -> ModuleType:
     return packed_weights
 
 
-def check_columns(name: str, k: int, ranks: int, form: WeightFormat) -> None:
+def check_columns(name: str, k: int, ranks: int, form: QuantizedWeightFormat) -> None:
     """ValueError where a weight's k columns, divided over ranks, are not whole groups."""
     if form.group is None or k % (form.group * ranks) == 0:
         return
@@ -136,7 +136,9 @@ def check_columns(name: str, k: int, ranks: int, form: WeightFormat) -> None:
 
 
 @torch.no_grad()
-def quantize_weight(w_nk: Tensor, form: WeightFormat, sharded_over: ProcessGroup | None = None) -> QuantizedWeight:
+def quantize_weight(
+    w_nk: Tensor, form: QuantizedWeightFormat, sharded_over: ProcessGroup | None = None
+) -> QuantizedWeight:
     """`w_nk` in `form`, by the scales (and zero points) of the smallest squared error.
 
     `sharded_over`: the ranks that hold the other columns of the same rows; with them a rank's values are those of the
@@ -167,7 +169,7 @@ def _chunks(n: int, k: int, device: str) -> Iterator[slice]:
     return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
 
-def _rounded(w_rk: Tensor, scale_inv_r: Tensor, form: WeightFormat) -> Tensor:
+def _rounded(w_rk: Tensor, scale_inv_r: Tensor, form: QuantizedWeightFormat) -> Tensor:
     """`w / scale_inv` rounded to the format's numbers, float32."""
     scaled = w_rk / scale_inv_r
     if form.kind == "int8":
@@ -175,7 +177,7 @@ def _rounded(w_rk: Tensor, scale_inv_r: Tensor, form: WeightFormat) -> Tensor:
     return scaled.clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype).float()
 
 
-def _row_scales(w_rk: Tensor, form: WeightFormat, sharded_over: ProcessGroup | None) -> Tensor:
+def _row_scales(w_rk: Tensor, form: QuantizedWeightFormat, sharded_over: ProcessGroup | None) -> Tensor:
     """`scale_inv` `[r, 1]` of each row's smallest squared error.
 
     Errors are summed in float64, and there are no scales but the trials, so that the number of ranks changes nothing.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megafp8.linear.fusion import LinearInput
 from megafp8.models.context import BuildContext
-from megafp8.models.costs import MicroBatch, Work
-from megafp8.models.mixer import FeedForward, Mixer, NoInputs, Part, Tokens
+from megafp8.models.costs import KernelWork, MicroBatch
+from megafp8.models.mixer import FeedForward, LayerPart, Mixer, NoInputs, Tokens
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec, PartRecord
 
 
-class _Absent(Part):
+class _Absent(LayerPart):
     """A part without weights, which is not called."""
 
     def __init__(
@@ -37,8 +37,8 @@ class _Absent(Part):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         return {}
 
-    def work(self, batch: MicroBatch) -> Work:
-        return Work()
+    def work(self, batch: MicroBatch) -> KernelWork:
+        return KernelWork()
 
 
 class NoMixer(_Absent, Mixer):

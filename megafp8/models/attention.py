@@ -26,9 +26,9 @@ from megafp8.distributed.sharding import Init, shard_dim
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext, new_parameter
-from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
-from megafp8.models.norms import Norm, ProjectionNorms, RMSNorm
+from megafp8.models.norms import Norm, ProjectionNorms, RMSNormPart
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_mask import AttentionMask
@@ -100,8 +100,8 @@ class AttentionInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        given = (self.scores.distance_bias_ar, self.dropped_samples, self.query_scale_sb11)
-        return [*(self.rotary or ()), *self.core.tensors, *(x for x in given if x is not None)]
+        optional = (self.scores.distance_bias_ar, self.dropped_samples, self.query_scale_sb11)
+        return [*(self.rotary or ()), *self.core.tensors, *(x for x in optional if x is not None)]
 
     @property
     def dropped_samples(self) -> Tensor | None:
@@ -208,8 +208,8 @@ class Attention(Mixer):
                 "sees_a_slice": t > 1,
                 "zero_centered": model.norm.zero_centered,
             }
-            self.q_norm = RMSNorm(f"{name}.q_norm", d, context, **norm)
-            self.k_norm = None if self.reads_keys else RMSNorm(f"{name}.k_norm", d, context, **norm)
+            self.q_norm = RMSNormPart(f"{name}.q_norm", d, context, **norm)
+            self.k_norm = None if self.reads_keys else RMSNormPart(f"{name}.k_norm", d, context, **norm)
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -318,17 +318,17 @@ class Attention(Mixer):
             "heads before and after norms": m * ((before + after) * self.d * e + statistics * batch.statistic),
         }
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Norms and rotation of queries and keys, norms of values."""
         m, e, d = batch.tokens, batch.element, self.d
         channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
         scaled = 2 * m * self.heads * d * e * (self.record.query_scaling is not None)
         if self.rotates and self.record.qk_norm:  # gradients, and what norms read, once for sums and once for the cast
             sums = channels * e * (self.qk_norms is not None)
-            return Work(2 * channels * e + sums + scaled, 5 * channels * e + scaled)
+            return KernelWork(2 * channels * e + sums + scaled, 5 * channels * e + scaled)
         if self.qk_norms is not None:  # by separate kernels in fp32
             rotation = 2 * channels * e
-            return Work(rotation + 56 * channels, rotation + 96 * channels)
+            return KernelWork(rotation + 56 * channels, rotation + 96 * channels)
         normed = self.q_norm is not None or self.norms_rotated
         passes = int(self.rope is not None or normed) * (2 if normed else 1)
         moved = 2 * passes * channels * e
@@ -336,7 +336,7 @@ class Attention(Mixer):
             moved += 2 * m * self.groups * d * e
         moved += scaled
         gated = int(self.record.output_gate) * m * self.heads * d * e
-        return Work(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
+        return KernelWork(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         record = self.record

@@ -24,7 +24,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.models.costs import AttentionWork, MicroBatch, Work, column_sums
+from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, column_sums
 from megafp8.models.hyper_connections import HyperConnection
 from megafp8.models.layer_tail import LayerTail
 from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
@@ -54,8 +54,8 @@ class Block(nn.Module):
         name, spec = f"layers.{index}", model.layers[index]
         self.index, self.multiplier, self.hidden_size = index, model.residual_multiplier, model.hidden_size
         position = spec.norm_position
-        of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
-        if not of_inputs or not NORMS[model.norm.kind].fused:
+        input_norms, output_norms = position in ("pre", "both"), position in ("output", "both")
+        if not input_norms or not NORMS[model.norm.kind].fused:
             memory = replace(memory, norms=False)
 
         def norm(which: str, present: bool) -> Norm | None:
@@ -68,15 +68,16 @@ class Block(nn.Module):
 
         self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
         feeds_normed = self.feeds and not spec.ffn.normalizes_input
-        self.attention_norm = norm("attention_norm", self.mixes and (of_inputs or position == "post"))
+        self.attention_norm = norm("attention_norm", self.mixes and (input_norms or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
-        self.attention_output_norm = norm("attention_output_norm", self.mixes and of_outputs)
-        self.mlp_norm = norm("mlp_norm", feeds_normed and (of_inputs or position == "post"))
+        self.attention_output_norm = norm("attention_output_norm", self.mixes and output_norms)
+        self.mlp_norm = norm("mlp_norm", feeds_normed and (input_norms or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
-        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and of_outputs)
+        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and output_norms)
         self.tail = LayerTail(index, model, context) if model.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
-            DropoutStream.of(model.hidden_dropout, context.seed, f"{name}.{which}") for which in ("attention", "mlp")
+            DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{name}.{which}")
+            for which in ("attention", "mlp")
         )
 
     def forward(
@@ -163,7 +164,7 @@ class Block(nn.Module):
             total.update({} if part is None else part.saved(batch))
         return total
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """What it computes beside linear layers and attention.
 
         A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
@@ -171,9 +172,9 @@ class Block(nn.Module):
         """
         norms = len(self._norms)
         moved = 4.0 * norms * self._hidden(batch)
-        own = Work(moved, moved, 6 + 2 * norms, column_sums(self, batch))
-        tail = Work() if self.tail is None else self.tail.work(batch)
-        return own + self.mixer.work(batch) + self.ffn.work(batch) + tail
+        norms_work = KernelWork(moved, moved, 6 + 2 * norms, column_sums(self, batch))
+        tail = KernelWork() if self.tail is None else self.tail.work(batch)
+        return norms_work + self.mixer.work(batch) + self.ffn.work(batch) + tail
 
     def flops(self, batch: MicroBatch) -> float:
         """Model FLOPs of its forward pass beside linear layers and softmax attention."""
@@ -230,12 +231,12 @@ class ParallelBlock(Block):
     ) -> tuple[Tensor, Tensor | None]:
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
         mixed = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
-        own = self.attention_branch_dropout.at(inputs.places)
+        attention_dropout = self.attention_branch_dropout.at(inputs.places)
         x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
         y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
-        if own is None:
+        if attention_dropout is None:
             return x_sbh, y_sbh + mixed
-        return dropouts.add(x_sbh, mixed, own), y_sbh  # each branch has a dropout of its own
+        return dropouts.add(x_sbh, mixed, attention_dropout), y_sbh  # each branch has a dropout of its own
 
 
 class PostNormBlock(Block):
@@ -245,13 +246,15 @@ class PostNormBlock(Block):
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert branch_sbh is None
-        own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
+        attention_dropout, ffn_dropout = (
+            x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout)
+        )
         if self.attention_norm is not None:
             y_sbh = self._output(self.mixer(x_sbh, inputs.mixers[self.index]), None)
-            x_sbh = normalized(self.attention_norm, x_sbh, y_sbh, own)
+            x_sbh = normalized(self.attention_norm, x_sbh, y_sbh, attention_dropout)
         if self.mlp_norm is not None:
             y_sbh = self._output(self.ffn(x_sbh, inputs.ffns[self.index]), None)
-            x_sbh = normalized(self.mlp_norm, x_sbh, y_sbh, of_ffn)
+            x_sbh = normalized(self.mlp_norm, x_sbh, y_sbh, ffn_dropout)
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
@@ -275,17 +278,19 @@ class HyperBlock(Block):
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert branch_sbh is None
-        own, of_ffn = (x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout))
+        attention_dropout, ffn_dropout = (
+            x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout)
+        )
         if self.attention_connection is not None:
             y_sbh, kept = self.attention_connection.read(x_sbh)
             _, normed = self._read(self.attention_norm, y_sbh, None, self.mixer.input_format, None)
             y_sbh = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
-            x_sbh = self.attention_connection.write(dropouts.add(None, y_sbh, own), kept)
+            x_sbh = self.attention_connection.write(dropouts.add(None, y_sbh, attention_dropout), kept)
         if self.mlp_connection is not None:
             y_sbh, kept = self.mlp_connection.read(x_sbh)
             _, normed = self._read(self.mlp_norm, y_sbh, None, self.ffn.input_format, None)
             y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
-            x_sbh = self.mlp_connection.write(dropouts.add(None, y_sbh, of_ffn), kept)
+            x_sbh = self.mlp_connection.write(dropouts.add(None, y_sbh, ffn_dropout), kept)
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
@@ -313,7 +318,7 @@ class HyperBlock(Block):
         parts = max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
         return self._stream(batch) + max(self._stream(batch), self._hidden(batch) + parts)
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         return sum((part.work(self._hidden(batch)) for part in self._connections), super().work(batch))
 
     def flops(self, batch: MicroBatch) -> float:
@@ -351,7 +356,7 @@ class PredictionLayer(nn.Module):
         self.hidden_norm = block_norm(f"{name}.hidden_norm", model, context)
         self.block = block_class(model, index)(index, model, context, memory)
         self.final_norm = block_norm(f"{name}.final_norm", model, context)
-        self.dropout = DropoutStream.of(model.hidden_dropout, context.seed, f"{name}.embedding")
+        self.dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{name}.embedding")
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass where it is recomputed in full."""
@@ -360,9 +365,9 @@ class PredictionLayer(nn.Module):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes that it keeps for its backward pass, by tensor."""
         norms = (self.embedding_norm, self.hidden_norm, self.final_norm)
-        own = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
-        own += sum(norm.saved(batch) for norm in norms)
-        return {**self._tokens(batch), "multi-token prediction": own, **self.block.saved(batch)}
+        nbytes = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
+        nbytes += sum(norm.saved(batch) for norm in norms)
+        return {**self._tokens(batch), "multi-token prediction": nbytes, **self.block.saved(batch)}
 
     @staticmethod
     def _tokens(batch: MicroBatch) -> dict[str, int]:

@@ -40,9 +40,9 @@ from megafp8.linear.linear import linear
 from megafp8.linear.state import LinearState
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.models.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
-from megafp8.models.norms import RMSNorm, normalized
+from megafp8.models.norms import RMSNormPart, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.models.sparse_latent_attention import without_padding
@@ -93,7 +93,7 @@ class _Entries(nn.Module):
         shards = unsharded(f"{name}_position.weight", (record.compress_rate, record.series * width))
         spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
         self.position = new_parameter(context, shards, Init("zeros"), **spec)
-        self.norm = RMSNorm(
+        self.norm = RMSNormPart(
             f"{name}_norm", width, context, eps=model.norm.eps, sees_a_slice=partial,
             zero_centered=model.norm.zero_centered,
         )  # fmt: skip
@@ -120,17 +120,17 @@ class CompressedAttention(Mixer):
         self.rope = RotaryEmbedding(record, self.r, None, context)
         self.init = Init("normal", model.hidden_init_std)
         has_entries, has_indexer = rate is not None, record.top_k is not None
-        of_entries = record.series * d if has_entries else 0
-        entry_parts = {"entry_kv": of_entries, "entry_gate": of_entries} if has_entries else {}
+        entry_width = record.series * d if has_entries else 0
+        entry_parts = {"entry_kv": entry_width, "entry_gate": entry_width} if has_entries else {}
         parts = {"q_down": record.q_rank, "kv": d, **entry_parts}
         self.down, self.down_state = self._product(name, "down", parts, h)
-        self.widths = [record.q_rank, d, 2 * of_entries]
+        self.widths = [record.q_rank, d, 2 * entry_width]
         centered = model.norm.zero_centered
         norm: dict[str, Any] = {
             "eps": model.norm.eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
         }  # fmt: skip
-        self.q_norm = RMSNorm(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNorm(f"{name}.kv_norm", d, context, **norm)
+        self.q_norm = RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
+        self.kv_norm = RMSNormPart(f"{name}.kv_norm", d, context, **norm)
         self.q_up = ColumnParallelLinear(
             f"{name}.q_up",
             record.q_rank,
@@ -168,7 +168,7 @@ class CompressedAttention(Mixer):
             loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)
         window = record.sliding_window
         assert window is not None, "the config was not checked"
-        self.attend = ops.CompressedAttention(window, rate, record.top_k, d**-0.5, context.tensor, loss)
+        self.attend = ops.CompressedCoreAttention(window, rate, record.top_k, d**-0.5, context.tensor, loss)
 
     def _product(self, name: str, layer: str, parts: dict[str, int], inputs: int) -> tuple[nn.Parameter, LinearState]:
         """The weight and state of a product that is whole on every tensor-parallel rank."""
@@ -200,9 +200,9 @@ class CompressedAttention(Mixer):
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: CompressedInputs) -> Tensor:
         assert isinstance(x_sbh, Tensor)
-        q, kv, of_entries = linear(x_sbh, self.down, self.down_state).split(self.widths, dim=-1)
+        q, kv, entries = linear(x_sbh, self.down, self.down_state).split(self.widths, dim=-1)
         q_latent = normalized(self.q_norm, q.contiguous())
-        shared = [torch.cat([normalized(self.kv_norm, kv.contiguous()), of_entries], dim=-1)]
+        shared = [torch.cat([normalized(self.kv_norm, kv.contiguous()), entries], dim=-1)]
         if self.record.top_k is not None:
             index_q = linear(q_latent.detach(), self.index_q, self.index_q_state)
             shared.append(torch.cat([index_q, linear(x_sbh.detach(), self.index_down, self.index_down_state)], dim=-1))
@@ -218,7 +218,7 @@ class CompressedAttention(Mixer):
     def _attend(self, q_sbc: Tensor, inputs: CompressedInputs, shared_sbc: Tensor, *index_sbc: Tensor) -> Tensor:
         """`[s, b, a, d]`, not rotated back."""
         q = F.rms_norm(q_sbc.unflatten(-1, (self.heads, self.d)), (self.d,), eps=self.eps)
-        kv, *of_entries = shared_sbc.split([self.d, shared_sbc.shape[-1] - self.d], dim=-1)
+        kv, *entry_parts = shared_sbc.split([self.d, shared_sbc.shape[-1] - self.d], dim=-1)
         queries = [_rotated(q, self.r, inputs.rotary)]
         kv = _rotated(kv.unsqueeze(2), self.r, inputs.rotary).squeeze(2)
         if not self.entry_kinds:
@@ -226,11 +226,11 @@ class CompressedAttention(Mixer):
             return inputs.to_keys(self._attend_to, tuple(queries), (first, second))
         for index in index_sbc:
             heads, d = self.record.index_heads, self.record.index_head_dim
-            index_q, of_index, weights = index.split([heads * d, 2 * self.record.series * d, heads], dim=-1)
+            index_q, index_entries, weights = index.split([heads * d, 2 * self.record.series * d, heads], dim=-1)
             weights = without_padding(weights, inputs.padding_bs)
             queries += [_rotated(index_q.unflatten(-1, (heads, d)), self.r, inputs.rotary), weights]
-            of_entries.append(of_index)
-        xs = torch.cat(of_entries, dim=-1), inputs.positions_sb.expand(-1, q.shape[1])
+            entry_parts.append(index_entries)
+        xs = torch.cat(entry_parts, dim=-1), inputs.positions_sb.expand(-1, q.shape[1])
         if torch.is_grad_enabled():  # only xs are kept for its backward
             entries = recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
         else:
@@ -302,11 +302,11 @@ class CompressedAttention(Mixer):
             for i, rows_meb in enumerate(rows_kmeb):
                 kv_at, gate_at = (at + (which * record.series + i) * width for which in (0, 1))
                 kv.append(known_tbn[rows_meb, sample_b, kv_at : kv_at + width])
-                of_kind = known_tbn[rows_meb, sample_b, gate_at : gate_at + width]
+                values = known_tbn[rows_meb, sample_b, gate_at : gate_at + width]
                 bias = kind.position[:, i * width : (i + 1) * width].to(wide(x_sbn))
-                of_kind = of_kind.to(wide(x_sbn)) + bias.view(rate, 1, 1, width)
+                values = values.to(wide(x_sbn)) + bias.view(rate, 1, 1, width)
                 is_earlier = i + 1 < record.series
-                gate.append(of_kind.masked_fill(~has_earlier_eb.unsqueeze(-1), -torch.inf) if is_earlier else of_kind)
+                gate.append(values.masked_fill(~has_earlier_eb.unsqueeze(-1), -torch.inf) if is_earlier else values)
             weights = torch.cat(gate).softmax(0)
             entry = kind.norm((weights * torch.cat(kv)).sum(0).to(x_sbn.dtype))
             entries.append(_rotated(entry.unsqueeze(2), self.r, rotary).squeeze(2))
@@ -319,23 +319,29 @@ class CompressedAttention(Mixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        m, own, e, record, widths = batch.tokens, batch.own_tokens, batch.element, self.record, self._widths_of_entries
+        m, own_tokens, e, record, widths = (
+            batch.tokens,
+            batch.own_tokens,
+            batch.element,
+            self.record,
+            self._widths_of_entries,
+        )
         whole, queries = batch.sequences * batch.length, m * self.heads * self.d  # keys of all context-parallel ranks
         made_of = 2 * record.series * sum(widths)
         saved = {
-            "latents' input": own * self.down.shape[1] * e,
-            "latents before their norms": own * (record.q_rank + self.d) * e,
-            "statistics of norms": 2 * own * batch.statistic,
+            "latents' input": own_tokens * self.down.shape[1] * e,
+            "latents before their norms": own_tokens * (record.q_rank + self.d) * e,
+            "statistics of norms": 2 * own_tokens * batch.statistic,
             "q_up input": batch.saved_input(self.q_up.state),
             "attention output": queries * e,
             "proj input": batch.saved_input(self.proj.state),
         }
         has_indexer, q_up = record.top_k is not None, self.q_up.state.plan
-        if has_indexer and (q_up.saved != "high" or m != own):
-            saved["index_q input"] = own * record.q_rank * e
+        if has_indexer and (q_up.saved != "high" or m != own_tokens):
+            saved["index_q input"] = own_tokens * record.q_rank * e
         if self.recompute:  # what it is computed from
-            of_index = self.index_q.shape[0] + record.index_heads if has_indexer else 0
-            return saved | {"q": queries * e, "keys, entries and indexer": m * (self.d + made_of + of_index) * e}
+            index_width = self.index_q.shape[0] + record.index_heads if has_indexer else 0
+            return saved | {"q": queries * e, "keys, entries and indexer": m * (self.d + made_of + index_width) * e}
         saved["q before and after its norm"] = 2 * queries * e + m * self.heads * batch.statistic
         saved["keys"] = whole * self.d * e
         saved["what entries are made of"] = m * made_of * e
@@ -347,14 +353,14 @@ class CompressedAttention(Mixer):
             saved["chosen entries"] = m * record.top_k * 4
         return saved
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Norms and rotation of queries, keys and outputs; entries; reads and writes of index scores."""
         record = self.record
-        of_entries = 4 * record.series * sum(self._widths_of_entries)
-        channels = 8 * self.heads * self.d + 4 * self.d + 4 * of_entries
+        entry_bytes = 4 * record.series * sum(self._widths_of_entries)
+        channels = 8 * self.heads * self.d + 4 * self.d + 4 * entry_bytes
         moved = batch.tokens * channels * batch.element
         scores = 0.0 if record.top_k is None else 6 * self._entries_seen(batch) * batch.tokens * 4
-        return Work(moved + scores, 2 * moved)
+        return KernelWork(moved + scores, 2 * moved)
 
     def _entries_seen(self, batch: MicroBatch) -> float:
         """Entries that a query may attend to, on average."""
@@ -376,14 +382,14 @@ class CompressedAttention(Mixer):
         """The groups' projection, and index scores, a third of them: they have no backward."""
         scores = 0.0
         if self.record.top_k is not None:
-            of_pair = 2.0 * self.record.index_heads * self.record.index_head_dim
-            scores = of_pair * self._entries_seen(batch) / self.context.tensor.size()
+            pair_flops = 2.0 * self.record.index_heads * self.record.index_head_dim
+            scores = pair_flops * self._entries_seen(batch) / self.context.tensor.size()
         return batch.tokens * (2.0 * self.output_down.numel() + scores / 3)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Gradients of queries and outputs, of keys in fp32, and what a block of queries needs."""
-        of_index = self.index_q.shape[0] if self.record.top_k is not None else 0
-        queries = (2 * self.heads * self.d + of_index) * batch.element
+        index_width = self.index_q.shape[0] if self.record.top_k is not None else 0
+        queries = (2 * self.heads * self.d + index_width) * batch.element
         keys = (self.d + sum(self._widths_of_entries)) * batch.statistic
         whole = batch.sequences * batch.length  # on all context-parallel ranks
         return batch.tokens * queries + whole * keys + BLOCK_BYTES

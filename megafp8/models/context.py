@@ -140,8 +140,8 @@ class PlannedGroup:
 
 def lora_of(config: Config) -> Lora | None:
     """What the config adapts by LoRA."""
-    given = config.lora
-    return None if given is None else Lora(given.rank, given.alpha, frozenset(config.lora_targets))
+    lora = config.lora
+    return None if lora is None else Lora(lora.rank, lora.alpha, frozenset(config.lora_targets))
 
 
 def weight_storage(config: Config) -> WeightStorage:

@@ -47,7 +47,7 @@ class MicroBatch:
     replayed: bool
 
     @classmethod
-    def of(cls, config: Config, recipe: Fp8Recipe | None, *, decoder: bool = False) -> MicroBatch:
+    def from_config(cls, config: Config, recipe: Fp8Recipe | None, *, decoder: bool = False) -> MicroBatch:
         """That of a run; `decoder`: in the decoder of T5."""
         p, t = config.parallel, config.training
         length = t.seq_length
@@ -99,7 +99,7 @@ def fp8_bytes(granularity: Granularity, r: int, c: int) -> int:
     return r * c + 4 * math.prod(granularity.grid(r, c))
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Bytes that kernels beside GEMMs and attention read and write, and the number of these kernels, each way.
 
     `column_sums`: bytes of the output gradients of linear layers that are read once more for the gradient of a bias.
@@ -112,8 +112,8 @@ class Work(NamedTuple):
     column_sums: float = 0.0
     more_in_backward: int = 0
 
-    def __add__(self, other: Work) -> Work:  # type: ignore[override]
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
+    def __add__(self, other: KernelWork) -> KernelWork:  # type: ignore[override]
+        return KernelWork(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 class AttentionWork(NamedTuple):
@@ -131,7 +131,7 @@ class AttentionWork(NamedTuple):
     modified: bool
 
 
-class TokenExchange(NamedTuple):
+class DispatchTraffic(NamedTuple):
     """Tokens of a micro-batch that travel between `ranks` neighbouring ranks to their experts, or back.
 
     `tokens`: bytes of this rank's own; `received`: bytes from other ranks. `gathered`: all ranks get all tokens.

@@ -27,13 +27,13 @@ from megafp8.distributed.sharding import Init, Shape, shard_dim
 from megafp8.linear.state import LinearState
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter
-from megafp8.models.costs import MicroBatch, Work
-from megafp8.models.norms import RMSNorm
+from megafp8.models.costs import KernelWork, MicroBatch
+from megafp8.models.norms import RMSNormPart
 from megafp8.models.recurrent import ConvolvedMixer, short_convolution
 from megafp8.ops.delta_rule import CHUNK, delta_rule, kernel_name, kernel_passes
 from megafp8.ops.gated_norm import gated_norm
 from megafp8.ops.recurrence import State, Transition
-from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
+from megafp8.ops.short_convolution import ChannelGroup, convolve_parts, last_inputs
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 from megafp8.tensor_parallel.layers import RowParallelLinear
@@ -68,7 +68,7 @@ class DeltaRuleMixer(ConvolvedMixer):
 
         self.log_rate = of_heads("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), value_heads)
         self.decay_bias = of_heads("decay.bias", decay_init, value_heads * torch.Size(decay_shape).numel())
-        self.norm = RMSNorm(f"{name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
+        self.norm = RMSNormPart(f"{name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             value_heads * w,
@@ -88,10 +88,10 @@ class DeltaRuleMixer(ConvolvedMixer):
         return gated_norm(y_sbaw, z_sbc, self.norm.weight, self.norm.eps, silu=self.silu)
 
     @property
-    def _parts(self) -> tuple[Part, ...]:
+    def _parts(self) -> tuple[ChannelGroup, ...]:
         """What the convolution gives: queries, keys and values."""
-        key = Part(self.key_heads, self.d, norm=True)
-        return key, key, Part(self.value_heads, self.w)
+        key = ChannelGroup(self.key_heads, self.d, norm=True)
+        return key, key, ChannelGroup(self.value_heads, self.w)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -128,8 +128,8 @@ class DeltaRuleMixer(ConvolvedMixer):
         return (q, k, v, -rate * decay, beta_sba if self.most == 1 else self.most * beta_sba), last_btn
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
-        of_channels = bool(self.decay_shape)
-        name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=of_channels)
+        by_channel = bool(self.decay_shape)
+        name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=by_channel)
         return f"linear attention: {name}"
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
@@ -147,28 +147,30 @@ class DeltaRuleMixer(ConvolvedMixer):
         high = other.plan.saved == "high" and batch.tokens == batch.own_tokens
         return 0 if high else batch.own_tokens * width * batch.element
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Passes over the channels of convolution, norm and gate, and what the rule's kernels take.
 
         Backward computes all of it once more, and moves as much again. Kernels are counted in a profile of `advance`.
         """
-        heads, e, of_channels = self.value_heads, batch.element, bool(self.decay_shape)
+        heads, e, by_channel = self.value_heads, batch.element, bool(self.decay_shape)
         decays = heads * torch.Size(self.decay_shape).numel()
         # Forward reads and writes channels once. Backward does so again, and reads both gradients' tensors and writes.
         around = 2 * self._channels + 3 * heads * self.w
         again = 8 * self._channels + 5 * heads * self.w
-        times = kernel_passes(e, self.d, self.w, of_channels=of_channels)
+        times = kernel_passes(e, self.d, self.w, of_channels=by_channel)
         if times is not None:
             rule = heads * (self.d + self.w) * e
             moved = [(passes * rule + other * e + n * decays) * batch.tokens
                      for passes, other, n in zip(times, (around, again), (32, 80))]  # fmt: skip
-            return Work(moved[0], moved[1], kernels=40, more_in_backward=60)
+            return KernelWork(moved[0], moved[1], kernels=40, more_in_backward=60)
         chunks = -(-batch.length // CHUNK)
         # Reads and writes of a channel: normalization, repetition, padding, copies of the operands of products, decays,
         # and the system of equations of a chunk; `CHUNK` numbers of each token are its row of a chunk's matrices.
         per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d
         moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
-        return Work(moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks)
+        return KernelWork(
+            moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks
+        )
 
     @property
     def rule_flops(self) -> float:

@@ -53,7 +53,7 @@ class Embedding(nn.Module):
             self.position = self._table("position", positions, model)
         self.token_type = self._table("token_type", model.stem.token_types, model) if model.stem.token_types else None
         self.norm = block_norm("embedding_norm", model, context) if model.stem.normalizes else None
-        self.dropout = DropoutStream.of(model.hidden_dropout, context.seed, "embedding")
+        self.dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, "embedding")
 
     def _table(self, name: str, rows: int, model: ModelSpec) -> nn.Parameter:
         shards = unsharded(f"embedding.{name}.weight", (rows, model.hidden_size))

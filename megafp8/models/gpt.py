@@ -197,12 +197,14 @@ class GPTStage(nn.Module):
         if model.stem.per_layer_width:
             assert first, "per-layer embeddings need the embedding: the config was not checked"
             self.per_layer_embedding = PerLayerEmbedding(model, context)
-        of_blocks = context
+        block_context = context
         if context.weight_storage == "fsdp":  # which allocates a rank's rows alone
-            of_blocks = replace(context, device=torch.device("meta"), real_device=context.device)
+            block_context = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
-        for i, own in zip(layers, self.memory, strict=True) if blocks else ():
-            (self.blocks if i < model.num_blocks else self.mtp).append(self.make_layer(i, model, of_blocks, own))
+        for i, block_memory in zip(layers, self.memory, strict=True) if blocks else ():
+            (self.blocks if i < model.num_blocks else self.mtp).append(
+                self.make_layer(i, model, block_context, block_memory)
+            )
         embeds = model.embeds_on_last_stage and (first or last)
         self.shared_weight = self._shared_weight(first=first, last=last) if embeds else None
         self.mtp_embedding: VocabParallelEmbedding | None = None  # of another last stage
@@ -210,7 +212,9 @@ class GPTStage(nn.Module):
             self.mtp_embedding = word_embedding(model, context, self.shared_weight)
         tied = self.shared_weight if model.head.tied else None
         self.head = Head(model, context, tied, z_loss) if last else None
-        self.offload = ActivationOffload(context.device) if any(own.offload for own in self.memory) else None
+        self.offload = (
+            ActivationOffload(context.device) if any(block_memory.offload for block_memory in self.memory) else None
+        )
         if context.lora is not None:
             freeze(self)
 
@@ -261,9 +265,9 @@ class GPTStage(nn.Module):
     @property
     def constants(self) -> dict[str, Tensor]:
         """By global name, tensors that belong to the weights but have no gradient: fp32, or int64."""
-        of_routers = {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
+        router_constants = {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
         tails = {x.index: x.tail.scalar for x in self.all_blocks if x.tail is not None}
-        return of_routers | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
+        return router_constants | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
@@ -323,7 +327,7 @@ class GPTStage(nn.Module):
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)
-        return TokenPlaces.of(positions_sb, samples_b)
+        return TokenPlaces.from_positions(positions_sb, samples_b)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after the blocks, and what is still to be added to it."""
@@ -332,8 +336,8 @@ class GPTStage(nn.Module):
 
     def _offload(self, x_sbh: Tensor, inputs: LayerInputs) -> Forward | None:
         """Begins a forward pass whose activations are offloaded; None where none are."""
-        held = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
-        return self.offload.forward(held) if self.offload is not None and torch.is_grad_enabled() else None
+        tensors = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
+        return self.offload.forward(tensors) if self.offload is not None and torch.is_grad_enabled() else None
 
     def _run_blocks(
         self, x_sbh: Tensor, inputs: LayerInputs, offload: Forward | None, which: slice = slice(None)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.models.costs import MicroBatch, Work
-from megafp8.numerics.hyper_connections_reference import Rule
+from megafp8.models.costs import KernelWork, MicroBatch
+from megafp8.numerics.hyper_connections_reference import HyperConnectionRule
 from megafp8.ops.hyper_connections import collapse, connect, mix
 from megafp8.spec import ModelSpec
 
@@ -26,7 +26,7 @@ class _Mapping(nn.Module):
         super().__init__()
         keys = model.hyper_connections
         assert keys is not None
-        self.rule = Rule(keys.streams, keys.sinkhorn_iterations, keys.eps, model.norm.eps)
+        self.rule = HyperConnectionRule(keys.streams, keys.sinkhorn_iterations, keys.eps, model.norm.eps)
 
         def parameter(part: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
             decays = len(shape) > 1
@@ -66,14 +66,14 @@ class HyperConnection(_Mapping):
         x_sbk, post, comb = kept
         return mix(x_sbk, y_sbh, post, comb)
 
-    def work(self, hidden: int) -> Work:
+    def work(self, hidden: int) -> KernelWork:
         """`hidden`: bytes of a tensor `[s, b, h]` on this rank.
 
         Forward reads the streams three times and the part's output, and writes its input and the streams. Backward
         reads them three times and their gradient twice, and writes that twice; the others once or twice.
         """
         n = self.rule.streams
-        return Work((4.0 * n + 2) * hidden, (7.0 * n + 4) * hidden, kernels=3, more_in_backward=2)
+        return KernelWork((4.0 * n + 2) * hidden, (7.0 * n + 4) * hidden, kernels=3, more_in_backward=2)
 
 
 class StreamCollapse(_Mapping):

@@ -39,9 +39,9 @@ from megafp8.models.attention import (
     recording,
 )
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.models.mixer import Mixer, TokenCache, Tokens
-from megafp8.models.norms import RMSNorm
+from megafp8.models.norms import RMSNormPart
 from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.models.rotary import RotaryEmbedding
 from megafp8.numerics.attention_scores import Scores
@@ -96,8 +96,8 @@ class LatentAttention(Mixer):
             "sees_a_slice": context.sequence_sharded,
             "zero_centered": model.norm.zero_centered,
         }
-        self.q_norm = None if record.q_rank is None else RMSNorm(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNorm(f"{name}.kv_norm", record.kv_rank, context, **norm)
+        self.q_norm = None if record.q_rank is None else RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
+        self.kv_norm = RMSNormPart(f"{name}.kv_norm", record.kv_rank, context, **norm)
 
         def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
             fused = norm.fuses != "none"
@@ -139,11 +139,11 @@ class LatentAttention(Mixer):
             "statistics of their norms": len(self._latents) * batch.own_tokens * batch.statistic,
             "up inputs": batch.saved_input(kv_up) + (0 if shares_input else batch.saved_input(q_up)),
         }
-        of_head = 2 * d + self.v
+        head_width = 2 * d + self.v
         if self.recompute:  # what they are made of, and the rotary key of all heads
-            of_head = d + self.n + self.v
+            head_width = d + self.n + self.v
             saved["rotary key"] = m * self.r * e
-        saved["q, k, v"] = m * a * of_head * e
+        saved["q, k, v"] = m * a * head_width * e
         shares_output = proj.plan.saved == "high"
         if not self.recompute or shares_output:
             saved["attention output"] = m * a * self.v * e
@@ -153,11 +153,11 @@ class LatentAttention(Mixer):
             saved["proj input"] = batch.saved_input(proj)
         return saved
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Bytes of the projections' outputs, read once, and of q, k and v, written once; the same again in backward."""
         projected = self.heads * (2 * self.n + self.r + self.v) + self.r
         moved = batch.tokens * (projected + self.heads * (2 * (self.n + self.r) + self.v)) * batch.element
-        return Work(moved, moved)
+        return KernelWork(moved, moved)
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         pairs = pairs_of(batch.length, self.window, causal=self.causal)
@@ -180,8 +180,8 @@ class LatentAttention(Mixer):
             "kv_up": ((factor_a.sqrt(), self.n), (torch.ones_like(factor_a), self.v)),
         }
         return {
-            f"{self.name}.{part}.weight": torch.cat([x[:, None].expand(-1, n) for x, n in of_head], dim=1).flatten()
-            for part, of_head in parts.items()
+            f"{self.name}.{part}.weight": torch.cat([x[:, None].expand(-1, n) for x, n in head_part], dim=1).flatten()
+            for part, head_part in parts.items()
         }
 
     @property
@@ -199,7 +199,7 @@ class LatentAttention(Mixer):
         return self.proj(self._run(self._attend, *parts).flatten(-2))
 
     @staticmethod
-    def _up(latent: Tensor, norm: RMSNorm, up: ColumnParallelLinear) -> Tensor:
+    def _up(latent: Tensor, norm: RMSNormPart, up: ColumnParallelLinear) -> Tensor:
         _, normed = norm.residual(latent.contiguous(), None, up.state.input_format)
         return up(normed)
 

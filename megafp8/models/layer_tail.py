@@ -19,9 +19,9 @@ from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed.sharding import Init, unsharded
 from megafp8.linear.linear import linear
 from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.costs import KernelWork, MicroBatch
 from megafp8.models.mixer import LayerInputs
-from megafp8.models.norms import RMSNorm, block_norm, normalized
+from megafp8.models.norms import RMSNormPart, block_norm, normalized
 from megafp8.ops.activation import activation
 from megafp8.ops.mlp import unfused
 from megafp8.plan import LinearSite
@@ -57,15 +57,15 @@ class PerLayerEmbedding(nn.Module):
             sequence_parallel=context.sequence_parallel, multiplier=math.sqrt(p),
         )  # fmt: skip
         self.projection = WholeLinear(f"{name}.projection", model.hidden_size, layers * p, context, model.init_std)
-        self.norm = RMSNorm(
+        self.norm = RMSNormPart(
             f"{name}.norm", p, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
             zero_centered=model.norm.zero_centered,
         )  # fmt: skip
 
     def forward(self, tokens_bs: Tensor, x_sbh: Tensor) -> Tensor:
-        of_tokens, projected = self.word(tokens_bs), self.projection(x_sbh) * self.scale
-        projected, of_tokens = (x.unflatten(-1, (-1, self.width)) for x in (projected, of_tokens))
-        return (self.norm(projected) + of_tokens) * math.sqrt(0.5)
+        embedded, projected = self.word(tokens_bs), self.projection(x_sbh) * self.scale
+        projected, embedded = (x.unflatten(-1, (-1, self.width)) for x in (projected, embedded))
+        return (self.norm(projected) + embedded) * math.sqrt(0.5)
 
 
 class LayerTail(nn.Module):
@@ -103,13 +103,13 @@ class LayerTail(nn.Module):
             return {}
         return {"per-layer embedding": batch.own_tokens * (3 * self.width * batch.element + batch.statistic)}
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """It reads and writes the stream once or twice, and reads a branch."""
         stream = batch.own_tokens * self.hidden_size * batch.element
-        own = Work() if self.scalar is None else Work(2.0 * stream, 2.0 * stream, 1)
+        total = KernelWork() if self.scalar is None else KernelWork(2.0 * stream, 2.0 * stream, 1)
         per_layer = 6.0 * batch.own_tokens * self.width * batch.element
-        own += Work(3.0 * stream, 0.0, 1)
-        return own + Work(per_layer + 5 * stream, per_layer + 4 * stream, 4) if self.width else own
+        total += KernelWork(3.0 * stream, 0.0, 1)
+        return total + KernelWork(per_layer + 5 * stream, per_layer + 4 * stream, 4) if self.width else total
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         if self.width:

@@ -30,13 +30,13 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.costs import KernelWork, MicroBatch
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.recurrent import ConvolvedMixer, short_convolution
 from megafp8.ops.gated_norm import gated_norm
 from megafp8.ops.recurrence import State, Transition
-from megafp8.ops.short_convolution import Part, convolve_parts, last_inputs
+from megafp8.ops.short_convolution import ChannelGroup, convolve_parts, last_inputs
 from megafp8.ops.state_space import CHUNK, missing_kernel, state_space
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec
@@ -77,7 +77,7 @@ class Mamba2(ConvolvedMixer):
         self.steps = replicated_parameter(context, unsharded(f"{name}.step.weight", (heads, h)), init, matrix=True)
         reason = "steps are few, decays follow from them, and they stay in training.precision"
         self.steps_state = context.fp8.linear(LinearSite(f"{name}.step", h, heads, high_precision=reason))
-        of_rank = {"replicated_over_tp": False, "weight_decay": False}
+        rank_spec = {"replicated_over_tp": False, "weight_decay": False}
 
         def sharded(which: str, *shape: int) -> Any:
             return shard_dim(f"{name}.{which}", shape, 0, rank, t)
@@ -86,13 +86,13 @@ class Mamba2(ConvolvedMixer):
         self.convolution_bias: nn.Parameter | None = None
         if record.conv_bias:
             biases = [sharded(f"{part}_conv.bias", width) for part, width in widths.items()]
-            self.convolution_bias = new_parameter(context, biases, Init("zeros"), **of_rank)
+            self.convolution_bias = new_parameter(context, biases, Init("zeros"), **rank_spec)
         # Initial decays and steps are those of the paper's code.
         rates, steps = Init("log_uniform", low=1.0, high=16.0), Init("inverse_softplus", low=1e-3, high=0.1)
-        self.log_rate = new_parameter(context, [sharded("log_rate.weight", heads)], rates, **of_rank)
-        self.step_bias = new_parameter(context, [sharded("step.bias", heads)], steps, **of_rank)
-        self.skip = new_parameter(context, [sharded("skip.weight", heads)], Init("ones"), **of_rank)
-        self.norm = new_parameter(context, [sharded("norm.weight", inner)], Init("ones"), **of_rank)
+        self.log_rate = new_parameter(context, [sharded("log_rate.weight", heads)], rates, **rank_spec)
+        self.step_bias = new_parameter(context, [sharded("step.bias", heads)], steps, **rank_spec)
+        self.skip = new_parameter(context, [sharded("skip.weight", heads)], Init("ones"), **rank_spec)
+        self.norm = new_parameter(context, [sharded("norm.weight", inner)], Init("ones"), **rank_spec)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             inner,
@@ -144,8 +144,8 @@ class Mamba2(ConvolvedMixer):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """x, steps, rates of decay, b and c of the recurrence; and the convolution's last inputs."""
         xbc_sbn, steps_sba = xs
-        shared, wide = Part(self.groups, self.d), torch.promote_types(xbc_sbn.dtype, torch.float32)
-        parts, weight_nk = (Part(self.heads, self.w), shared, shared), self.convolution[:, 0]
+        shared, wide = ChannelGroup(self.groups, self.d), torch.promote_types(xbc_sbn.dtype, torch.float32)
+        parts, weight_nk = (ChannelGroup(self.heads, self.w), shared, shared), self.convolution[:, 0]
         x, b, c = convolve_parts(xbc_sbn, weight_nk, last_btn, starts_sb, parts, self.convolution_bias)
         last_btn = last_inputs(xbc_sbn, last_btn.shape[1], last_btn, starts_sb)
         step_sba = F.softplus(steps_sba.to(wide) + self.step_bias.to(wide))
@@ -170,7 +170,7 @@ class Mamba2(ConvolvedMixer):
             "proj input": batch.saved_input(self.proj.state),
         }
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Reads and writes of the kernels: convolution; states, then outputs of chunks; norm and gate.
 
         Backward computes all but the last once more, then the gradients of states, and reads states twice.
@@ -179,7 +179,7 @@ class Mamba2(ConvolvedMixer):
         forward = 4 * self._channels + 4 * inner + 2 * states
         backward = 11 * self._channels + 9 * inner + 7 * states
         moved = batch.tokens * batch.element
-        return Work(moved * forward, moved * backward, kernels=20, more_in_backward=30)
+        return KernelWork(moved * forward, moved * backward, kernels=20, more_in_backward=30)
 
     @property
     def _states_of_a_token(self) -> float:
@@ -193,5 +193,5 @@ class Mamba2(ConvolvedMixer):
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """What is recomputed and its gradients: the convolution's outputs, the heads', and states of chunks."""
-        of_token = 2 * self._channels + 2 * self.heads * self.w + 2 * self._states_of_a_token
-        return round(batch.tokens * of_token * batch.element)
+        token_values = 2 * self._channels + 2 * self.heads * self.w + 2 * self._states_of_a_token
+        return round(batch.tokens * token_values * batch.element)

@@ -23,7 +23,7 @@ from megafp8.fp8.speed_model import LinearSize
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.models.context import BuildContext
-from megafp8.models.costs import AttentionWork, MicroBatch, TokenExchange, Work
+from megafp8.models.costs import AttentionWork, DispatchTraffic, KernelWork, MicroBatch
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.attention import CoreAttention
 from megafp8.ops.recurrence import Recurrence
@@ -175,7 +175,7 @@ class NoInputs:
         return ()
 
 
-class Part(nn.Module, ABC):
+class LayerPart(nn.Module, ABC):
     """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape; built as `make_part` says."""
 
     @property
@@ -188,7 +188,7 @@ class Part(nn.Module, ABC):
         """Bytes that it keeps for its backward pass, by tensor."""
 
     @abstractmethod
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """What its kernels beside linear layers and softmax attention compute, read and write."""
 
     def backward_bytes(self, batch: MicroBatch) -> int:
@@ -203,7 +203,7 @@ class Part(nn.Module, ABC):
         return 0.0
 
 
-class Mixer(Part):
+class Mixer(LayerPart):
     """A part that mixes tokens. `index_loss`: what its backward passes add up of its indexer's loss, float64 `[1]`;
     None without an indexer. `largest_logits_a`: fp32 or wider, is raised to the largest attention logit of each head of
     this rank; None where it is not recorded."""
@@ -246,7 +246,7 @@ class Mixer(Part):
         return None
 
 
-class FeedForward(Part):
+class FeedForward(LayerPart):
     """A part that computes each token by itself; one with experts says how tokens get to them."""
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
@@ -278,7 +278,7 @@ class FeedForward(Part):
         """Rows of this rank's experts that buffers have room for."""
         return 0
 
-    def exchange(self, batch: MicroBatch) -> TokenExchange | None:
+    def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
         """What ranks send each other on the tokens' way to experts, and once more on the way back."""
         return None
 

@@ -18,7 +18,7 @@ from megafp8.distributed.sharding import Init
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.models.context import BuildContext
-from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.costs import KernelWork, MicroBatch
 from megafp8.models.mixer import FeedForward
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.ops.mlp import mlp
@@ -79,11 +79,14 @@ class MLP(FeedForward):
     def activation_bytes(self, batch: MicroBatch) -> int:
         return batch.tokens * (self.up.state.site.outputs + self.down.state.site.inputs) * batch.element
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """The activation."""
-        passes, of_input = 1 if self.activation.fused else 2, batch.tokens * self.up.state.site.outputs * batch.element
+        passes, input_bytes = (
+            1 if self.activation.fused else 2,
+            batch.tokens * self.up.state.site.outputs * batch.element,
+        )
         forward = self.activation_bytes(batch)
-        return Work(passes * forward, passes * (forward + of_input))
+        return KernelWork(passes * forward, passes * (forward + input_bytes))
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """The gradients of the activation's output and input, and of the MLP's input, of all tokens.
@@ -91,8 +94,8 @@ class MLP(FeedForward):
         That of the activation's input is FP8 in both orientations if it is fused with the cast.
         """
         up, down = self.up.state, self.down.state
-        of_input = 2 if up.plan.grad_output == "fused" else batch.element
-        widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * of_input
+        input_element = 2 if up.plan.grad_output == "fused" else batch.element
+        widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * input_element
         return batch.tokens * widths
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:

@@ -36,7 +36,7 @@ from megafp8.config import MlpConfig, MoeFfnConfig
 from megafp8.config.activations import ACTIVATIONS
 from megafp8.distributed import collectives
 from megafp8.distributed.sharding import Init, shard_dim, unsharded
-from megafp8.expert_parallel.exchange import exchange
+from megafp8.expert_parallel.exchange import plan_dispatch
 from megafp8.expert_parallel.own_rows import MARGIN, RowBound, own_rows
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.linear.autograd import once_differentiable
@@ -46,7 +46,7 @@ from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.linear.linear import high_precision_linear, linear
 from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import MicroBatch, TokenExchange, Work, fp8_bytes
+from megafp8.models.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
 from megafp8.models.mixer import FeedForward, Tokens
 from megafp8.models.mlp import MLP
 from megafp8.models.norms import Norm, block_norm, normalized
@@ -76,16 +76,20 @@ class Experts(nn.Module):
         count, h, f = record.num_experts // ranks, record.latent_size or model.hidden_size, record.width
         self.kind, self.activation = record.activation, ACTIVATIONS[record.activation]
         self.batch_invariant = context.batch_invariant
-        self.own = own = range(rank * count, (rank + 1) * count)
+        self.local_experts = local_experts = range(rank * count, (rank + 1) * count)
         first = ("gate", "up") if self.activation.gated else ("up",)
-        into = [shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in own for layer in first]
-        out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in own]
+        into = [
+            shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in local_experts for layer in first
+        ]
+        out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in local_experts]
         fuses: Literal["per_tensor or blocks", "none"] = "per_tensor or blocks" if self.activation.fused else "none"
         between = Neighbor(self.kind, fuses, f"{self.kind} has no fused kernel")
         weighted, sent = "their rows are multiplied by weights first", "their outputs are sent to other ranks"
         before = Neighbor("permutation", "none" if record.scale_inputs else "any", weighted)
         after = Neighbor("sum over experts", "any" if context.gathers_tokens else "none", sent)
-        up_names, down_names = ([f"{name}.{e}.{layer}" for e in own] for layer in (self.activation.up_layer, "down"))
+        up_names, down_names = (
+            [f"{name}.{e}.{layer}" for e in local_experts] for layer in (self.activation.up_layer, "down")
+        )
         biased = model.linear_bias
         up_width = self.activation.up_width(f) // parts
         self.up_state = self._state(
@@ -94,20 +98,20 @@ class Experts(nn.Module):
         self.down_state = self._state(
             down_names, (f // parts, h), context, parallel="row", before=between, after=after, adds_bias=biased
         )
-        of_experts = {"replicated_over_tp": False, "expert": True}
-        self.up = new_parameter(context, into, Init("normal", model.hidden_init_std), matrix=True, **of_experts)
+        spec = {"replicated_over_tp": False, "expert": True}
+        self.up = new_parameter(context, into, Init("normal", model.hidden_init_std), matrix=True, **spec)
         into_stream = record.latent_size is None
         std = model.output_init_std if into_stream else model.hidden_init_std
-        self.down = new_parameter(context, out_of, Init("normal", std), matrix=True, **of_experts)
+        self.down = new_parameter(context, out_of, Init("normal", std), matrix=True, **spec)
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if biased:
             assert parts == 1
-            zeros, of_experts = Init("zeros"), of_experts | {"weight_decay": False}
-            into = [x for e in own for layer in first for x in unsharded(f"{name}.{e}.{layer}.bias", (f,))]
-            out_of = [x for e in own for x in unsharded(f"{name}.{e}.down.bias", (h,))]
-            self.up_bias = new_parameter(context, into, zeros, **of_experts)
-            self.down_bias = new_parameter(context, out_of, zeros, **of_experts)
+            zeros, spec = Init("zeros"), spec | {"weight_decay": False}
+            into = [x for e in local_experts for layer in first for x in unsharded(f"{name}.{e}.{layer}.bias", (f,))]
+            out_of = [x for e in local_experts for x in unsharded(f"{name}.{e}.down.bias", (h,))]
+            self.up_bias = new_parameter(context, into, zeros, **spec)
+            self.down_bias = new_parameter(context, out_of, zeros, **spec)
 
     @staticmethod
     def _state(names: Sequence[str], size: tuple[int, int], context: BuildContext, **site: Any) -> GroupState:
@@ -311,17 +315,17 @@ class MoE(FeedForward):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes by tensor if the load is even."""
-        moe, own, e, w = self.router.moe, self.experts, batch.element, batch.statistic
+        moe, experts, e, w = self.router.moe, self.experts, batch.element, batch.statistic
         up, down, rows, count = (
-            own.up_state.states[0],
-            own.down_state.states[0],
+            experts.up_state.states[0],
+            experts.down_state.states[0],
             self.reserved_rows(batch),
-            len(own.own),
+            len(experts.local_experts),
         )
         saved = {} if self.shared is None else self.shared.mlp.saved(batch)
         # The router's input is the norm's output, which a shared expert may save, too.
-        of_shared = None if self.shared is None else self.shared.mlp.up.state.plan.saved
-        shares_input = of_shared == "high" and batch.tokens == batch.own_tokens and self.norms is None
+        shared_form = None if self.shared is None else self.shared.mlp.up.state.plan.saved
+        shares_input = shared_form == "high" and batch.tokens == batch.own_tokens and self.norms is None
 
         def kept_input(state: LinearState) -> int:
             if state.plan.saved == "high":
@@ -331,12 +335,12 @@ class MoE(FeedForward):
 
         n = moe.num_experts
         hidden = self.router.weight.shape[1]
-        of_token = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
-        of_token += moe.top_k * (8 + w)  # indices and weights of experts
-        of_token += (1 + moe.top_k) * w * moe.normalize
+        token_bytes = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
+        token_bytes += moe.top_k * (8 + w)  # indices and weights of experts
+        token_bytes += (1 + moe.top_k) * w * moe.normalize
         aux = batch.sequences * (1 + n) * w * (self.router.aux_loss > 0)
         return saved | {
-            "router": batch.own_tokens * of_token + aux + 8 * (2 * n + 3),
+            "router": batch.own_tokens * token_bytes + aux + 8 * (2 * n + 3),
             "latent sums of experts": 0 if self.latent_up is None else batch.own_tokens * self.width * e,
             "rows of experts": 8 * rows,  # int64 indices
             "expert input": kept_input(up),
@@ -345,7 +349,7 @@ class MoE(FeedForward):
             "expert output": rows * down.site.outputs * e,
             "unscaled expert input": (rows * (up.site.inputs * e + 8) + batch.own_tokens * moe.top_k * w)
             * moe.scale_inputs,
-            "experts of rows": 0 if own.up_bias is None else rows * count * e,
+            "experts of rows": 0 if experts.up_bias is None else rows * count * e,
             "expert sizes": 0 if up.plan.fp8 else 4 * count,
             "inputs and outputs of norms": self._saved_norms(batch),
         }
@@ -361,15 +365,15 @@ class MoE(FeedForward):
         """What the shared expert's activation reads and writes; that of experts is not recomputed."""
         return 0 if self.shared is None else self.shared.mlp.activation_bytes(batch)
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Activations, the router's small kernels, and the permutation of rows there and back."""
         up, down = self.experts.up_state.states[0].site, self.experts.down_state.states[0].site
         element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
         forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
-        experts = Work(forward, forward + element_rows * up.outputs, kernels=10)
+        experts = KernelWork(forward, forward + element_rows * up.outputs, kernels=10)
         if self.norms is not None:  # with the router's
             moved = 3.0 * 5 * batch.own_tokens * self.router.weight.shape[1] * batch.element
-            experts += Work(moved, 1.5 * moved, 12)
+            experts += KernelWork(moved, 1.5 * moved, 12)
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
@@ -381,13 +385,13 @@ class MoE(FeedForward):
         """Three products of bf16 make one of fp32."""
         return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.num_experts)]
 
-    def exchange(self, batch: MicroBatch) -> TokenExchange | None:
+    def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
         ranks = collectives.size(self.group)
         if ranks == 1:
             return None
         tokens = batch.own_tokens * self.width * batch.element
         received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
-        return TokenExchange(ranks, tokens, received, self.gathers_tokens)
+        return DispatchTraffic(ranks, tokens, received, self.gathers_tokens)
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
         ids_bs = None if self.router.table is None else tokens.ids_bs
@@ -407,8 +411,8 @@ class MoE(FeedForward):
         assert isinstance(x_sbh, Tensor)
         x_nh, tokens = x_sbh.flatten(0, 1), RoutedTokens() if inputs is None else inputs
         # One tensor where they read what the router reads: autograd then adds their gradients first, in one pass less.
-        of_experts_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
-        x_nl = of_experts_nh if self.latent_down is None else self.latent_down(of_experts_nh)
+        expert_x_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
+        x_nl = expert_x_nh if self.latent_down is None else self.latent_down(expert_x_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
         finish = run(x_nh, x_nl, x_sbh.shape[1], tokens)
         shared = None
@@ -440,9 +444,9 @@ class MoE(FeedForward):
         # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
         weights = gather_from_sequence_parallel(routing.weights, self.group)
         permutation, ends_e = own_rows(
-            chosen, self.num_experts, self.experts.own, self.row_bound, self.name, drops=self.drops
+            chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name, drops=self.drops
         )
-        groups = RowGroups.of(ends_e, len(permutation.order))
+        groups = RowGroups.from_ends(ends_e, len(permutation.order))
         handoff = self.experts.grad_handoff(x, groups)
         rows_ml: Tensor | LinearInput
         if self.router.moe.scale_inputs:
@@ -462,14 +466,14 @@ class MoE(FeedForward):
         assert self.group is not None
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         permutation, ends_e = by_expert(routing.experts, self.num_experts)
-        between = exchange(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
+        between = plan_dispatch(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
         if self.drops:
             permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
         if self.router.moe.scale_inputs:
             rows_ml, weights = self._scaled(x_nl, routing.weights, permutation)
         else:
             rows_ml, weights = permute(x_nl, permutation), routing.weights
-        groups = RowGroups.of(between.ends_e, sum(between.received))
+        groups = RowGroups.from_ends(between.ends_e, sum(between.received))
         own_rows_ml = between.to_experts(rows_ml, self.experts.input_format(rows_ml, groups))
         y_nl = combine(between.to_tokens(self.experts(own_rows_ml, groups)), weights, permutation)
         return lambda: y_nl

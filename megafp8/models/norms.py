@@ -106,7 +106,7 @@ class Norm(nn.Module):
         return Neighbor(which, "any") if self.fused else Neighbor(which, "none", f"{which} has no fused kernel")
 
 
-class RMSNorm(Norm):
+class RMSNormPart(Norm):
     """`x / √(mean of squares + eps) · weight`."""
 
     statistics = 1
@@ -116,7 +116,7 @@ class RMSNorm(Norm):
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
 
 
-class LayerNorm(Norm):
+class LayerNormPart(Norm):
     """`(x - mean) / √(variance + eps) · weight + bias`."""
 
     statistics = 2
@@ -126,7 +126,7 @@ class LayerNorm(Norm):
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
-NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart}
 """By `model.normalization`."""
 
 
@@ -201,10 +201,10 @@ class RMSNorms(Function):
         q, k, q_weight, k_weight, *inverse_rms = ctx.saved_tensors
         xs, weights = (q, k), (q_weight, k_weight)
         # Of y = r·x·w: the gradient of r reaches every channel of the token, on all ranks.
-        of_normed = [g.to(ctx.compute) * w.view(g.shape[-2:]) for g, w in zip(dy, weights, strict=True)]
-        sums = _sums(ctx, list(zip(of_normed, xs, strict=True)))
+        dnormed = [g.to(ctx.compute) * w.view(g.shape[-2:]) for g, w in zip(dy, weights, strict=True)]
+        sums = _sums(ctx, list(zip(dnormed, xs, strict=True)))
         dx, dw = [], []
-        for x, g, dn, r, total, size, w in zip(xs, dy, of_normed, inverse_rms, sums, ctx.sizes, weights, strict=True):
+        for x, g, dn, r, total, size, w in zip(xs, dy, dnormed, inverse_rms, sums, ctx.sizes, weights, strict=True):
             dx.append((r * dn - r.pow(3) * (total / size) * x).to(x.dtype))
             dw.append((g.to(ctx.compute) * x * r).flatten(0, -3).sum(dim=0).flatten().to(w.dtype))
         return *dx, *dw, None, None, None

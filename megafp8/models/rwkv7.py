@@ -35,7 +35,7 @@ from megafp8.linear.linear import linear
 from megafp8.linear.state import LinearState
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.costs import KernelWork, MicroBatch
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.recurrent import RecurrentMixer
@@ -195,13 +195,13 @@ class Rwkv7(RecurrentMixer):
             "proj input": batch.saved_input(self.proj.state),
         }
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Reads and writes of PyTorch's operations: six shifted inputs, and a chunk's products of channels."""
         shifted = 21 * batch.own_tokens * self.shift.shape[1] * batch.element
         of_channel = (22 * CHUNK + 60) * max(4, batch.element)
         moved = shifted + batch.tokens * self.heads * self.d * of_channel
         chunks = -(-batch.length // CHUNK)
-        return Work(moved, 2.0 * moved, kernels=70 + 9 * chunks, more_in_backward=100 + 18 * chunks)
+        return KernelWork(moved, 2.0 * moved, kernels=70 + 9 * chunks, more_in_backward=100 + 18 * chunks)
 
     @property
     def rule_flops(self) -> float:

@@ -17,7 +17,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.models.attention import ATTENTION
 from megafp8.models.context import BuildContext
-from megafp8.models.costs import MicroBatch, Work
+from megafp8.models.costs import KernelWork, MicroBatch
 from megafp8.models.mixer import RecurrentInputs
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.models.recurrent import ConvolvedMixer, short_convolution
@@ -83,20 +83,20 @@ class ShortConvolution(ConvolvedMixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        of_channels = batch.tokens * len(self.convolution) * batch.element
+        channel_bytes = batch.tokens * len(self.convolution) * batch.element
         return {
             "bcx input": batch.saved_input(self.projection.state),
-            "b, c, x": 3 * of_channels,
-            "convolution's input": of_channels,
-            "convolution's output": of_channels,
+            "b, c, x": 3 * channel_bytes,
+            "convolution's input": channel_bytes,
+            "convolution's output": channel_bytes,
             "proj input": batch.saved_input(self.proj.state),
         }
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Passes over channels: 6 of the two gates, and 3 and more for each token that the convolution sees."""
         n, _, k = self.convolution.shape
         moved = batch.tokens * n * (9 + 5 * (k - 1)) * batch.element
-        return Work(moved, 3 * moved, kernels=5 + 2 * k, more_in_backward=5 + 4 * k)
+        return KernelWork(moved, 3 * moved, kernels=5 + 2 * k, more_in_backward=5 + 4 * k)
 
     @property
     def rule_flops(self) -> float:

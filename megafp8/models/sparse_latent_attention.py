@@ -31,10 +31,10 @@ from megafp8.distributed.sharding import Init, shard_dim, unsharded
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.models.context import BuildContext, new_parameter, replicated_parameter
-from megafp8.models.costs import AttentionWork, MicroBatch, Work, pairs_of
+from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.models.latent_attention import LatentAttention
 from megafp8.models.mixer import AttendToKeys, TokenCache, Tokens
-from megafp8.models.norms import LayerNorm, normalized
+from megafp8.models.norms import LayerNormPart, normalized
 from megafp8.models.recompute import KEEP_ALL, BlockMemory
 from megafp8.numerics.sparse_attention_reference import Index, wide
 from megafp8.ops.rotary import rotate_heads, rotated_neighbors
@@ -93,7 +93,7 @@ class SparseLatentAttention(LatentAttention):
         )
         parts = {"index_k": record.index_head_dim, "index_weights": record.index_heads}
         self.index_kw, self.index_kw_state = product("index_down", parts, h)
-        self.index_k_norm = LayerNorm(
+        self.index_k_norm = LayerNormPart(
             f"{name}.index_k_norm", record.index_head_dim, context, eps=_INDEX_NORM_EPS,
             sees_a_slice=context.sequence_sharded,
         )  # fmt: skip
@@ -152,16 +152,16 @@ class SparseLatentAttention(LatentAttention):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes by tensor."""
-        m, own, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
+        m, own_tokens, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
         heads, d, q_rank = self.sparse.index_heads, self.sparse.index_head_dim, self.ranks[0]
-        shares_latent = q_up.plan.saved == "high" and m == own
+        shares_latent = q_up.plan.saved == "high" and m == own_tokens
         saved = {
-            "latents' input": own * self.down_state.site.inputs * e,
-            "latents": own * sum(self._latents) * e,
-            "index keys before their norm": own * (d + heads) * e,
-            "statistics of norms": 4 * own * batch.statistic,
+            "latents' input": own_tokens * self.down_state.site.inputs * e,
+            "latents": own_tokens * sum(self._latents) * e,
+            "index keys before their norm": own_tokens * (d + heads) * e,
+            "statistics of norms": 4 * own_tokens * batch.statistic,
             "q_up input": batch.saved_input(q_up),
-            "index_q input": 0 if shares_latent else own * q_rank * e,
+            "index_q input": 0 if shares_latent else own_tokens * q_rank * e,
             "q": m * self.heads * (self.n + self.r) * e,
             "latents and rotary keys": m * (self.ranks[1] + self.r) * e,
             "index queries and keys": m * (heads + 1) * d * e,
@@ -172,12 +172,12 @@ class SparseLatentAttention(LatentAttention):
             saved["chosen tokens"] = m * self.attend.top_k * 4
         return saved
 
-    def work(self, batch: MicroBatch) -> Work:
+    def work(self, batch: MicroBatch) -> KernelWork:
         """Rotation of queries and keys, and reads and writes of index scores."""
         channels = self.heads * (self.n + self.r) + (self.sparse.index_heads + 1) * self.sparse.index_head_dim
         moved = 4 * batch.tokens * channels * batch.element
         scores = 0.0 if self.sparse.warmup else 6 * self._scored(batch) * batch.tokens * 4
-        return Work(moved + scores, moved)
+        return KernelWork(moved + scores, moved)
 
     def _scored(self, batch: MicroBatch) -> float:
         """Keys that this rank scores for a query, on average."""

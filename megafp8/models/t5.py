@@ -106,7 +106,7 @@ class CrossAttention(nn.Module):
         q_size, kv_size = record.num_attention_heads * record.channels, record.groups * record.channels
         common = context.linear_options() | {"bias": model.linear_bias}
         init = Init("normal", model.hidden_init_std)
-        of_encoder = replace(context, tokens=context.encoder_tokens)
+        encoder_context = replace(context, tokens=context.encoder_tokens)
         self.query = ColumnParallelLinear(
             f"{name}.q",
             model.hidden_size,
@@ -121,7 +121,7 @@ class CrossAttention(nn.Module):
             2 * kv_size,
             parts={f"{name}.k": kv_size, f"{name}.v": kv_size},
             init=init,
-            site=of_encoder.site(before=ENCODER, after=ATTENTION),
+            site=encoder_context.site(before=ENCODER, after=ATTENTION),
             **common,
         )
         self.proj = RowParallelLinear(
@@ -141,15 +141,15 @@ class CrossAttention(nn.Module):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes by tensor; what layers share of the encoder's output is counted for each."""
         states = [self.query.state, self.key_value.state, self.proj.state]
-        of_encoder = batch.tokens_of(states[1].site) * states[1].site.outputs
+        encoder_elements = batch.tokens_of(states[1].site) * states[1].site.outputs
         saved = {
             "cross inputs": sum(map(batch.saved_input, states)),
-            "cross q, k, v": (batch.tokens * self.heads * self.channels + of_encoder) * batch.element,
+            "cross q, k, v": (batch.tokens * self.heads * self.channels + encoder_elements) * batch.element,
         }
         if not self.recompute:
             shares_output = states[2].plan.saved == "high"
-            of_head = batch.statistic + (0 if shares_output else self.channels * batch.element)
-            saved["cross output and log-sums"] = batch.tokens * self.heads * of_head
+            head_bytes = batch.statistic + (0 if shares_output else self.channels * batch.element)
+            saved["cross output and log-sums"] = batch.tokens * self.heads * head_bytes
         return saved
 
     def attention(self, batch: MicroBatch) -> AttentionWork:
@@ -180,11 +180,11 @@ class DecoderBlock(SequentialBlock):
         norm = self.cross_norm.neighbor()
         name = f"{name}.cross_attention"
         self.cross = CrossAttention(name, self.mixer.record, model, context, input=norm, memory=memory)
-        self.cross_branch_dropout = DropoutStream.of(model.hidden_dropout, context.seed, name)
+        self.cross_branch_dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, name)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        own = {"cross residual stream": self._stream(batch)}
-        return {**super().saved(batch), **own, **self.cross.saved(batch)}
+        nbytes = {"cross residual stream": self._stream(batch)}
+        return {**super().saved(batch), **nbytes, **self.cross.saved(batch)}
 
     @property
     def _norms(self) -> list[Norm]:
@@ -201,11 +201,11 @@ class DecoderBlock(SequentialBlock):
         assert self.mlp_norm is not None
         x_sbh, normed = self.attention_norm.residual(x_sbh, branch_sbh, self.mixer.input_format, dropout)
         attention = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
-        own = self.attention_branch_dropout.at(inputs.places)
-        x_sbh, normed = self.cross_norm.residual(x_sbh, attention, self.cross.input_format, own)
+        branch_dropout = self.attention_branch_dropout.at(inputs.places)
+        x_sbh, normed = self.cross_norm.residual(x_sbh, attention, self.cross.input_format, branch_dropout)
         cross = self.cross(normed, inputs.encoder_sbh, inputs.samples_b)
-        own = self.cross_branch_dropout.at(inputs.places)
-        x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.ffn.input_format, own)
+        branch_dropout = self.cross_branch_dropout.at(inputs.places)
+        x_sbh, normed = self.mlp_norm.residual(x_sbh, self._output(cross, None), self.ffn.input_format, branch_dropout)
         return x_sbh, self._output(self.ffn(normed, inputs.ffns[self.index]), None)
 
 
@@ -272,7 +272,7 @@ class T5Stage(GPTStage):
         self.encoder_norm = EncoderNorm(model, context) if ends else None
         self.biases = RelativeBiases(model, context) if self.embedding is not None else None
         self.encoder_dropout, self.decoder_dropout = (
-            DropoutStream.of(model.hidden_dropout, context.seed, f"{stack}.embedding")
+            DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{stack}.embedding")
             for stack in ("encoder", "decoder")
         )
 
@@ -321,21 +321,27 @@ class T5Stage(GPTStage):
             stream_sbh, rows_sbh = x_sbh.split([s // t + d // t, self._bias_rows(b)])
             biases = rows_sbh.flatten()[: math.prod(self._biases_shape)].view(self._biases_shape)
         x_dbh, encoder_sbh = stream_sbh.split([d // t, s // t])
-        of_encoder, of_decoder = (self._places(length, None, samples_b) for length in (s, d))
+        encoder_places, decoder_places = (self._places(length, None, samples_b) for length in (s, d))
         if self.embedding is not None:
-            x_dbh = dropouts.add(None, x_dbh, self.decoder_dropout.at(of_decoder))
-            encoder_sbh = dropouts.add(None, encoder_sbh, self.encoder_dropout.at(of_encoder))
+            x_dbh = dropouts.add(None, x_dbh, self.decoder_dropout.at(decoder_places))
+            encoder_sbh = dropouts.add(None, encoder_sbh, self.encoder_dropout.at(encoder_places))
         branch_dbh: Tensor | None = None
         dropout: Dropout | None = None
         encoder, decoder = slice(self.encoder_blocks), slice(self.encoder_blocks, None)
         with fastest_backends():
             if self.encoder_blocks:
                 tokens = self._tokens(biases[0], s, samples_b, bidirectional=True)
-                encoder_sbh = self._encode(encoder_sbh, self.inputs_of(tokens, of_encoder, encoder))
+                encoder_sbh = self._encode(encoder_sbh, self.inputs_of(tokens, encoder_places, encoder))
             if self.encoder_blocks < len(self.blocks):
                 tokens = self._tokens(biases[1], d, samples_b, bidirectional=False)
-                own = self.inputs_of(tokens, of_decoder, decoder)
-                inputs = DecoderInputs(own.mixers, own.ffns, of_decoder, encoder_sbh=encoder_sbh, samples_b=samples_b)
+                decoder_inputs = self.inputs_of(tokens, decoder_places, decoder)
+                inputs = DecoderInputs(
+                    decoder_inputs.mixers,
+                    decoder_inputs.ffns,
+                    decoder_places,
+                    encoder_sbh=encoder_sbh,
+                    samples_b=samples_b,
+                )
                 x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, decoder)
                 dropout = self._branch_dropout(inputs)
             if self.head is not None:

@@ -184,7 +184,7 @@ class DotProductAttention(nn.Module):
                 f"not have the {self.heads} and {self.groups} heads of this rank"
             )
         q, k, v = (sequence_first(x, form) for x in (query_layer, key_layer, value_layer))
-        given = _Given(
+        arguments = _Given(
             module=self,
             kind=mask_type(self, chosen(attn_mask_type, self.attn_mask_type)),
             window=chosen(window_size, self.window_size),
@@ -197,8 +197,8 @@ class DotProductAttention(nn.Module):
             cu_k_padded=cu_seqlens_kv_padded if pad_between_seqs is not False else None,
         )
         (s, b), t = q.shape[:2], k.shape[0]  # len() would be a constant of an exported graph
-        mask = given.attention_mask(s, t, b, q.device)
-        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, given, s, t, q)
+        mask = arguments.attention_mask(s, t, b, q.device)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, arguments, s, t, q)
         scores = Scores(
             scale=self.softmax_scale,
             softcap=chosen(softcap, self.softcap) or None,
@@ -208,7 +208,7 @@ class DotProductAttention(nn.Module):
         sink = self.softmax_offset
         if self.softmax_type == "off-by-one":
             sink = torch.zeros(self.heads, device=q.device)
-        if in_onnx_export() and (given.packed or scores.dropout is not None):
+        if in_onnx_export() and (arguments.packed or scores.dropout is not None):
             what = "attention_dropout" if scores.dropout is not None else "qkv_format thd"
             raise ValueError(
                 f"DotProductAttention: {what} cannot be exported to ONNX; a model in evaluation, with sbhd or bshd, can"
@@ -217,7 +217,7 @@ class DotProductAttention(nn.Module):
             y = recomputed(_core, q, k, v, mask, sink, scores, use_reentrant=False, preserve_rng_state=False)
         else:
             y = _core(q, k, v, mask, sink, scores)
-        return in_format(given.without_padding(y), form).flatten(-2)
+        return in_format(arguments.without_padding(y), form).flatten(-2)
 
     def _dropout(self, q_sbad: Tensor) -> AttentionDropout | None:
         """Numbers of this call's dropout: one for each sample, of the device's generator, which CUDA graphs replay."""

@@ -34,7 +34,7 @@ from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.model_init import current_model_init
 from megafp8.fp8.onnx import QdqLinear, exported
 from megafp8.fp8.standalone import StandaloneLayers, StandaloneLinear
-from megafp8.fp8.weight import Fp8Weight, WeightFormat, attributes_of, converting_modules
+from megafp8.fp8.weight import Fp8Weight, Fp8WeightFormat, attributes_of, converting_modules
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
 from megafp8.linear.fusion import LinearInput
@@ -135,7 +135,7 @@ class Module(nn.Module):
         self.name = name
         self.model_init = current_model_init()
         self._inits: dict[str, _Init] = {}
-        self._fp8_formats: dict[str, WeightFormat] = {}  # of the parameters that are `Fp8Weight`s
+        self._fp8_formats: dict[str, Fp8WeightFormat] = {}  # of the parameters that are `Fp8Weight`s
         self._gemms: list[Gemm] = []
         self.fp8_layers: StandaloneLayers | None = None
 
@@ -206,7 +206,7 @@ class Module(nn.Module):
             init(values)
             setattr(self, name, values if how is None else self._fp8_weight(old, values, how))
 
-    def _fp8_weight(self, old: Tensor, values: nn.Parameter, how: WeightFormat) -> Fp8Weight:
+    def _fp8_weight(self, old: Tensor, values: nn.Parameter, how: Fp8WeightFormat) -> Fp8Weight:
         """The weight `old` with new `values`: the same object where it is in FP8 already."""
         weight: Any = old
         if isinstance(old, Fp8Weight) and not old.is_meta:
@@ -409,7 +409,7 @@ class Gemm:
         if parallel is not None and group is not None and group is not self._group:
             self._group = group
             overlap = default_overlap(group, sequence_parallel=self.site.sequence_parallel)
-            self._comm = TPComm.of(parallel, overlap)
+            self._comm = TPComm.from_overlap(parallel, overlap)
         return self._comm
 
     @contextmanager

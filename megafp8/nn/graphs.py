@@ -112,7 +112,7 @@ def make_graphed_callables(
     if not isinstance(modules, tuple):
         sample_args, sample_kwargs = (sample_args,), None if sample_kwargs is None else (sample_kwargs,)  # type: ignore[assignment]
     on = _either("enabled", enabled, fp8_enabled) or False
-    given = (
+    options = (
         _either("calibrating", calibrating, fp8_calibrating) or False,
         _either("recipe", recipe, fp8_recipe),
         _either("amax_reduction_group", amax_reduction_group, fp8_group),
@@ -122,7 +122,7 @@ def make_graphed_callables(
         several,
         sample_args,
         ({},) * len(several) if sample_kwargs is None else sample_kwargs,  # type: ignore[arg-type]
-        [Precision.of(each, *given) for each in (on if isinstance(on, tuple) else (on,) * len(several))],
+        [Precision.from_settings(each, *options) for each in (on if isinstance(on, tuple) else (on,) * len(several))],
         num_warmup_iters,
         allow_unused_input=allow_unused_input,
     )
@@ -213,7 +213,9 @@ class Precision(NamedTuple):
     group: ProcessGroup | None
 
     @classmethod
-    def of(cls, enabled: bool, calibrating: bool, recipe: Fp8Recipe | None, group: ProcessGroup | None) -> Precision:
+    def from_settings(
+        cls, enabled: bool, calibrating: bool, recipe: Fp8Recipe | None, group: ProcessGroup | None
+    ) -> Precision:
         """Without what has no effect."""
         if not (enabled or calibrating):
             return cls(False, False, None, None)
@@ -222,7 +224,7 @@ class Precision(NamedTuple):
     @classmethod
     def now(cls) -> Precision:
         context = current()
-        return cls.of(context.enabled, context.calibrating, context.recipe, context.group)
+        return cls.from_settings(context.enabled, context.calibrating, context.recipe, context.group)
 
     def __str__(self) -> str:
         if not (self.enabled or self.calibrating):
@@ -248,10 +250,10 @@ class Arguments:
         """ValueError unless `given` can take this sample's place."""
         if given.spec != self.spec:
             raise ValueError(f"{name}: it takes the arguments of its sample, {self.spec}, and was given {given.spec}")
-        for own, other in zip(self._kinds, given._kinds, strict=True):
-            if own is not other and own != other:
+        for kind, other in zip(self._kinds, given._kinds, strict=True):
+            if kind is not other and kind != other:
                 raise ValueError(
-                    f"{name}: an argument is {_described(other)}, and that of its sample {_described(own)}; CUDA "
+                    f"{name}: an argument is {_described(other)}, and that of its sample {_described(kind)}; CUDA "
                     "graphs take the sample's shapes, dtypes, device and requires_grad, and its values of what is no "
                     "tensor"
                 )
@@ -276,7 +278,7 @@ class GraphedModule:
     def __init__(self, module: nn.Module, name: str, sample: Arguments, precision: Precision) -> None:
         self.module, self.name, self.sample, self.precision = module, name, sample, precision
         self.takes_first_microbatch = False
-        self.own = _OwnForward(module)
+        self.eager = _OwnForward(module)
         self.modules = list(module.modules())
         self.linears = [
             (each, linear)
@@ -296,19 +298,19 @@ class GraphedModule:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = Arguments(args, kwargs)
+        arguments = Arguments(args, kwargs)
         trains = self.module.training and torch.is_grad_enabled()
-        if not (trains and any(x.requires_grad for x in chain(given.tensors, self.parameters()))):
-            return self.own(*args, **kwargs)
+        if not (trains and any(x.requires_grad for x in chain(arguments.tensors, self.parameters()))):
+            return self.eager(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(f"{self.name} is recomputed in backward, which a graph is not; checkpoint parts within it")
-        self.sample.check(given, self.name)
+        self.sample.check(arguments, self.name)
         self._check_context()
         self.begin_forward()
         replays = self.together.replays_of(self) if self.settled else None
         if replays is None:
             return self._run_eagerly(args, kwargs)
-        outputs = _Replay.apply(replays, kwargs.get(FIRST_MICROBATCH), *given.tensors, *replays.parameters)
+        outputs = _Replay.apply(replays, kwargs.get(FIRST_MICROBATCH), *arguments.tensors, *replays.parameters)
         return tree_unflatten(list(outputs), replays.output_spec)
 
     def begin_forward(self) -> None:
@@ -332,7 +334,7 @@ class GraphedModule:
         self._autocast_dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = self.own(*args, **kwargs)
+        outputs = self.eager(*args, **kwargs)
         key = self.key()
         if key != self._warmed_with:
             self.warm_passes, self._warmed_with = 0, key
@@ -515,18 +517,18 @@ class Replays:
     def record_forward(self) -> None:
         """Record the forward pass."""
         module = self.module
-        names = {p: name for name, p in module.own.named_parameters()}
+        names = {p: name for name, p in module.eager.named_parameters()}
         aliases: dict[str, Tensor] = {names[p]: alias for p, alias in zip(self.parameters, self._aliases, strict=True)}
 
         def forward() -> None:
             self._leaves = [
-                own.detach().requires_grad_(x.requires_grad)
-                for own, x in zip(self._inputs, module.sample.tensors, strict=True)
+                buffer.detach().requires_grad_(x.requires_grad)
+                for buffer, x in zip(self._inputs, module.sample.tensors, strict=True)
             ]
             args, kwargs = module.sample.with_tensors(self._leaves)
             if module.takes_first_microbatch:
                 kwargs[FIRST_MICROBATCH] = False
-            outputs, self.output_spec = tree_flatten(functional_call(module.own, aliases, args, kwargs))
+            outputs, self.output_spec = tree_flatten(functional_call(module.eager, aliases, args, kwargs))
             for output in outputs:
                 if not isinstance(output, Tensor):
                     raise ValueError(f"{module.name} returns {output!r}; it must return tensors only")
@@ -542,15 +544,15 @@ class Replays:
     def record_backward(self, *, allow_unused_input: bool) -> None:
         """Record the backward pass."""
         wanted = [x for x in (*self._leaves, *self._aliases) if x.requires_grad]
-        found: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
 
         def backward() -> None:
             outputs = [y for y in self._outputs if y.requires_grad]
             with self.module.without_autocast():  # as training calls backward
-                found.extend(torch.autograd.grad(outputs, wanted, self._grad_outputs, allow_unused=True))
+                grads.extend(torch.autograd.grad(outputs, wanted, self._grad_outputs, allow_unused=True))
 
         self._backward = self._capture(backward)
-        rest = iter(found)
+        rest = iter(grads)
         self._grads = [next(rest) if x.requires_grad else None for x in (*self._leaves, *self._aliases)]
         self._sinks: list[Any] = []
         for x, grad in zip((*self._leaves, *self._aliases), self._grads, strict=True):

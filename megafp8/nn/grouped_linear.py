@@ -115,7 +115,7 @@ class GroupedLinear(Module):
         with autocast_input(inp) as x, self.experts.running(x.device, training=self.training) as state:
             x_mk = x.reshape(-1, x.shape[-1]).contiguous()
             sizes_e = torch.as_tensor(m_splits, dtype=torch.int32, device=x.device)
-            groups = RowGroups.of(sizes_e.cumsum(0, dtype=torch.int32), len(x_mk))
+            groups = RowGroups.from_ends(sizes_e.cumsum(0, dtype=torch.int32), len(x_mk))
             weight: Any = self.joined_parameters(self.weight_names)
             if state is not None:
                 check_fp8_dims(self, "each expert", (self.out_features, self.in_features))

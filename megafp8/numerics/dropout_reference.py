@@ -30,7 +30,7 @@ class TokenPlaces:
     sample_n: Tensor
 
     @classmethod
-    def of(cls, position_sb: Tensor, sample_b: Tensor) -> TokenPlaces:
+    def from_positions(cls, position_sb: Tensor, sample_b: Tensor) -> TokenPlaces:
         """The places of tokens `[s, b]`; positions may be `[s, 1]` where they are the same in all samples."""
         shape = (position_sb.shape[0], sample_b.shape[0])
         return cls(position_sb.expand(shape).flatten(), sample_b.expand(shape).flatten())
@@ -66,7 +66,7 @@ class DropoutStream:
     key: Key
 
     @classmethod
-    def of(cls, p: float, seed: int, name: str) -> DropoutStream:
+    def from_seed(cls, p: float, seed: int, name: str) -> DropoutStream:
         """Dropout of the layer `name` of a run with `seed`."""
         return cls(p, key_of(seed, name, "hidden_dropout"))
 

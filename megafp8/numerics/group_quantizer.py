@@ -22,7 +22,7 @@ from megafp8.numerics import groups
 from megafp8.numerics.groups import RowGroups
 from megafp8.numerics.quantizers import AmaxRecording, Quantizer, implementation
 from megafp8.numerics.recipes.base import RecipeQuantizer
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor
 
 ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
@@ -81,7 +81,9 @@ class GroupQuantizer:
     def _recorded_amaxes(self) -> Tensor:
         return together([q.recorded_amax for q in self._quantizers if q.recorded_amax is not None])
 
-    def __call__(self, source: Source, row_groups: RowGroups, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(
+        self, source: MatrixSource, row_groups: RowGroups, *, rowwise: bool, columnwise: bool
+    ) -> QuantizedTensor:
         first = self._first
         if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
@@ -122,9 +124,9 @@ class GroupQuantizer:
 
 @dataclass(frozen=True)
 class RowsQuantizer:
-    """`of_groups` for the rows of `row_groups`, as a `Quantizer`: for the operation before or after a layer."""
+    """`group_quantizer` for the rows of `row_groups`, as a `Quantizer`: for the operation before or after a layer."""
 
-    of_groups: GroupQuantizer
+    group_quantizer: GroupQuantizer
     row_groups: RowGroups
     per_tensor: ClassVar[bool] = False
     shard_alignment: ClassVar[int] = 1
@@ -132,5 +134,5 @@ class RowsQuantizer:
     def for_sharded_input(self, group: ProcessGroup) -> None:
         """Experts' rows are whole on their rank."""
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        return self.of_groups(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        return self.group_quantizer(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)

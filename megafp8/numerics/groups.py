@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import amax, block_amax, quantize, quantize_blocks
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
 
 ALIGNMENT = 128
@@ -49,7 +49,7 @@ class RowGroups:
         return ((sizes_e + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).cumsum(0, dtype=torch.int32)
 
     @classmethod
-    def of(cls, ends_e: Tensor, rows: int) -> RowGroups:
+    def from_ends(cls, ends_e: Tensor, rows: int) -> RowGroups:
         """`rows`: how many there are."""
         return cls(ends_e, (rows // ALIGNMENT + len(ends_e)) * ALIGNMENT)
 
@@ -72,13 +72,13 @@ def _rows_of(values_rc: Tensor, groups: RowGroups) -> Iterator[Tensor]:
     return (values_rc[rows] for rows in row_slices(groups.ends_e))
 
 
-def amax_of_groups(source: Source, groups: RowGroups) -> Tensor:
+def amax_of_groups(source: MatrixSource, groups: RowGroups) -> Tensor:
     """Largest magnitude of each expert's rows, fp32 `[e]`: 0 without rows, infinite where one is not finite."""
     return torch.stack([amax(rows) for rows in _rows_of(source.values(), groups)])
 
 
 def cast_groups(
-    source: Source, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
+    source: MatrixSource, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
     columnwise: bool, newest_amax_e: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
     """Each expert's rows by its scale; raises `newest_amax_e` to their amaxes.
@@ -97,8 +97,8 @@ def cast_groups(
 
 
 def cast_groups_rows(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
-    token_group: ProcessGroup | None,
+    source: MatrixSource, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool,
+    eps: float, token_group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
     """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any.
 
@@ -117,7 +117,14 @@ def cast_groups_rows(
 
 
 def cast_groups_1x128(
-    source: Source, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource,
+    fmt: Format,
+    groups: RowGroups,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    eps: float,
 ) -> QuantizedTensor:
     """Each expert's rows by blocks of 128 neighbours, and its columns by blocks that begin at its first row.
 

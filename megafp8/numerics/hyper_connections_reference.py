@@ -16,7 +16,7 @@ from torch import Tensor
 from megafp8.numerics.sources import wide
 
 
-class Rule(NamedTuple):
+class HyperConnectionRule(NamedTuple):
     """How weights are computed. `eps`: added to weights and sums; `norm_eps`: to the mean square."""
 
     streams: int
@@ -40,7 +40,7 @@ def project(x_rk: Tensor, fn_mk: Tensor, norm_eps: float) -> tuple[Tensor, Tenso
     return x @ wide(fn_mk).t() * inverse_r.unsqueeze(1), inverse_r
 
 
-def weights(products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: Rule) -> Weights:
+def weights(products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule) -> Weights:
     """`scale`: `[3]`, of pre, post and comb; of `collapse` `[1]`."""
     n, base, scale = rule.streams, wide(base_m), wide(scale)
     pre = (products_rm[:, :n] * scale[0] + base[:n]).sigmoid() + rule.eps
@@ -64,15 +64,15 @@ class WeightsGrad(NamedTuple):
 
 
 def weights_backward(
-    products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: Rule, grad: Weights
+    products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule, grad: Weights
 ) -> tuple[Tensor, WeightsGrad]:
     """`pre`, and the gradients of what `weights` reads."""
     products, base, factors = inputs = [x.detach().requires_grad_() for x in (products_rm, wide(base_m), wide(scale))]
     with torch.enable_grad():
-        found = weights(products, base, factors, rule)
-        used = [(y, dy) for y, dy in zip(found, grad, strict=True) if y.numel()]
+        made = weights(products, base, factors, rule)
+        used = [(y, dy) for y, dy in zip(made, grad, strict=True) if y.numel()]
         gradients = torch.autograd.grad([y for y, _ in used], inputs, [dy for _, dy in used])
-    return found.pre.detach(), WeightsGrad(*gradients)
+    return made.pre.detach(), WeightsGrad(*gradients)
 
 
 def read(x_rk: Tensor, pre_rn: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ def streams_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the streams, to which `passed_rk` is added, and of `fn`, wide."""
     x, scaled_rm = wide(x_rk), dproducts_rm * inverse_r.unsqueeze(1)
-    of_norm_r = (dproducts_rm * products_rm).sum(dim=1) * inverse_r.square() / x.shape[1]
+    norm_gradient_r = (dproducts_rm * products_rm).sum(dim=1) * inverse_r.square() / x.shape[1]
     dx = (pre_rn.unsqueeze(2) * wide(dy_rh).unsqueeze(1)).flatten(1) + scaled_rm @ wide(fn_mk)
-    dx = dx - of_norm_r.unsqueeze(1) * x
+    dx = dx - norm_gradient_r.unsqueeze(1) * x
     return (dx if passed_rk is None else dx + wide(passed_rk)).to(x_rk.dtype), scaled_rm.t() @ x
 
 

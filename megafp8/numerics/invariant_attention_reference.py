@@ -92,7 +92,7 @@ def _of_queries(
     start = origin + (start - origin) // KEYS * KEYS
     total = _empty(q_aid, v_gtw)
     for part in range((start - origin) // PART, -(-(stop - origin) // PART)):
-        of_part = _empty(q_aid, v_gtw)
+        partial = _empty(q_aid, v_gtw)
         part_start = origin + part * PART
         for n in range(max(start, part_start), min(stop, part_start + PART), KEYS):
             lacking = max(0, n + KEYS - t)
@@ -106,8 +106,8 @@ def _of_queries(
                 at = j - position_i[:, None] + (bias_ar.shape[1] - t)
                 x = x + bias_ar[:, at.clamp(0, bias_ar.shape[1] - 1)].to(x.dtype)
             x = x.masked_fill(~((j >= first_i[:, None]) & (j < end_i[:, None])), -math.inf)
-            of_part = _with_block(*of_part, x, v, heads)
-        total = _merged(*total, *of_part)
+            partial = _with_block(*partial, x, v, heads)
+        total = _merged(*total, *partial)
     largest, sums, o = total
     has_keys = sums > 0
     lse = torch.where(has_keys, largest + sums.log(), -math.inf)

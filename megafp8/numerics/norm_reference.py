@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm in plain PyTorch: the reference of `megafp8.kernels.norm`.
 
 (Zhang & Sennrich 2019, arXiv:1910.07467; Ba et al. 2016, arXiv:1607.06450.) Forward needs a row's statistics before any
-of the row can be scaled; the scaling itself is a `Source`, computed by the kernel that quantizes. The residual addition
-before a norm is part of it in both directions: statistics are taken from the sum, and the sum's gradient is the norm's
-plus the one that bypasses it.
+of the row can be scaled; the scaling itself is a `MatrixSource`, computed by the kernel that quantizes. The residual
+addition before a norm is part of it in both directions: statistics are taken from the sum, and the sum's gradient is
+the norm's plus the one that bypasses it.
 
 Elements are computed in fp32. Sums are float64 and rounded once, so the result does not depend on their order and is
 the same on every device.

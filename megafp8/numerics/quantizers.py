@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.numerics import reference
 from megafp8.numerics.implementations import kernels
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import QuantizedTensor
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Cast(Protocol):
     """Casts a source `[r, c]` to FP8: rowwise, and columnwise (`[c, r]`), whichever are asked for."""
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
 
 
 class Quantizer(Cast, Protocol):
@@ -93,7 +93,7 @@ class Calibrating(Protocol):
     def record(self, x: Tensor) -> None: ...
 
 
-def casts(source: Source) -> ModuleType:
+def casts(source: MatrixSource) -> ModuleType:
     """Return the implementation for `source`: `megafp8.kernels.quantize`, or `megafp8.numerics.reference`."""
     fused = source.device.type == "cuda" and source.dtype != torch.float64
     return kernels("quantize") if fused else reference
@@ -106,7 +106,7 @@ class KernelCast(Generic[T]):
     kernel: Callable[..., T]
     reference: Callable[..., T]
 
-    def __call__(self, source: Source, *args: Any, **options: Any) -> T:
+    def __call__(self, source: MatrixSource, *args: Any, **options: Any) -> T:
         cast = self.reference if source.dtype == torch.float64 else self.kernel
         return cast(source, *args, **options)
 

@@ -1,8 +1,8 @@
 """Inputs of a quantizer: a tensor, or a norm, activation or gradient that is computed while it is quantized.
 
-The output of a norm or an activation is read once more only to be quantized. So quantizers take a `Source`: the inputs
-of the computation, and its definition in PyTorch (`values`), which is the reference of the kernels. On CUDA one kernel
-computes a tile and quantizes it; elsewhere `values` is computed and quantized. In both cases the value that is
+The output of a norm or an activation is read once more only to be quantized. So quantizers take a `MatrixSource`: the
+inputs of the computation, and its definition in PyTorch (`values`), which is the reference of the kernels. On CUDA one
+kernel computes a tile and quantizes it; elsewhere `values` is computed and quantized. In both cases the value that is
 quantized is fp32: it is not rounded to bf16 first, and no bf16 copy is stored.
 
 The arithmetic is written out, operation by operation, because kernels must give the same bits: exponentials are powers
@@ -27,7 +27,7 @@ GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 GELU_CUBE = 0.044715 * GELU_SLOPE
 
 
-class Source(Protocol):
+class MatrixSource(Protocol):
     """A matrix `[r, c]` that can be computed from tensors of `dtype` on `device`."""
 
     kind: ClassVar[str]
@@ -209,7 +209,7 @@ class ZeroCenteredNormalized(Normalized):
     zero_centered = True
 
 
-class Activation(Plain):
+class ActivationSource(Plain):
     """The output or the gradient of an activation `function`; the config's name of the activation is its `kind`."""
 
     function: ClassVar[str]
@@ -220,7 +220,7 @@ def _biased(x_rf: Tensor, bias_f: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ungated(Activation):
+class Ungated(ActivationSource):
     """`f(x + bias)` `[r, f]`, x `[r, f]`, bias `[f]`."""
 
     bias_f: Tensor | None = None
@@ -230,7 +230,7 @@ class Ungated(Activation):
 
 
 @dataclass(frozen=True)
-class UngatedGrad(Activation):
+class UngatedGrad(ActivationSource):
     """The gradient `[r, f]` of `x + bias`, from dy `[r, f]`."""
 
     dy_rf: Tensor
@@ -275,7 +275,7 @@ class SquaredReLUGrad(UngatedGrad):
 
 
 @dataclass(frozen=True)
-class Gated(Activation):
+class Gated(ActivationSource):
     """`f(gate) · up` `[r, f]` of x = [gate | up] `[r, 2f]` (Shazeer 2020, arXiv:2002.05202)."""
 
     @property
@@ -288,7 +288,7 @@ class Gated(Activation):
 
 
 @dataclass(frozen=True)
-class GatedGrad(Activation):
+class GatedGrad(ActivationSource):
     """The gradient `[r, 2f]` of [gate | up], `x_rc` `[r, 2f]`, from dy `[r, f]`."""
 
     dy_rf: Tensor
@@ -297,10 +297,10 @@ class GatedGrad(Activation):
         gate, up = wide(self.x_rc).chunk(2, dim=-1)
         dy = wide(self.dy_rf)
         y, derivative = FUNCTIONS[self.function](gate)
-        of_up = dy * y
+        dup = dy * y
         if self.function in LIMITS:
-            of_up = torch.where(up.abs() <= LIMITS[self.function], of_up, 0.0)
-        return torch.cat([dy * _factor(self.function, up) * derivative, of_up], dim=-1)
+            dup = torch.where(up.abs() <= LIMITS[self.function], dup, 0.0)
+        return torch.cat([dy * _factor(self.function, up) * derivative, dup], dim=-1)
 
 
 class SwiGLU(Gated):

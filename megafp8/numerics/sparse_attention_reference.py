@@ -46,7 +46,7 @@ class Keys(NamedTuple):
         j = torch.arange(t, device=self.first.device)
         return (j >= self.first.unsqueeze(-1)) & (j < self.stop.unsqueeze(-1))
 
-    def of(self, x_btc: Tensor) -> Tensor:
+    def gather_rows(self, x_btc: Tensor) -> Tensor:
         """The keys' rows, `[b, s, k, c]`, or all of them `[b, 1, t, c]`."""
         if self.chosen is None:
             return x_btc.unsqueeze(1)
@@ -107,7 +107,7 @@ def _probabilities(q_bsac: Tensor, rows: Tensor, visible_bsk: Tensor, scale: flo
 
 def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
-    dtype, rows = wide(q_bsac), keys.of(kv_btc)
+    dtype, rows = wide(q_bsac), keys.gather_rows(kv_btc)
     p, lse = _probabilities(q_bsac.to(dtype), rows.to(dtype), keys.visible(kv_btc.shape[1]), scale)
     return (p @ rows[..., :value_width].to(dtype)).to(q_bsac.dtype), lse
 
@@ -118,7 +118,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq `[b, s, a, c]`, and the sum over heads of the probabilities, `[b, s, k]`; adds to `dkv_btc`, fp32 or wider."""
     dtype, v = wide(q_bsac), do_bsav.shape[-1]
-    rows, visible = keys.of(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
+    rows, visible = keys.gather_rows(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
     q, do = q_bsac.to(dtype), do_bsav.to(dtype)
     p = (q @ rows.mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
     delta = (do * o_bsav.to(dtype)).sum(-1, keepdim=True)
@@ -136,7 +136,7 @@ def index_loss_backward(
     `factor`: what gradients are multiplied by.
     """
     dtype = wide(index.q)
-    rows, visible = keys.of(index.k).to(dtype), keys.visible(index.k.shape[1])
+    rows, visible = keys.gather_rows(index.k).to(dtype), keys.visible(index.k.shape[1])
     q, weights = index.q.to(dtype), index.weights.to(dtype).unsqueeze(-1)
     products = (q @ rows.mT).relu_()
     x = (products * weights).sum(2).masked_fill(~visible, -math.inf)

@@ -70,8 +70,8 @@ def in_chunks(
     per_group = heads // groups
     scores = (queries @ keys.mT).repeat_interleave(per_group, dim=2) * within
     keys, queries = (x.repeat_interleave(per_group, dim=2) for x in (keys, queries))
-    own, states = (after.unsqueeze(-1) * keys).mT @ added, []
-    for own_i, over_i in zip(own, over, strict=True):
+    chunk_state, states = (after.unsqueeze(-1) * keys).mT @ added, []
+    for own_i, over_i in zip(chunk_state, over, strict=True):
         states.append(state_badw)
         state_badw = over_i[..., None, None] * state_badw + own_i
     y = scores @ added + before.unsqueeze(-1) * (queries @ torch.stack(states))

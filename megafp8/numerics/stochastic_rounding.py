@@ -46,7 +46,7 @@ def words(counters: int, key: Key, device: torch.device) -> Tensor:
     return torch.stack(philox(torch.arange(counters, device=device), key), dim=1)
 
 
-class Noise(NamedTuple):
+class CastNoise(NamedTuple):
     """The noise of one cast: its key, and the step and the micro-batch, int64 `[]` on the device, as they are by then.
 
     Both are below 2^32.
@@ -57,7 +57,7 @@ class Noise(NamedTuple):
     microbatch: Tensor
 
 
-def uniform(r: int, c: int, noise: Noise) -> Tensor:
+def uniform(r: int, c: int, noise: CastNoise) -> Tensor:
     """Uniform in [0, 1), fp32 `[r, c]`, multiples of 2^-16.
 
     Element i, row by row, is the 16 bits i mod 8 of the counter whose 32-bit words are those of ⌊i/8⌋, step and
@@ -78,7 +78,7 @@ class TensorNoise:
     def __init__(self, clock: NoiseClock, name: str) -> None:
         self.microbatch = torch.full_like(clock.step, clock.replica)
         self.rowwise, self.columnwise = (
-            Noise(key_of(clock.seed, name, part), clock.step, self.microbatch) for part in ("rows", "columns")
+            CastNoise(key_of(clock.seed, name, part), clock.step, self.microbatch) for part in ("rows", "columns")
         )
         self._replicas = clock.replicas
 

@@ -59,7 +59,7 @@ class ObjectiveLoss(Protocol):
         """
         ...
 
-    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+    def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
         """What `Batch.reference` is to hold, from the output of a frozen model's last stage."""
         ...
 

@@ -64,7 +64,7 @@ class DistillationLoss(ObjectiveLoss):
         self.weight, self.temperature, self.top_k = weight, temperature, top_k
         self.vocab_size, self.group = vocab_size, parallel.tensor.group
 
-    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+    def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
         if self.top_k is None:
             return output.detach()
         logits, ids = vocab_parallel_top_k(output, self.top_k, self.group, vocab_size=self.vocab_size)
@@ -104,28 +104,28 @@ class DistillationLoss(ObjectiveLoss):
 
 
 def _loss(config: Config, parallel: ParallelState) -> DistillationLoss:
-    given, size = config.data.distillation, config.spec.stem.vocab_size
-    assert given is not None
+    options, size = config.data.distillation, config.spec.stem.vocab_size
+    assert options is not None
     assert size is not None
-    return DistillationLoss(given.weight, given.temperature, given.top_k, size, parallel)
+    return DistillationLoss(options.weight, options.temperature, options.top_k, size, parallel)
 
 
 def _build(config: Config, *_: object) -> Objective:
-    given, length = config.data.distillation, config.training.seq_length
-    assert given is not None
+    options, length = config.data.distillation, config.training.seq_length
+    assert options is not None
     plain: Objective = next_token(config)
     if config.data.loss_on is not None:
         plain = Answers(length, all_tokens=config.data.loss_on == "all")
-    return WithPlaces(plain, length) if given.logits == "precomputed" else plain
+    return WithPlaces(plain, length) if options.logits == "precomputed" else plain
 
 
 def _memory(config: Config, tokens: int) -> LossMemory:
     """Logits of the teacher, in `top_k` also ids; and where the divergence is summed, its distribution, the student's
     and two temporary tensors, with a mask."""
-    given, dtype = config.data.distillation, DTYPES[config.training.precision]
-    assert given is not None
+    options, dtype = config.data.distillation, DTYPES[config.training.precision]
+    assert options is not None
     compute, columns = sum_dtype(dtype).itemsize, config.spec.stem.rows // config.parallel.tensor
-    reference = dtype.itemsize * columns if given.top_k is None else 2 * compute * given.top_k
+    reference = dtype.itemsize * columns if options.top_k is None else 2 * compute * options.top_k
     return LossMemory(tokens * reference, tokens * columns * (4 * compute + 1))
 
 

@@ -75,13 +75,13 @@ _NAMES = {
 
 
 def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> FillInTheMiddle:
-    given = config.data.fill_in_the_middle
-    assert given is not None
-    marks = special_ids(config, tokenizer, source, dict(given), _NAMES, "data.fill_in_the_middle")
+    options = config.data.fill_in_the_middle
+    assert options is not None
+    marks = special_ids(config, tokenizer, source, dict(options), _NAMES, "data.fill_in_the_middle")
     eod_id, start_ids = (None, ()) if tokenizer is None else (tokenizer.eod_id, tokenizer.start_ids)
     prefix, middle, suffix = marks["prefix"], marks["middle"], marks["suffix"]
     return FillInTheMiddle(
-        next_token(config), config.seed, given.rate, given.spm_rate, prefix, middle, suffix, eod_id, start_ids
+        next_token(config), config.seed, options.rate, options.spm_rate, prefix, middle, suffix, eod_id, start_ids
     )
 
 

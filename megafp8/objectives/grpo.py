@@ -110,7 +110,7 @@ class _Sampled(NamedTuple):
     firsts_bs: Tensor
 
     @classmethod
-    def of(cls, batch: Batch) -> _Sampled:
+    def from_batch(cls, batch: Batch) -> _Sampled:
         assert batch.sampled is not None
         return cls(*batch.sampled.unbind(2))
 
@@ -148,7 +148,7 @@ class GrpoLoss(ObjectiveLoss):
         self.metrics = ("clip_ratio", "rollout_kl", "rollout_difference", *(["kl"] if beta else []))
         self.reads_logits = temperature != 1
 
-    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+    def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
         """Log-probabilities of labels, float64 `[b, s]`."""
         if self.reads_logits:
             logits_sbv, labels_sb = at_temperature(output, self.temperature), batch.labels.transpose(0, 1).contiguous()
@@ -157,8 +157,8 @@ class GrpoLoss(ObjectiveLoss):
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.loss_mask is not None
-        sampled, counts_bs = _Sampled.of(batch), batch.loss_mask > 0
-        logprobs_bs, reference_bs = self.of_reference(output, batch).where(counts_bs, 0.0), None
+        sampled, counts_bs = _Sampled.from_batch(batch), batch.loss_mask > 0
+        logprobs_bs, reference_bs = self.reference_output(output, batch).where(counts_bs, 0.0), None
         if self.beta:
             assert batch.reference is not None
             reference_bs = batch.reference.where(counts_bs, 0.0)
@@ -178,14 +178,14 @@ class GrpoLoss(ObjectiveLoss):
         return loss, torch.stack([loss.detach(), sampled.firsts_bs.sum(), *means])
 
     def count(self, batch: Batch) -> Tensor:
-        return _Sampled.of(batch).firsts_bs.sum()
+        return _Sampled.from_batch(batch).firsts_bs.sum()
 
 
 def _loss(config: Config, parallel: ParallelState) -> GrpoLoss:
-    given, size = config.data.grpo, config.spec.stem.vocab_size
-    assert given is not None
+    options, size = config.data.grpo, config.spec.stem.vocab_size
+    assert options is not None
     assert size is not None
-    return GrpoLoss(given.clip_low, given.clip_high, given.beta, given.temperature, size, parallel)
+    return GrpoLoss(options.clip_low, options.clip_high, options.beta, options.temperature, size, parallel)
 
 
 OBJECTIVE = ObjectiveRecord(

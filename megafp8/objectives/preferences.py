@@ -61,13 +61,13 @@ class PreferenceLoss(ObjectiveLoss):
     def __init__(self, beta: float, label_smoothing: float, parallel: ParallelState) -> None:
         self.beta, self.label_smoothing, self.context = beta, label_smoothing, parallel.context
 
-    def of_reference(self, output: Tensor, batch: Batch) -> Tensor:
+    def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
         """Log-probability of each document's answer, float64 `[b, n]`, from the losses of tokens `[s, b]`."""
         return -self._of_documents(output.transpose(0, 1), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.reference is not None
-        ratio_bpa = (self.of_reference(output, batch) - batch.reference).unflatten(1, (-1, 2))
+        ratio_bpa = (self.reference_output(output, batch) - batch.reference).unflatten(1, (-1, 2))
         pairs_bp = self._pairs(self._of_documents(torch.ones_like(output.transpose(0, 1)), batch))
         rewards_bpa = (self.beta * ratio_bpa).where(pairs_bp.unsqueeze(2), 0.0)
         chosen_bp, rejected_bp = rewards_bpa.unbind(2)
@@ -101,9 +101,9 @@ def _sums(x_bs: Tensor, batch: Batch) -> Tensor:
 
 
 def _loss(config: Config, parallel: ParallelState) -> PreferenceLoss:
-    given = config.data.dpo
-    assert given is not None
-    return PreferenceLoss(given.beta, given.label_smoothing, parallel)
+    options = config.data.dpo
+    assert options is not None
+    return PreferenceLoss(options.beta, options.label_smoothing, parallel)
 
 
 OBJECTIVE = ObjectiveRecord(

@@ -55,9 +55,11 @@ class PrefixLM:
 
 
 def _build(config: Config, _tokenizer: Tokenizer | None, _source: str) -> PrefixLM:
-    given = config.data.prefix_lm
-    assert given is not None
-    return PrefixLM(next_token(config), config.seed, given.min_length, given.max_length or config.training.seq_length)
+    options = config.data.prefix_lm
+    assert options is not None
+    return PrefixLM(
+        next_token(config), config.seed, options.min_length, options.max_length or config.training.seq_length
+    )
 
 
 OBJECTIVE = ObjectiveRecord(lambda config: config.data.prefix_lm is not None, _build)

@@ -100,10 +100,10 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorr
 
 def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
     """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
-    size, given = config.spec.stem.vocab_size, config.data.special_tokens.sentinels
+    size, count = config.spec.stem.vocab_size, config.data.special_tokens.sentinels
     assert size is not None
-    if given is not None:
-        sentinels = given
+    if count is not None:
+        sentinels = count
     else:
         sentinels = []
         while tokenizer is not None and (number := tokenizer.id_of(f"<extra_id_{len(sentinels)}>")) is not None:
@@ -115,7 +115,7 @@ def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: 
         works = (
             f"try model.vocab_size={needed}, give {spans} ids, or try a larger data.span_corruption.mean_span_length"
         )
-        raise ConfigError(source, [Problem("data.special_tokens.sentinels", given, rule, works)])
+        raise ConfigError(source, [Problem("data.special_tokens.sentinels", count, rule, works)])
     return sentinels
 
 

@@ -23,8 +23,8 @@ Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
     on a CPU in inference mode     torch's flash kernel where it can (`ops.cpu_attention`)
 
 *Narrow values.* Values may be narrower than keys (latent attention), and the output is as wide as they are. cuDNN and
-the references take them so (`Choice.narrow_values`); the other kernels get them padded with zeros, whose results are
-cut off. Nothing padded is kept for backward.
+the references take them so (`KernelChoice.narrow_values`); the other kernels get them padded with zeros, whose results
+are cut off. Nothing padded is kept for backward.
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
 produces. So all tensors here are dense, sequence first.
@@ -203,7 +203,7 @@ def sdpa_backends() -> list[SDPBackend]:
     return _SDPA_BACKENDS[1:] if torch.are_deterministic_algorithms_enabled() else _SDPA_BACKENDS
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel (`sdpa`, `cudnn`, `flash`, `triton`, `reference`), in words, and why it is not the fastest, if so.
 
     `narrow_values`: whether it takes the values as they are if they are narrower than keys.
@@ -218,33 +218,33 @@ class Choice(NamedTuple):
 def choose(
     mask: AttentionMask, scores: Scores, s: int, t: int, head_dim: int, device_type: str, dtype: torch.dtype,
     *, deterministic: bool, front_end: bool, cudnn_narrow: bool = False,
-) -> Choice:  # fmt: skip
+) -> KernelChoice:  # fmt: skip
     """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed.
 
     `cudnn_narrow`: whether cuDNN takes values that are narrower than keys (`cudnn_takes_narrow`).
     """
     feature = _what_only_ours_computes(mask, scores, s, t)
     if device_type != "cuda":
-        return Choice("reference", "the reference in PyTorch", narrow_values=True)
+        return KernelChoice("reference", "the reference in PyTorch", narrow_values=True)
     if dtype not in (torch.bfloat16, torch.float16):
         why = f"kernels take bf16 and fp16, not {dtype}"
-        return Choice("reference", "the reference in PyTorch", why, narrow_values=True)
+        return KernelChoice("reference", "the reference in PyTorch", why, narrow_values=True)
     if head_dim > LARGEST_HEAD:
         why = f"kernels take heads up to {LARGEST_HEAD} wide, not {head_dim}"
-        return Choice("reference", "the reference in PyTorch", why, narrow_values=True)
+        return KernelChoice("reference", "the reference in PyTorch", why, narrow_values=True)
     if feature is None and head_dim % 8:
         feature = f"heads of {head_dim} channels"
     if feature is not None:
-        return Choice("triton", "our own kernel", f"no other one computes {feature}")
+        return KernelChoice("triton", "our own kernel", f"no other one computes {feature}")
     if deterministic:
-        return Choice("flash", "torch's flash kernel", "deterministic is true")
+        return KernelChoice("flash", "torch's flash kernel", "deterministic is true")
     if mask.window is not None and not mask.causal:
-        return Choice("flash", "torch's flash kernel", "the window is on both sides")
+        return KernelChoice("flash", "torch's flash kernel", "the window is on both sides")
     if mask.cu_seqlens_q is None and mask.window is None:
-        return Choice("sdpa", "torch's cuDNN kernel", narrow_values=cudnn_narrow)
+        return KernelChoice("sdpa", "torch's cuDNN kernel", narrow_values=cudnn_narrow)
     if front_end and mask.cu_seqlens_q is not None:
-        return Choice("cudnn", "cuDNN's variable-length kernel", narrow_values=cudnn_narrow)
-    return Choice("flash", "torch's flash kernel", _WITHOUT_FRONT_END)
+        return KernelChoice("cudnn", "cuDNN's variable-length kernel", narrow_values=cudnn_narrow)
+    return KernelChoice("flash", "torch's flash kernel", _WITHOUT_FRONT_END)
 
 
 def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int) -> str | None:
@@ -263,7 +263,7 @@ def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int
     return None if mask.is_plain(s, t) else "a causal mask of fewer queries than keys"
 
 
-def _choice(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Choice:
+def _choice(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> KernelChoice:
     deterministic, front_end = torch.are_deterministic_algorithms_enabled(), cudnn_attention.is_available()
     s, t, d, w = len(q), len(k), q.shape[-1], v.shape[-1]
     return choose(
@@ -441,9 +441,13 @@ def _check_shapes(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: S
     (s, b, a, _), t = q_sbad.shape, len(k_tbgd)
     scores.check(a, b, s if mask.positions_bs is None else t, t)
     if mask.visible is not None:
-        given, ours = mask.visible.shape, (b, a, s, t)
-        if len(given) != 4 or given[2:] != ours[2:] or any(n not in (1, m) for n, m in zip(given, ours, strict=True)):
-            raise ValueError(f"visible: {list(given)} is not [1 or {b}, 1 or {a}, {s}, {t}]")
+        mask_shape, ours = mask.visible.shape, (b, a, s, t)
+        if (
+            len(mask_shape) != 4
+            or mask_shape[2:] != ours[2:]
+            or any(n not in (1, m) for n, m in zip(mask_shape, ours, strict=True))
+        ):
+            raise ValueError(f"visible: {list(mask_shape)} is not [1 or {b}, 1 or {a}, {s}, {t}]")
         if mask.visible.dtype != torch.bool:
             raise ValueError(f"visible: {mask.visible.dtype} is not torch.bool")
     if mask.prefix_b is not None and mask.prefix_b.shape != (b,):

@@ -45,7 +45,7 @@ from megafp8.ops.sparse_attention import (
 
 
 @dataclass(frozen=True)
-class CompressedAttention:
+class CompressedCoreAttention:
     """Attention of a layer. `window`: of tokens. `rate`: tokens of an entry; None: there are no entries. `top_k`:
     entries that a query chooses; None: all. `scale`: of scores. `group`: the tensor-parallel ranks."""
 
@@ -82,7 +82,7 @@ class _CompressedAttention(Function):
     def forward(
         ctx: Any, q_sbad: Tensor, kv_tbd: Tensor, entries_ebd: Tensor | None, index_q: Tensor | None,
         index_k: Tensor | None, index_weights: Tensor | None, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor,
-        options: CompressedAttention,
+        options: CompressedCoreAttention,
     ) -> Tensor:  # fmt: skip
         tensors = _Tensors(q_sbad, kv_tbd, entries_ebd, index_q, index_k, index_weights)
         call = _Call(tensors, sink_a, first_bs, stop_bs, options)
@@ -120,15 +120,15 @@ class _CompressedAttention(Function):
         dkv, dentries = (x.transpose(0, 1).to(dq_sbad.dtype) for x in dkv_bjd.split([call.t, call.e], dim=1))
         dsink = deliver(sink_a, dsink_a.to(wgrad_dtype(sink_a)))
         dentries_or_none = None if tensors.entries_ebd is None else dentries
-        of_indexer = [None] * 3 if dindex is None else [*dindex.finished(dq_sbad.dtype)]
-        return dq_sbad, dkv, dentries_or_none, *of_indexer, dsink, None, None, None
+        index_grads = [None] * 3 if dindex is None else [*dindex.finished(dq_sbad.dtype)]
+        return dq_sbad, dkv, dentries_or_none, *index_grads, dsink, None, None, None
 
 
 class _Call:
     """The tensors of a call as blocks of queries read them. `kv_bjd`: keys of tokens, then of entries."""
 
     def __init__(
-        self, tensors: _Tensors, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor, options: CompressedAttention
+        self, tensors: _Tensors, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor, options: CompressedCoreAttention
     ) -> None:
         q_sbad, kv_tbd, entries_ebd, index_q, index_k, index_weights = tensors
         (self.s, self.b, self.a, self.d), self.t = q_sbad.shape, len(kv_tbd)
@@ -153,12 +153,12 @@ class _Call:
 
     def blocks(self) -> list[slice]:
         """Parts of the queries whose tensors fit into a block."""
-        keys, of_scores = self.window + self.most_entries, 0 if self.indexer is None else 2 * self.e
-        bytes_of_query, block_bytes = 4 * self.b * (8 * keys + of_scores + 2 * self.a * self.d), BLOCK_BYTES
+        keys, score_bytes = self.window + self.most_entries, 0 if self.indexer is None else 2 * self.e
+        bytes_of_query, block_bytes = 4 * self.b * (8 * keys + score_bytes + 2 * self.a * self.d), BLOCK_BYTES
         if self.functions is reference:
             index_heads = 0 if self.indexer is None else self.indexer.q_sbid.shape[2]
-            of_pairs = keys * max(2 * self.a, self.d) + self.most_entries * index_heads
-            bytes_of_query, block_bytes = 4 * self.b * (of_pairs + of_scores), REFERENCE_BYTES
+            pair_bytes = keys * max(2 * self.a, self.d) + self.most_entries * index_heads
+            bytes_of_query, block_bytes = 4 * self.b * (pair_bytes + score_bytes), REFERENCE_BYTES
         size = max(1, min(block_bytes // bytes_of_query, MOST_QUERIES))
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
 

@@ -75,8 +75,8 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`recurrence`, in chunks of so many tokens. All in one dtype, fp32 or wider."""
     s, b = q_sbad.shape[:2]
-    of_channels = decay.dim() == 4
-    c = min(chunk or (CHUNK_OF_CHANNELS if of_channels else CHUNK), s)
+    by_channel = decay.dim() == 4
+    c = min(chunk or (CHUNK_OF_CHANNELS if by_channel else CHUNK), s)
     padding = -s % c
 
     def chunks(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def in_chunks(
         return x.movedim(1, 3)
 
     q, k, v, beta = chunks(q_sbad), chunks(k_sbad), chunks(v_sbaw), chunks(beta_sba).unsqueeze(-1)
-    sums = chunks(decay if of_channels else decay.unsqueeze(-1)).cumsum(3)  # [m, b, a, c, d or 1]
+    sums = chunks(decay if by_channel else decay.unsqueeze(-1)).cumsum(3)  # [m, b, a, c, d or 1]
     within, before = sums.unsqueeze(-2) - sums.unsqueeze(-3), sums.exp()
     after, over = (sums[..., -1:, :] - sums).exp(), sums[..., -1, :].exp()
     causal = torch.ones(c, c, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
@@ -98,7 +98,7 @@ def in_chunks(
 
     def products(x: Tensor) -> Tensor:
         """Of x of each token and the decayed keys of those before it in the chunk, `[m, b, a, c, c]`."""
-        if not of_channels:
+        if not by_channel:
             return (x @ k.mT) * within[..., 0]
         return ((x.unsqueeze(-2) * k.unsqueeze(-3)) * within).sum(-1)
 
@@ -125,20 +125,20 @@ def delta_rule(
     q, k and v in the model's dtype, all else in fp32 or wider; so are the state, and the outputs as v. Queries are
     scaled by 1/√d here.
     """
-    device, dtype, (d, w), of_channels = (
+    device, dtype, (d, w), by_channel = (
         q_sbgd.device,
         q_sbgd.dtype,
         (q_sbgd.shape[-1], v_sbaw.shape[-1]),
         decay.dim() == 4,
     )
-    if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, of_channels=of_channels) is None:
+    if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, of_channels=by_channel) is None:
         return _flash_qla(q_sbgd, k_sbgd, v_sbaw, _forgetting(decay, starts_sb), beta_sba, state_badw)
     wide, per_key = state_badw.dtype, v_sbaw.shape[2] // q_sbgd.shape[2]
     q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_sbgd))
     if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w) is None:
         decay = _forgetting(decay, starts_sb)
-        of_channel = decay if of_channels else decay.unsqueeze(-1).expand(*decay.shape, d)
-        return InKernels.apply(q, k, v_sbaw, of_channel, beta_sba, state_badw)
+        channel_decay = decay if by_channel else decay.unsqueeze(-1).expand(*decay.shape, d)
+        return InKernels.apply(q, k, v_sbaw, channel_decay, beta_sba, state_badw)
     q, k = q.to(wide), k.to(wide)
     y, state = in_chunks(q * d**-0.5, k, v_sbaw.to(wide), decay, beta_sba, state_badw, starts_sb)
     return y.to(v_sbaw.dtype), state
@@ -208,7 +208,7 @@ class InKernels(Function):
         ctx: Any, q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay_sbad: Tensor, beta_sba: Tensor,
         state_badw: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        inputs = _kernels().Inputs.of(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
+        inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
         y_bsaw, last_badw, saved = _kernels().forward(inputs, state_badw)
         ctx.save_for_backward(*inputs, *saved)
         ctx.dtypes = [x.dtype for x in (q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)]
@@ -218,7 +218,7 @@ class InKernels(Function):
     @once_differentiable
     def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor, ...]:
         count, tensors = len(ctx.dtypes), ctx.saved_tensors
-        inputs, saved = _kernels().Inputs(*tensors[:count]), _kernels().Saved(*tensors[count:])
+        inputs, saved = _kernels().DeltaRuleInputs(*tensors[:count]), _kernels().DeltaRuleSaved(*tensors[count:])
         *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
         return *(x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), dfirst
 

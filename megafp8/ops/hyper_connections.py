@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from megafp8.linear.autograd import once_differentiable
 from megafp8.numerics.hyper_connections_reference import (
-    Rule,
+    HyperConnectionRule,
     Weights,
     mixed,
     mixed_backward,
@@ -54,12 +54,12 @@ def _by_kernels(x: Tensor) -> bool:
 
 
 def _project_and_read(
-    x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: Rule
+    x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule
 ) -> tuple[Tensor, Weights, Tensor, Tensor]:
     """The weighted sum of the streams, the weights, the products and the inverse root mean squares."""
     if _by_kernels(x_rk):
-        found: tuple[Tensor, Weights, Tensor, Tensor] = _kernels().project_and_read(x_rk, fn_mk, base_m, scale, rule)
-        return found
+        outputs: tuple[Tensor, Weights, Tensor, Tensor] = _kernels().project_and_read(x_rk, fn_mk, base_m, scale, rule)
+        return outputs
     products_rm, inverse_r = project(x_rk, fn_mk, rule.norm_eps)
     w = weights(products_rm, base_m, scale, rule)
     return read(x_rk, w.pre), w, products_rm, inverse_r
@@ -78,8 +78,8 @@ def _project_and_read_backward(ctx: Any, passed: Tensor | None, dy: Tensor, dpos
         dpre = read_backward(x_rk, dy_rh, ctx.rule.streams)
         pre, grad = weights_backward(products_rm, base, scale, ctx.rule, Weights(dpre, dpost, dcomb))
         dx, dfn = streams_backward(x_rk, passed_rk, dy_rh, pre, fn, products_rm, inverse_r, grad.products)
-    of_parameters = (g.to(p.dtype) for g, p in zip((dfn, grad.base, grad.scale), (fn, base, scale), strict=True))
-    return dx.view(x.shape), *of_parameters, None
+    param_grads = (g.to(p.dtype) for g, p in zip((dfn, grad.base, grad.scale), (fn, base, scale), strict=True))
+    return dx.view(x.shape), *param_grads, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -88,7 +88,9 @@ def _rows(x: Tensor) -> Tensor:
 
 class _Connect(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: Rule) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule
+    ) -> tuple[Tensor, ...]:
         y_rh, w, products_rm, inverse_r = _project_and_read(_rows(x), fn, base, scale, rule)
         ctx.save_for_backward(x, fn, base, scale, products_rm, inverse_r)
         ctx.rule = rule
@@ -102,7 +104,7 @@ class _Connect(Function):
 
 class _Collapse(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: Rule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule) -> Tensor:
         y_rh, _, products_rm, inverse_r = _project_and_read(_rows(x), fn, base, scale, rule)
         ctx.save_for_backward(x, fn, base, scale, products_rm, inverse_r)
         ctx.rule = rule
@@ -133,22 +135,22 @@ class _Mix(Function):
         return dx.view(x.shape), dy.view(y.shape), dpost, dcomb
 
 
-def connect(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: Rule) -> tuple[Tensor, ...]:
+def connect(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule) -> tuple[Tensor, ...]:
     """The streams `[..., k]` themselves, what a part reads of them `[..., h]`, and the weights post and comb.
 
     The streams that are returned are those for `mix`, whose gradient is then added in one pass.
     """
-    found: tuple[Tensor, ...] = _Connect.apply(x, fn, base, scale, rule)
-    return found
+    outputs: tuple[Tensor, ...] = _Connect.apply(x, fn, base, scale, rule)
+    return outputs
 
 
 def mix(x: Tensor, y: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:
     """The streams `[..., k]` after a part whose output is `y` `[..., h]`."""
-    found: Tensor = _Mix.apply(x, y, post_rn, comb_rnn)
-    return found
+    mixed: Tensor = _Mix.apply(x, y, post_rn, comb_rnn)
+    return mixed
 
 
-def collapse(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: Rule) -> Tensor:
+def collapse(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule) -> Tensor:
     """The hidden states `[..., h]` after the last layer, of the streams `[..., k]`."""
-    found: Tensor = _Collapse.apply(x, fn, base, scale, rule)
-    return found
+    collapsed: Tensor = _Collapse.apply(x, fn, base, scale, rule)
+    return collapsed

@@ -81,10 +81,10 @@ def backward_reference(
     dq = dq_sbad if factor == 1 else dq_sbad * factor
     dq = torch.cat([dq[..., :n], _rotated_back(dq[..., n:], rotary)], dim=-1)
     dkv = torch.cat([dk_sbad[..., :n], dv_sbav], dim=-1)
-    of_heads = wide(dk_sbad[..., n:]).unbind(2)
-    total = torch.zeros_like(of_heads[0])
-    for of_head in of_heads:
-        total += of_head
+    head_grads = wide(dk_sbad[..., n:]).unbind(2)
+    total = torch.zeros_like(head_grads[0])
+    for head_grad in head_grads:
+        total += head_grad
     dk_rotary = _rotated_back(total.to(dk_sbad.dtype).unsqueeze(2), rotary)
     return dq.flatten(2), dkv.flatten(2), dk_rotary.squeeze(2)
 

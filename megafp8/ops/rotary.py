@@ -129,8 +129,8 @@ class _NormRotateAndSplit(Function):
         if together:
             statistics_2rh[1].copy_(norms.means(statistics_2rh[1], a))
         delivered = norms.deliver(*dweights)
-        of_norms = HeadNorms(qkv_sbc.flatten(0, 1), statistics_2rh, weight_hd, norms.zero_centered)
-        source = QKVGrad(dq, dk, dv, cos, sin, of_norms)
+        head_norms = HeadNorms(qkv_sbc.flatten(0, 1), statistics_2rh, weight_hd, norms.zero_centered)
+        source = QKVGrad(dq, dk, dv, cos, sin, head_norms)
         return fused_gradient(source, dq.shape[:2], dq, ctx.handoff), *delivered, *[None] * 6
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from megafp8.kernels.limits import LENGTH_EPS
 
 if TYPE_CHECKING:
-    from megafp8.kernels.short_convolution import Inputs
+    from megafp8.kernels.short_convolution import ConvolutionInputs
 
 
 @cache
@@ -32,7 +32,7 @@ def _kernels() -> ModuleType:
     return short_convolution
 
 
-class Part(NamedTuple):
+class ChannelGroup(NamedTuple):
     """Channels that the recurrence reads as one tensor: `heads` of `width` channels, of length 1 if `norm`."""
 
     heads: int
@@ -72,7 +72,7 @@ def last_inputs(x_sbn: Tensor, t: int, last_btn: Tensor, starts_sb: Tensor | Non
 
 
 def convolve_parts(
-    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, parts: Sequence[Part],
+    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, parts: Sequence[ChannelGroup],
     bias_n: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """SiLU of `convolve`, `[s, b, heads, width]` of each part; heads of those with a norm are divided by their length.
@@ -83,11 +83,11 @@ def convolve_parts(
     if x_sbn.is_cuda and x_sbn.dtype != torch.float64 and x_sbn.stride(-1) == 1:
         return _Convolved.apply(x_sbn, weight_nk, last_btn, starts_sb, bias_n, tuple(parts))
     y_sbn = F.silu(convolve(x_sbn, weight_nk, last_btn, starts_sb, bias_n))
-    found = []
+    outputs = []
     for y, part in zip(y_sbn.split([part.heads * part.width for part in parts], dim=-1), parts, strict=True):
         heads = y.unflatten(-1, (part.heads, part.width))
-        found.append(_of_length_one(heads) if part.norm else heads)
-    return tuple(found)
+        outputs.append(_of_length_one(heads) if part.norm else heads)
+    return tuple(outputs)
 
 
 def _of_length_one(x: Tensor) -> Tensor:
@@ -99,16 +99,16 @@ class _Convolved(Function):
     @staticmethod
     def forward(
         ctx: Any, x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None,
-        parts: tuple[Part, ...],
+        parts: tuple[ChannelGroup, ...],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         last_btn = last_btn.to(x_sbn.dtype)
         ctx.save_for_backward(x_sbn, weight_nk, last_btn, starts_sb, bias_n)
         ctx.parts = parts
-        found = []
+        outputs = []
         for part, inputs in zip(parts, _inputs(parts, x_sbn, weight_nk, last_btn, starts_sb, bias_n), strict=True):
             y_bsc = _kernels().forward(inputs, part.width, norm=part.norm)
-            found.append(y_bsc.unflatten(-1, (part.heads, part.width)).transpose(0, 1))
-        return tuple(found)
+            outputs.append(y_bsc.unflatten(-1, (part.heads, part.width)).transpose(0, 1))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -116,26 +116,26 @@ class _Convolved(Function):
         x_sbn, weight_nk, last_btn, starts_sb, bias_n = ctx.saved_tensors
         dx_sbn = torch.empty_like(x_sbn, memory_format=torch.contiguous_format)
         widths = [part.heads * part.width for part in ctx.parts]
-        of_parts = []
+        dparts = []
         inputs = _inputs(ctx.parts, x_sbn, weight_nk, last_btn, starts_sb, bias_n)
-        for part, own, dy, dx in zip(ctx.parts, inputs, dys, dx_sbn.split(widths, dim=-1), strict=True):
+        for part, part_inputs, dy, dx in zip(ctx.parts, inputs, dys, dx_sbn.split(widths, dim=-1), strict=True):
             dy_bsc = dy.transpose(0, 1).flatten(-2).contiguous()
-            of_parts.append(_kernels().backward(own, part.width, dy_bsc, dx, norm=part.norm))
-        dlast, dweight, dbias = zip(*of_parts, strict=True)
+            dparts.append(_kernels().backward(part_inputs, part.width, dy_bsc, dx, norm=part.norm))
+        dlast, dweight, dbias = zip(*dparts, strict=True)
         bias = None if bias_n is None else torch.cat(dbias).to(bias_n.dtype)
         return dx_sbn, torch.cat(dweight).to(weight_nk.dtype), torch.cat(dlast, dim=-1), None, bias, None
 
 
 def _inputs(
-    parts: Sequence[Part], x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None,
+    parts: Sequence[ChannelGroup], x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None,
     bias_n: Tensor | None,
-) -> list[Inputs]:  # fmt: skip
+) -> list[ConvolutionInputs]:  # fmt: skip
     """What the kernels read of each part."""
     widths = [part.heads * part.width for part in parts]
     starts = None if starts_sb is None else starts_sb.to(torch.int8).contiguous()
     biases = [None] * len(parts) if bias_n is None else bias_n.split(widths)
     return [
-        _kernels().Inputs(x, weight.contiguous(), last.contiguous(), starts, bias)
+        _kernels().ConvolutionInputs(x, weight.contiguous(), last.contiguous(), starts, bias)
         for x, weight, last, bias in zip(
             x_sbn.split(widths, dim=-1), weight_nk.split(widths), last_btn.split(widths, dim=-1), biases, strict=True
         )

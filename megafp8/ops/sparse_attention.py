@@ -209,12 +209,14 @@ class Indexer:
         s, b = self.q_sbid.shape[:2]
         chosen = torch.empty(b, s, top_k, dtype=torch.int32, device=self.q_sbid.device)
         for rows in blocks:
-            own, size = self._part(rows)
-            found = self.functions.select(self._index(own), self.first_bs[:, own], self.stop_bs[:, own], top_k)
+            own_rows, size = self._part(rows)
+            selected = self.functions.select(
+                self._index(own_rows), self.first_bs[:, own_rows], self.stop_bs[:, own_rows], top_k
+            )
             if self.ranks > 1:
-                padded = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, size - found.shape[1])).contiguous()
-                found = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
-            chosen[:, rows] = found
+                padded = F.pad(selected.transpose(0, 1), (0, 0, 0, 0, 0, size - selected.shape[1])).contiguous()
+                selected = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
+            chosen[:, rows] = selected
         return chosen
 
     def zeros(self) -> IndexGrads:
@@ -227,21 +229,21 @@ class Indexer:
 
         `p_bsk`: the keys' probabilities, summed over this rank's heads.
         """
-        loss, (own, size) = self.loss, self._part(rows)
+        loss, (own_rows, size) = self.loss, self._part(rows)
         if self.ranks > 1:
             p_sbk = F.pad(p_bsk.transpose(0, 1), (0, 0, 0, 0, 0, size * self.ranks - p_bsk.shape[1])).contiguous()
-            p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own.stop - own.start].transpose(0, 1)
-        if own.stop == own.start:
+            p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own_rows.stop - own_rows.start].transpose(0, 1)
+        if own_rows.stop == own_rows.start:
             return
         total = p_bsk.sum(-1, keepdim=True)
         p_bsk = (p_bsk / total.masked_fill(total == 0, 1.0)).contiguous()
-        within = slice(own.start - rows.start, own.stop - rows.start)
+        within = slice(own_rows.start - rows.start, own_rows.stop - rows.start)
         keys = Keys(None if keys.chosen is None else keys.chosen[:, within], *(x[:, within] for x in keys[1:]))
         grad = torch.ones((), device=p_bsk.device) if loss.grad is None else loss.grad
         dq, dweights, divergence = self.functions.index_loss_backward(
-            self._index(own), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
+            self._index(own_rows), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
         )
-        grads.q_sbid[own], grads.weights_sbi[own] = dq.transpose(0, 1), dweights.transpose(0, 1)
+        grads.q_sbid[own_rows], grads.weights_sbi[own_rows] = dq.transpose(0, 1), dweights.transpose(0, 1)
         loss.total.add_(divergence * loss.weight)
 
 

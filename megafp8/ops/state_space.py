@@ -72,7 +72,7 @@ class StateSpace(Function):
         state_badw: Tensor, starts_sb: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         module = _kernels()
-        inputs = module.Inputs.of(x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb)
+        inputs = module.StateSpaceInputs.from_tensors(x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb)
         y_sbaw, last_badw, states_mbadw = module.forward(inputs, state_badw)
         ctx.save_for_backward(*inputs, states_mbadw)
         return y_sbaw.to(x_sbaw.dtype), last_badw
@@ -81,4 +81,4 @@ class StateSpace(Function):
     @once_differentiable
     def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor | None, ...]:
         module, (*tensors, states_mbadw) = _kernels(), ctx.saved_tensors
-        return *module.backward(module.Inputs(*tensors), states_mbadw, dy_sbaw, dlast_badw), None
+        return *module.backward(module.StateSpaceInputs(*tensors), states_mbadw, dy_sbaw, dlast_badw), None

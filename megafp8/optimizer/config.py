@@ -79,8 +79,12 @@ class OptimizerConfig(Section):
         if choice == "schedule":
             return {"constant": (), "wsd": ("decay_until", "decay_steps")}.get(chosen, ("decay_until",))
         update = cls.model_fields[chosen].default if chosen in cls.model_fields else None  # adamw's have no section
-        own = () if update is None else (chosen,)
-        return own if isinstance(update, MatrixUpdate) else (*own, "moments_dtype", "store_param_remainders")
+        chosen_options = () if update is None else (chosen,)
+        return (
+            chosen_options
+            if isinstance(update, MatrixUpdate)
+            else (*chosen_options, "moments_dtype", "store_param_remainders")
+        )
 
     @property
     def adamw(self) -> AdamW:

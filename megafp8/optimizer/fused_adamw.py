@@ -64,5 +64,5 @@ class FusedAdamW:
         state, gradient = self.state[master], master.grad
         assert gradient is not None
         remainder = state.get(REMAINDER)
-        own = None if remainder is not None else master.detach()
-        return AdamWTensors(gradient, state["exp_avg"], state["exp_avg_sq"], own, state.get(PARAM), remainder)
+        fp32_master = None if remainder is not None else master.detach()
+        return AdamWTensors(gradient, state["exp_avg"], state["exp_avg_sq"], fp32_master, state.get(PARAM), remainder)

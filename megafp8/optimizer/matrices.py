@@ -39,7 +39,7 @@ BATCH = 1 << 26
 (MOMENTUM,) = MatrixUpdate.moments
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """A rectangle of the matrix `name`."""
 
     name: str
@@ -56,25 +56,25 @@ class Part(NamedTuple):
         return x_nm[row : row + rows, column : column + columns]
 
 
-class Matrix(NamedTuple):
+class OwnedMatrix(NamedTuple):
     """A matrix, the rank that transforms it, and the ranks that hold each of its parts."""
 
     name: str
     shape: Shape
     owner: int
-    holders: Mapping[Part, Sequence[int]]
+    holders: Mapping[MatrixPart, Sequence[int]]
 
-    def sender(self, part: Part) -> int:
+    def sender(self, part: MatrixPart) -> int:
         """The rank that sends a part to the owner: the owner itself, if it has it."""
         ranks = self.holders[part]
         return self.owner if self.owner in ranks else ranks[self.owner % len(ranks)]
 
 
-Held = Sequence[tuple[Part, Shape]]
+Held = Sequence[tuple[MatrixPart, Shape]]
 """The parts that a rank holds, with the shapes of the whole matrices."""
 
 
-def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Matrix]:
+def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[OwnedMatrix]:
     """All matrices of which the ranks hold `held`, those with most work first, then by shape.
 
     Needs the same input on all ranks.
@@ -82,7 +82,7 @@ def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Ma
     `cost`: work for a matrix of a shape.
     """
     shapes: dict[str, Shape] = {}
-    holders: dict[str, dict[Part, list[int]]] = {}
+    holders: dict[str, dict[MatrixPart, list[int]]] = {}
     for rank, parts in enumerate(held):
         for part, shape in parts:
             assert shapes.setdefault(part.name, shape) == shape, f"{part.name}: two global shapes"
@@ -96,13 +96,13 @@ def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Ma
         assert sum(part.numel for part in parts_of) == math.prod(shape), f"{name}: parts do not add up to the matrix"
         owner = min({rank for ranks in parts_of.values() for rank in ranks}, key=lambda rank: (load[rank], rank))
         load[owner] += cost(shape)
-        matrices.append(Matrix(name, shape, owner, parts_of))
+        matrices.append(OwnedMatrix(name, shape, owner, parts_of))
     return matrices
 
 
-def batches(matrices: Sequence[Matrix], ranks: int, elements: int) -> list[list[Matrix]]:
+def batches(matrices: Sequence[OwnedMatrix], ranks: int, elements: int) -> list[list[OwnedMatrix]]:
     """`matrices` in lists, in each of which a rank owns up to `elements` elements, or one matrix."""
-    result: list[list[Matrix]] = []
+    result: list[list[OwnedMatrix]] = []
     current, owned = [0] * ranks, [0] * ranks
     for matrix in matrices:
         size, owner = math.prod(matrix.shape), matrix.owner
@@ -116,28 +116,28 @@ def batches(matrices: Sequence[Matrix], ranks: int, elements: int) -> list[list[
     return result
 
 
-Transfers = Sequence[tuple[int, Part]]
+Transfers = Sequence[tuple[int, MatrixPart]]
 """Parts with the ranks that they are sent to, or come from, in the order of the ranks."""
 
 
-class Exchange(NamedTuple):
-    """What one rank sends and receives for a batch of matrices, of which it owns `own`."""
+class MatrixExchange(NamedTuple):
+    """What one rank sends and receives for a batch of matrices, of which it owns `owned`."""
 
-    own: Mapping[str, Shape]
+    owned: Mapping[str, Shape]
     to_owners: Transfers
     from_senders: Transfers
     to_holders: Transfers
     from_owners: Transfers
 
 
-def exchange_of(batch: Sequence[Matrix], rank: int) -> Exchange:
+def matrix_exchange(batch: Sequence[OwnedMatrix], rank: int) -> MatrixExchange:
     """The part of `rank` in a batch. Two ranks that are each other's in a transfer have its parts in the same order."""
     own_matrices = [matrix for matrix in batch if matrix.owner == rank]
 
-    def by_rank(transfers: Iterable[tuple[int, Part]]) -> Transfers:
+    def by_rank(transfers: Iterable[tuple[int, MatrixPart]]) -> Transfers:
         return sorted(transfers, key=lambda transfer: transfer[0])  # stable
 
-    return Exchange(
+    return MatrixExchange(
         {matrix.name: matrix.shape for matrix in own_matrices},
         by_rank((m.owner, part) for m in batch for part in m.holders if m.sender(part) == rank),
         by_rank((m.sender(part), part) for m in own_matrices for part in m.holders),
@@ -185,12 +185,12 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         super().__init__(list(groups), {"lr": 0.0})
         self._rule, self._group, self._device = update, group, device
-        self._places: dict[Part, _Place] = {}
-        parts_held: list[tuple[Part, Shape]] = []
+        self._places: dict[MatrixPart, _Place] = {}
+        parts_held: list[tuple[MatrixPart, Shape]] = []
         for param_group in self.param_groups:
             for master in param_group["params"]:
                 for box in boxes_of(shards[master]):
-                    part, shape = Part(box.piece.name, box.offset, box.shape), box.piece.global_shape
+                    part, shape = MatrixPart(box.piece.name, box.offset, box.shape), box.piece.global_shape
                     scale = update.scale(shape)
                     self._places[part] = _Place(shards[master], master, box.start, box.end, param_group, scale)
                     parts_held.append((part, shape))
@@ -200,7 +200,7 @@ class MatrixOptimizer(Optimizer):
         (dtype,) = set[torch.dtype]().union(*(dtypes for _, dtypes in gathered)) or {torch.float32}
         self._dtype = update.exchange_dtype(dtype)
         rank, ranks = collectives.rank(group), collectives.size(group)
-        self._exchanges = [exchange_of(batch, rank) for batch in batches(self.matrices, ranks, BATCH)]
+        self._exchanges = [matrix_exchange(batch, rank) for batch in batches(self.matrices, ranks, BATCH)]
 
     @torch.no_grad()
     def step(self, closure: None = None, *, watch: Watch | None = None) -> None:  # type: ignore[override]
@@ -209,7 +209,7 @@ class MatrixOptimizer(Optimizer):
         for exchange in self._exchanges:
             self._update(exchange, skip, watch)
 
-    def _update(self, exchange: Exchange, skip: Tensor | None, watch: Watch | None) -> None:
+    def _update(self, exchange: MatrixExchange, skip: Tensor | None, watch: Watch | None) -> None:
         """Update the momentum of this rank's parts of a batch, transform its own matrices, and update its parts."""
         directions = self._empty(sum(part.numel for _, part in exchange.to_owners))
         sent = dict(_divided(directions, exchange.to_owners))
@@ -234,19 +234,19 @@ class MatrixOptimizer(Optimizer):
                 lr, decay = place.group["lr"], place.group["weight_decay"]
                 _decayed_add_(x_n, update_n, 1 - lr * decay, -lr * place.scale, skip)
 
-    def _transform(self, exchange: Exchange, received: Tensor) -> dict[str, Tensor]:
+    def _transform(self, exchange: MatrixExchange, received: Tensor) -> dict[str, Tensor]:
         """The updates of the matrices that this rank owns, from the received parts of their directions."""
-        if [part.name for _, part in exchange.from_senders] == list(exchange.own):  # whole matrices, in order
+        if [part.name for _, part in exchange.from_senders] == list(exchange.owned):  # whole matrices, in order
             flat = received
         else:
-            flat = self._empty(sum(map(math.prod, exchange.own.values())))
-            sizes = map(math.prod, exchange.own.values())
-            whole = {name: x.view(exchange.own[name]) for name, x in zip(exchange.own, flat.split(list(sizes)))}
+            flat = self._empty(sum(map(math.prod, exchange.owned.values())))
+            sizes = map(math.prod, exchange.owned.values())
+            whole = {name: x.view(exchange.owned[name]) for name, x in zip(exchange.owned, flat.split(list(sizes)))}
             for part, direction in _divided(received, exchange.from_senders):
                 part.view(whole[part.name]).copy_(direction.view(part.shape))
         updates: dict[str, Tensor] = {}
         start = 0
-        for shape, matrices in groupby(exchange.own.items(), key=lambda matrix: matrix[1]):
+        for shape, matrices in groupby(exchange.owned.items(), key=lambda matrix: matrix[1]):
             names = [name for name, _ in matrices]
             end = start + len(names) * math.prod(shape)
             updates |= zip(names, self._rule.transform(flat[start:end].view(-1, *shape)), strict=True)
@@ -273,7 +273,7 @@ class MatrixOptimizer(Optimizer):
         return collectives.all_to_all_rows(flat.unsqueeze(1), sent, received, self._group).squeeze(1)
 
 
-def _divided(flat: Tensor, parts: Transfers) -> list[tuple[Part, Tensor]]:
+def _divided(flat: Tensor, parts: Transfers) -> list[tuple[MatrixPart, Tensor]]:
     """Parts with their elements in `flat`, which has one after the other."""
     elements = flat.split([part.numel for _, part in parts])
     return [(part, x) for (_, part), x in zip(parts, elements, strict=True)]

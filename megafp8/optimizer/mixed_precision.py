@@ -54,7 +54,7 @@ from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
 from megafp8.optimizer.fused_adamw import PARAM, REMAINDER, FusedAdamW
 from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.matrices import MatrixOptimizer
-from megafp8.optimizer.param_groups import Rates, is_hidden_matrix, rates_of
+from megafp8.optimizer.param_groups import ParamRates, is_hidden_matrix, rates_of
 from megafp8.optimizer.state_storage import PlainStorage, RemainderStorage, StateStorage
 
 BATCH = 1 << 24
@@ -140,16 +140,16 @@ class MixedPrecisionOptimizer:
             by_update[update].append(shard)
             self._masters[param], self.storage[master] = master, {}
             storage = self.storage[master]
-            more = {} if config.average_decay is None else {AVERAGE: PlainStorage(master.detach().clone())}
+            average = {} if config.average_decay is None else {AVERAGE: PlainStorage(master.detach().clone())}
             if outer:
-                more[OUTER_MOMENTUM] = PlainStorage(torch.zeros_like(master.detach()))
+                average[OUTER_MOMENTUM] = PlainStorage(torch.zeros_like(master.detach()))
             if config.store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
                 storage["master"] = RemainderStorage(shard.view(param.detach()))
                 master.data = master.data.new_empty(0)
             elif param.dtype != master.dtype:
                 storage["master"] = PlainStorage(master)
                 rounded += [] if param in released else [shard]
-            storage |= {**_moments(shard, update, config.moments_dtype, seed), **more}
+            storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
         stored = {update: fits and update.updates_stored(device) for update in by_update}
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
@@ -186,13 +186,13 @@ class MixedPrecisionOptimizer:
         self.step_count = 0
 
     def _param_groups(
-        self, shards: Sequence[FlatShard], rates_of_spec: Callable[[ParamSpec], Rates]
+        self, shards: Sequence[FlatShard], rates_of_spec: Callable[[ParamSpec], ParamRates]
     ) -> list[dict[str, Any]]:
         """Torch's parameter groups of the masters of `shards`, one for each pair of rates."""
-        alike: dict[Rates, list[Tensor]] = {}
+        alike: dict[ParamRates, list[Tensor]] = {}
         for shard in shards:
             alike.setdefault(rates_of_spec(spec_of(shard.param)), []).append(self._masters[shard.param])
-        alike = alike or {Rates(1.0, 0.0): []}
+        alike = alike or {ParamRates(1.0, 0.0): []}
         return [
             {"params": masters, "weight_decay": rates.weight_decay, "lr_scale": rates.learning_rate_scale}
             for rates, masters in alike.items()
@@ -331,8 +331,10 @@ class MixedPrecisionOptimizer:
         """
         names = frozenset(factors)
         if names not in self._boxes:  # there are many experts
-            of_shards = ((shard, [box for box in boxes_of(shard) if box.piece.name in names]) for shard in self.shards)
-            self._boxes[names] = [(shard, boxes) for shard, boxes in of_shards if boxes]
+            boxes_by_shard = (
+                (shard, [box for box in boxes_of(shard) if box.piece.name in names]) for shard in self.shards
+            )
+            self._boxes[names] = [(shard, boxes) for shard, boxes in boxes_by_shard if boxes]
         for shard, boxes in self._boxes[names]:
             master = self._masters[shard.param]
             storage = self.storage[master].get("master")
@@ -386,8 +388,8 @@ class MixedPrecisionOptimizer:
 
     def _remainders(self, masters: Sequence[Tensor]) -> dict[Tensor, RemainderStorage]:
         """Storage of those masters that are stored as remainders."""
-        found = ((master, self.storage[master].get("master")) for master in masters)
-        return {master: storage for master, storage in found if isinstance(storage, RemainderStorage)}
+        stored = ((master, self.storage[master].get("master")) for master in masters)
+        return {master: storage for master, storage in stored if isinstance(storage, RemainderStorage)}
 
     @torch.no_grad()
     def _step_in_batches(self, optimizer: TensorOptimizer, watch: Watch) -> None:

@@ -30,7 +30,7 @@ class ParamGroup(Section):
     """Their weight decay, norms and biases included. Default: optimizer.weight_decay for matrices, none for others."""
 
 
-class Rates(NamedTuple):
+class ParamRates(NamedTuple):
     """What the learning rate of a parameter is multiplied by, and its weight decay."""
 
     learning_rate_scale: float
@@ -49,7 +49,7 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
 
 def rates_of(
     spec: ParamSpec, weight_decay: float, groups: Sequence[ParamGroup], hidden_learning_rate_scale: float = 1.0
-) -> Rates:
+) -> ParamRates:
     """The rates of a parameter: of the first group it is in, if any.
 
     `weight_decay`: of matrices in no group. `hidden_learning_rate_scale`: of all hidden matrices, beside their group's.
@@ -58,9 +58,9 @@ def rates_of(
     scale = hidden_learning_rate_scale if is_hidden_matrix(spec) else 1.0
     index = _group_of(spec.shards[0].name, groups)
     if index is None:
-        return Rates(scale, decay)
+        return ParamRates(scale, decay)
     group = groups[index]
-    return Rates(scale * group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay)
+    return ParamRates(scale * group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay)
 
 
 def check_groups(specs: Iterable[ParamSpec], groups: Sequence[ParamGroup]) -> None:

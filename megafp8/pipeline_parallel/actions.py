@@ -3,7 +3,7 @@
 Schedules are built by pure functions (`schedules/`), checked (`check.py`), simulated (`simulate.py`), drawn, and used
 for memory planning without a process group; `engine.py` executes the same lists.
 
-The model is cut into stages, and a `Placement` says which rank holds which. The stages of one rank are its chunks.
+The model is cut into stages, and a `StagePlacement` says which rank holds which. The stages of one rank are its chunks.
 Micro-batches are numbered from 0. p is the number of ranks, v of chunks per rank, m of micro-batches.
 
 A BACKWARD computes the gradients of a stage's input and of its weights, unless the same rank has a WEIGHT action for
@@ -63,7 +63,7 @@ def split_backwards(actions: Iterable[Action]) -> set[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """The stages of each rank: rank r holds `stages[r]`, its chunks 0, 1, ... in order. All hold the same number."""
 
     stages: tuple[tuple[int, ...], ...]
@@ -111,15 +111,15 @@ class Placement:
         return None if neighbour is None or neighbour[0] == rank else neighbour[0]
 
 
-def loop_placement(num_ranks: int, num_chunks: int = 1) -> Placement:
+def loop_placement(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
     """Chunk c of rank r is stage c·p + r. Raises ValueError for a size below 1."""
     for name, size in {"num_ranks": num_ranks, "num_chunks": num_chunks}.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; a pipeline needs at least 1")
-    return Placement(tuple(tuple(c * num_ranks + r for c in range(num_chunks)) for r in range(num_ranks)))
+    return StagePlacement(tuple(tuple(c * num_ranks + r for c in range(num_chunks)) for r in range(num_ranks)))
 
 
-def v_placement(num_ranks: int) -> Placement:
+def v_placement(num_ranks: int) -> StagePlacement:
     """Two stages per rank: rank r holds stages r and 2p - 1 - r, so the first rank holds the last stage."""
     first = loop_placement(num_ranks)
-    return Placement(tuple((r, 2 * num_ranks - 1 - r) for (r,) in first.stages))
+    return StagePlacement(tuple((r, 2 * num_ranks - 1 - r) for (r,) in first.stages))

@@ -22,8 +22,8 @@ from megafp8.pipeline_parallel.actions import (
     SEND_AFTER,
     Action,
     Kind,
-    Placement,
     Schedule,
+    StagePlacement,
 )
 from megafp8.pipeline_parallel.simulate import schedule_error, simulate
 
@@ -40,7 +40,7 @@ _BEFORE: dict[Kind, dict[Kind, str]] = {
 """The kinds of action that come before each kind, with the rule that says so."""
 
 
-def check_compute(compute: Schedule, placement: Placement, num_microbatches: int) -> None:
+def check_compute(compute: Schedule, placement: StagePlacement, num_microbatches: int) -> None:
     """Raise ValueError, naming rank, position, action and rule, where compute actions cannot run.
 
     A schedule without backwards is an evaluation.
@@ -55,7 +55,7 @@ def check_compute(compute: Schedule, placement: Placement, num_microbatches: int
     simulate(compute, placement)
 
 
-def check_schedule(schedule: Schedule, placement: Placement) -> None:
+def check_schedule(schedule: Schedule, placement: StagePlacement) -> None:
     """Raise ValueError, naming rank, position, action and rule, where `schedule`, with communication, cannot run.
 
     A schedule without backwards is an evaluation.
@@ -69,7 +69,7 @@ def check_schedule(schedule: Schedule, placement: Placement) -> None:
     _Execution(schedule, placement).check()
 
 
-def _check_ranks(schedule: Schedule, placement: Placement, num_microbatches: int, *, transfers: bool) -> None:
+def _check_ranks(schedule: Schedule, placement: StagePlacement, num_microbatches: int, *, transfers: bool) -> None:
     """Each rank has exactly the actions it needs, once each and in order. Splitting a backward is optional."""
     trains = any(action.kind in (Kind.BACKWARD, Kind.WEIGHT) for actions in schedule for action in actions)
     needed = [Kind.FORWARD, Kind.BACKWARD] if trains else [Kind.FORWARD]
@@ -97,7 +97,7 @@ def _check_ranks(schedule: Schedule, placement: Placement, num_microbatches: int
                     raise schedule_error(rank, position, action, rule)
 
 
-def _invalid(rank: int, action: Action, placement: Placement, num_microbatches: int, trains: bool) -> str | None:
+def _invalid(rank: int, action: Action, placement: StagePlacement, num_microbatches: int, trains: bool) -> str | None:
     """The rule that `action` breaks on `rank` in any position, if any."""
     if not 0 <= action.chunk < placement.num_chunks:
         return f"a rank of this pipeline holds {placement.num_chunks} chunks, numbered from 0"
@@ -111,14 +111,14 @@ def _invalid(rank: int, action: Action, placement: Placement, num_microbatches: 
     return None
 
 
-def _receive_of(send: Action, rank: int, placement: Placement) -> tuple[int, Action]:
+def _receive_of(send: Action, rank: int, placement: StagePlacement) -> tuple[int, Action]:
     """The receive at the other end of a `send` of `rank`, with its rank."""
     target = placement.neighbour(send.kind, rank, send.chunk)
     assert target is not None
     return target[0], Action(RECEIVE_BEFORE[DIRECTION[send.kind]], send.microbatch, target[1])
 
 
-def _check_neighbours(schedule: Schedule, placement: Placement) -> None:
+def _check_neighbours(schedule: Schedule, placement: StagePlacement) -> None:
     """A rank receives from each neighbour, in each direction, in the order in which that one sends."""
     sent: dict[tuple[int, int, Kind], deque[Action]] = {}  # by sender, receiver and kind of the receive
     for rank, actions in enumerate(schedule):
@@ -140,7 +140,7 @@ def _check_neighbours(schedule: Schedule, placement: Placement) -> None:
 class _Execution:
     """Executes a schedule under the assumptions of the module docstring until it ends or no rank can advance."""
 
-    def __init__(self, schedule: Schedule, placement: Placement) -> None:
+    def __init__(self, schedule: Schedule, placement: StagePlacement) -> None:
         self.schedule, self.placement = schedule, placement
         self.positions = [0] * len(schedule)
         self.queues = {

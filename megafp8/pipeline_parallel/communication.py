@@ -26,14 +26,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from megafp8.pipeline_parallel.actions import RECEIVE_BEFORE, SEND_AFTER, Action, Kind, Placement, Schedule
-from megafp8.pipeline_parallel.simulate import Span, simulate
+from megafp8.pipeline_parallel.actions import RECEIVE_BEFORE, SEND_AFTER, Action, Kind, Schedule, StagePlacement
+from megafp8.pipeline_parallel.simulate import TimedAction, simulate
 
 _Order = tuple[float, int, int]
 """A transfer's place in the global order: when its tensor is made, then micro-batch and stage, to break ties."""
 
 
-def with_communication(compute: Schedule, placement: Placement) -> Schedule:
+def with_communication(compute: Schedule, placement: StagePlacement) -> Schedule:
     """`compute` with every send and receive added. Raises ValueError where it deadlocks.
 
     The first stage receives no activation and sends no gradient, the last sends no activation and receives no gradient,
@@ -48,7 +48,7 @@ def with_communication(compute: Schedule, placement: Placement) -> Schedule:
 
 
 def _communicate(
-    spans: list[Span], rank: int, placement: Placement, orders: dict[tuple[Kind, int, int], _Order]
+    spans: list[TimedAction], rank: int, placement: StagePlacement, orders: dict[tuple[Kind, int, int], _Order]
 ) -> list[Action]:
     """The actions of one rank."""
     receives: list[list[Action]] = [[] for _ in spans]  # in front of each compute action

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafp8.distributed import activity
-from megafp8.distributed.collectives import DONE, Work, recv_async, send_async
+from megafp8.distributed.collectives import DONE, CollectiveWork, recv_async, send_async
 from megafp8.linear import deferred_wgrad as deferred
 from megafp8.parallel_state import Group
 from megafp8.pipeline_parallel.actions import (
@@ -46,7 +46,7 @@ from megafp8.pipeline_parallel.actions import (
     SEND_AFTER,
     Action,
     Kind,
-    Placement,
+    StagePlacement,
     split_backwards,
 )
 from megafp8.pipeline_parallel.trace import Stopwatch
@@ -83,7 +83,7 @@ class PipelineEngine:
         self,
         pipeline: Group,
         pipeline_backward: Group,
-        placement: Placement,
+        placement: StagePlacement,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -168,9 +168,13 @@ class _Run:
     stages: Sequence[StageFunction]
     microbatches: Sequence[Any]
     trains: bool
-    received: dict[tuple[Kind, Key], tuple[Tensor, Work]] = field(default_factory=dict)  # by the action that needs it
+    received: dict[tuple[Kind, Key], tuple[Tensor, CollectiveWork]] = field(
+        default_factory=dict
+    )  # by the action that needs it
     to_send: dict[tuple[Kind, Key], Tensor] = field(default_factory=dict)
-    sending: dict[Kind, tuple[Tensor, Work]] = field(default_factory=dict)  # each direction's last send and its buffer
+    sending: dict[Kind, tuple[Tensor, CollectiveWork]] = field(
+        default_factory=dict
+    )  # each direction's last send and its buffer
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     roots: dict[Key, GradientEdge] = field(default_factory=dict)
     wgrads: dict[Key, deque[deferred.Wgrad]] = field(default_factory=dict)

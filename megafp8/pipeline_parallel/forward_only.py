@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement
 
 
-def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+def forward_only(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """Every micro-batch forward through every stage.
 
     Stages are assumed equally fast; a rank runs the latest of its stages that has an input.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megafp8.pipeline_parallel import schedules
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement, v_placement
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement, loop_placement, v_placement
 from megafp8.pipeline_parallel.check import check_compute
 from megafp8.pipeline_parallel.schedules import ScheduleRecord
 from megafp8.registry import records_of
@@ -45,13 +45,15 @@ def unsplit_schedule(chunks: int) -> str:
     return next(name for name, record in SCHEDULES.items() if record.allows(chunks) and not record.splits_wgrad)
 
 
-def place_stages(source: str, num_ranks: int, num_chunks: int, kind: Literal["loop", "v"] | None = None) -> Placement:
+def place_stages(
+    source: str, num_ranks: int, num_chunks: int, kind: Literal["loop", "v"] | None = None
+) -> StagePlacement:
     """The placement of schedule `source`; `kind` overrides its record, or "loop" for a user's own schedule."""
     scheduled = SCHEDULES[source].placement if source in SCHEDULES else "loop"
     return v_placement(num_ranks) if (kind or scheduled) == "v" else loop_placement(num_ranks, num_chunks)
 
 
-def training_schedule(source: str, placement: Placement, num_microbatches: int) -> Schedule:
+def training_schedule(source: str, placement: StagePlacement, num_microbatches: int) -> Schedule:
     """The compute actions of schedule `source`.
 
     Raises ValueError where there is no such file or function, and where they cannot run, naming the first wrong action.
@@ -99,7 +101,7 @@ def cell(action: Action) -> str:
     return f"{letter}{action.microbatch}" + (f".{action.chunk}" if action.chunk else "")
 
 
-def _call(source: str, placement: Placement, num_microbatches: int) -> Schedule:
+def _call(source: str, placement: StagePlacement, num_microbatches: int) -> Schedule:
     module_name, colon, function_name = source.partition(":")
     if not colon:
         near = near_name(source, SCHEDULES)

@@ -17,14 +17,14 @@ from megafp8.pipeline_parallel.actions import (
     RECEIVE_BEFORE,
     Action,
     Kind,
-    Placement,
     Schedule,
+    StagePlacement,
     split_backwards,
 )
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Durations for one micro-batch on one stage, in any one unit; `p2p` is that of a transfer to another rank.
 
     `backward` is the gradient of the input and `weight` that of the weights; a backward that is not split takes both.
@@ -35,17 +35,17 @@ class Times:
     weight: float = 1.0
     p2p: float = 0.0
 
-    def of(self, kind: Kind, *, split: bool) -> float:
+    def duration(self, kind: Kind, *, split: bool) -> float:
         """The duration of a compute action; `split`: the backward leaves its weight gradients to a WEIGHT."""
         if kind is Kind.BACKWARD:
             return self.backward if split else self.backward + self.weight
         return self.forward if kind is Kind.FORWARD else self.weight
 
 
-EQUAL_TIMES = Times()
+EQUAL_TIMES = StageTimes()
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """A compute action with its start and end."""
 
     action: Action
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 class Timeline:
     """The compute actions of each rank in time, simulated or measured."""
 
-    spans: list[list[Span]]
+    spans: list[list[TimedAction]]
 
     @property
     def duration(self) -> float:
@@ -79,7 +79,7 @@ class Timeline:
         return [_peak([span.action for span in spans], until_weight=False) for spans in self.spans]
 
     @property
-    def peak_held(self) -> list[int]:
+    def peak_saved(self) -> list[int]:
         """Most micro-batches × stages that each rank holds for their last gradient; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=True) for spans in self.spans]
 
@@ -96,15 +96,17 @@ def _peak(actions: list[Action], *, until_weight: bool) -> int:
     return peak
 
 
-def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[Times] = EQUAL_TIMES) -> Timeline:
+def simulate(
+    schedule: Schedule, placement: StagePlacement, times: StageTimes | Sequence[StageTimes] = EQUAL_TIMES
+) -> Timeline:
     """Run every compute action of `schedule` as early as its rank and its input allow; transfers are ignored.
 
     `times`: of every stage, or a sequence with those of each. Raises ValueError where compute actions deadlock.
     """
-    by_stage = [times] * placement.num_stages if isinstance(times, Times) else times
+    by_stage = [times] * placement.num_stages if isinstance(times, StageTimes) else times
     compute = [[action for action in actions if action.kind in COMPUTE] for actions in schedule]
     split = [split_backwards(actions) for actions in compute]
-    spans: list[list[Span]] = [[] for _ in schedule]
+    spans: list[list[TimedAction]] = [[] for _ in schedule]
     ends: dict[tuple[int, Action], float] = {}
 
     def advance(rank: int) -> bool:
@@ -120,7 +122,7 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[T
                 start = max(start, ends[source] + p2p)
             stage = placement.stages[rank][action.chunk]
             is_split = (action.microbatch, action.chunk) in split[rank]
-            rank_spans.append(Span(action, start, start + by_stage[stage].of(action.kind, split=is_split)))
+            rank_spans.append(TimedAction(action, start, start + by_stage[stage].duration(action.kind, split=is_split)))
             ends[rank, action] = rank_spans[-1].end
         return len(rank_spans) > before
 
@@ -130,7 +132,7 @@ def simulate(schedule: Schedule, placement: Placement, times: Times | Sequence[T
     return Timeline(spans)
 
 
-def mean_times(timeline: Timeline, placement: Placement) -> list[Times]:
+def mean_times(timeline: Timeline, placement: StagePlacement) -> list[StageTimes]:
     """The mean times of each stage's actions; a backward that was never split counts half for input and weights."""
     spent: dict[tuple[int, str], list[float]] = {}
     for stages, spans in zip(placement.stages, timeline.spans):
@@ -140,15 +142,15 @@ def mean_times(timeline: Timeline, placement: Placement) -> list[Times]:
             spent.setdefault((stages[chunk], "whole" if whole else kind.name), []).append(end - start)
     mean = {key: statistics.fmean(times) for key, times in spent.items()}
 
-    def of(stage: int) -> Times:
+    def of(stage: int) -> StageTimes:
         half = mean.get((stage, "whole"), 0.0) / 2
         gradients = [mean.get((stage, kind.name), half) for kind in (Kind.BACKWARD, Kind.WEIGHT)]
-        return Times(mean[stage, Kind.FORWARD.name], *gradients)
+        return StageTimes(mean[stage, Kind.FORWARD.name], *gradients)
 
     return [of(stage) for stage in range(placement.num_stages)]
 
 
-def _needed(rank: int, action: Action, placement: Placement) -> list[tuple[int, Action]]:
+def _needed(rank: int, action: Action, placement: StagePlacement) -> list[tuple[int, Action]]:
     """The compute actions, with their ranks, that must have ended before `action` of `rank`."""
     kind, microbatch, chunk = action
     if kind is Kind.WEIGHT:
@@ -158,7 +160,7 @@ def _needed(rank: int, action: Action, placement: Placement) -> list[tuple[int, 
     return needed if source is None else [*needed, (source[0], Action(kind, microbatch, source[1]))]
 
 
-def _raise_if_stuck(compute: Schedule, positions: list[int], placement: Placement) -> None:
+def _raise_if_stuck(compute: Schedule, positions: list[int], placement: StagePlacement) -> None:
     """Raise ValueError if a rank has not ended, preferably about one that waits for a later action of its own."""
     waiting: list[tuple[bool, int, int, Action]] = []
     for rank, actions in enumerate(compute):

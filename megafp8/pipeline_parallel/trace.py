@@ -19,9 +19,9 @@ import torch
 
 from megafp8.distributed.collectives import all_gather_objects, barrier
 from megafp8.parallel_state import Group
-from megafp8.pipeline_parallel.actions import Action, Placement
+from megafp8.pipeline_parallel.actions import Action, StagePlacement
 from megafp8.pipeline_parallel.registry import cell, parse_cell
-from megafp8.pipeline_parallel.simulate import Span, Timeline
+from megafp8.pipeline_parallel.simulate import TimedAction, Timeline
 from megafp8.strict_json import parse_json
 
 
@@ -55,26 +55,26 @@ class Stopwatch:
         """The timeline of all ranks, in seconds. Collective over the pipeline; synchronizes the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        spans = [Span(action, self._seconds(start), self._seconds(end)) for action, start, end in self._events]
+        spans = [TimedAction(action, self._seconds(start), self._seconds(end)) for action, start, end in self._events]
         return Timeline(all_gather_objects(spans, self._pipeline.group))
 
     def _seconds(self, event: Any) -> float:
         return self._zero.elapsed_time(event) / 1e3 if self._cuda else event - self._zero
 
 
-def write_timeline(timeline: Timeline, placement: Placement, path: Path) -> None:
+def write_timeline(timeline: Timeline, placement: StagePlacement, path: Path) -> None:
     """Write a timeline for `read_timeline`."""
     spans = [[[cell(action), start, end] for action, start, end in spans] for spans in timeline.spans]
     path.write_text(json.dumps({"placement": placement.stages, "spans": spans}), encoding="utf-8")
 
 
-def read_timeline(path: Path) -> tuple[Timeline, Placement]:
+def read_timeline(path: Path) -> tuple[Timeline, StagePlacement]:
     """Read what `write_timeline` wrote. Raises ValueError if the file is no timeline."""
     try:
         events = parse_json(path.read_bytes())
-        placement = Placement(tuple(tuple(map(int, stages)) for stages in events["placement"]))
+        placement = StagePlacement(tuple(tuple(map(int, stages)) for stages in events["placement"]))
         spans = [
-            [Span(parse_cell(name, str(path)), float(start), float(end)) for name, start, end in spans]
+            [TimedAction(parse_cell(name, str(path)), float(start), float(end)) for name, start, end in spans]
             for spans in events["spans"]
         ]
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
@@ -82,7 +82,7 @@ def read_timeline(path: Path) -> tuple[Timeline, Placement]:
     return Timeline(spans), placement
 
 
-def chrome_trace(timelines: dict[str, tuple[Timeline, Placement]], *, unit: float = 1.0) -> dict[str, Any]:
+def chrome_trace(timelines: dict[str, tuple[Timeline, StagePlacement]], *, unit: float = 1.0) -> dict[str, Any]:
     """Chrome trace events: one process per timeline, one thread per rank. `unit`: seconds per unit of time."""
     events: list[dict[str, Any]] = []
     for pid, (name, (timeline, placement)) in enumerate(timelines.items()):

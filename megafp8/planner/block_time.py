@@ -53,8 +53,8 @@ Costs = dict[str, Phases]
 
 def summed(costs: Iterator[Costs] | list[Costs]) -> Costs:
     total: Costs = {}
-    for own in costs:
-        for term, phases in own.items():
+    for part in costs:
+        for term, phases in part.items():
             total[term] = total.get(term, Phases()) + phases
     return total
 
@@ -84,19 +84,19 @@ class _Block:
         return self.batch.tokens * self.config.spec.hidden_size * self.batch.element
 
     def costs(self, memory: BlockMemory) -> Costs:
-        found: Costs = {
+        costs: Costs = {
             "GEMMs": self.gemms(),
             "attention": self.attention(),
             "elementwise": self.elementwise(),
             "tensor": self.tensor(),
             "context": self.context(),
             "experts": self.expert_gemms(),
-            "expert": self.exchange(),
+            "expert": self.dispatch(),
         }
         if gathers_blocks(self.config):
-            found["fsdp"] = self.gathers(sum(found.values(), Phases()))
-        found["recompute"] = Phases(backward=self.recompute(found, memory))
-        return {term: phases for term, phases in found.items() if phases.total}
+            costs["fsdp"] = self.gathers(sum(costs.values(), Phases()))
+        costs["recompute"] = Phases(backward=self.recompute(costs, memory))
+        return {term: phases for term, phases in costs.items() if phases.total}
 
     def recompute(self, found: Costs, memory: BlockMemory) -> float:
         if memory.full:
@@ -178,7 +178,7 @@ class _Block:
         total = Phases()
         rows = self.ffn.rows(self.batch)
         every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
-        every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.of_experts]
+        every += [(rows * x.site.inputs, rows * x.site.outputs, x.plan) for x in self.layer.expert_layers]
         for inputs, outputs, plan in every:
             if plan.input != "high":
                 total += Phases(forward=self._cast(plan, inputs, fused=plan.input == "fused"))
@@ -212,7 +212,7 @@ class _Block:
         """Grouped GEMMs: a tile of 128 rows belongs to one expert, and sums of weight gradients are counted as if added
         after the product, though kernels for Hopper do some of that beside it."""
         ceilings, total = self.gpu.ceilings, Phases()
-        for layer in self.layer.of_experts:
+        for layer in self.layer.expert_layers:
             rows = self.ffn.rows(self.batch) + 64 * layer.copies
             seconds = []
             for gemm, how in zip(GEMMS, layer.plan.gemms, strict=True):
@@ -262,9 +262,9 @@ class _Block:
         each = self.cluster.collective(c, p.tensor, received)
         return Phases(each, 2 * each)
 
-    def exchange(self) -> Phases:
+    def dispatch(self) -> Phases:
         """Tokens to experts and back, forward and backward."""
-        sent = self.ffn.exchange(self.batch)
+        sent = self.ffn.dispatch_traffic(self.batch)
         if sent is None:
             return Phases()
         near = self.cluster.ranks_of_node(sent.ranks, 1) == sent.ranks
@@ -325,10 +325,10 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
     config, model, gpu, batch = outline.config, outline.config.spec, cluster.gpu, outline.batch
     h, e = model.hidden_size, batch.element
     copy = gpu.ceilings.bandwidth * gpu.elementwise
-    found: Costs = {}
+    costs: Costs = {}
     if first:
         moved = batch.own_tokens * h
-        found["elementwise"] = Phases(2 * moved * e / copy, moved * (e + 8) / copy)
+        costs["elementwise"] = Phases(2 * moved * e / copy, moved * (e + 8) / copy)
     if last:
         tokens = (1 + model.num_prediction_layers) * outline.batch_of(model.num_blocks - 1).tokens
         v = model.stem.rows // config.parallel.tensor
@@ -341,12 +341,12 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
             values = batch.tokens * h * e * (p.tensor - 1) / p.tensor
             each = cluster.collective(p.tensor, 1, values)
             output += Phases(each, each)
-        found["output layer"] = output
+        costs["output layer"] = output
     if gathers_blocks(config):
         table = model.stem.rows // config.parallel.tensor * h
-        compute = summed([found]).get("output layer", Phases())
+        compute = summed([costs]).get("output layer", Phases())
         for present in (first, last and not model.head.tied):
             if present:
-                more = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
-                found["fsdp"] = found.get("fsdp", Phases()) + more
-    return found
+                gather = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
+                costs["fsdp"] = costs.get("fsdp", Phases()) + gather
+    return costs

@@ -36,7 +36,7 @@ def layer_flops(config: Config, index: int) -> Flops:
     """Of layer `index`."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
     block = build_layer(config.spec, planning_context(one, planned), index, KEEP_ALL).block
-    batch = MicroBatch.of(one, None, decoder=config.spec.layers[index].is_decoder)
+    batch = MicroBatch.from_config(one, None, decoder=config.spec.layers[index].is_decoder)
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
     works = block.attentions(batch)
@@ -50,10 +50,10 @@ def output_flops(config: Config) -> Flops:
     layers = config.spec.indices
     stage = build_stage(config.spec, planning_context(one, planned), layers=layers, positions=1, blocks=False)
     assert stage.head is not None
-    more = stage.head.flops(MicroBatch.of(one, None))
+    head_flops = stage.head.flops(MicroBatch.from_config(one, None))
     weights = sum(state.site.inputs * state.site.outputs for state in planned.layers)
     tokens = config.decoder_length or config.training.seq_length
-    return Flops(2.0 * tokens * weights * (1 + config.spec.num_prediction_layers) + more)
+    return Flops(2.0 * tokens * weights * (1 + config.spec.num_prediction_layers) + head_flops)
 
 
 def model_flops(config: Config) -> Flops:

@@ -47,7 +47,7 @@ KINDS = ("node", "job", "silent", "planned")
 
 
 @dataclass(frozen=True)
-class Rates:
+class InterruptionRates:
     """Published interruptions of a run of `days` on `gpus` GPUs, by kind. `planned` ones do not grow with GPUs.
 
     `LLAMA3`: The Llama 3 Herd of Models (arXiv 2407.21783), table 5: 466 interruptions, of which 47 planned. Of the 419
@@ -78,7 +78,7 @@ class Rates:
         }
 
 
-LLAMA3 = Rates(gpus=16384, days=54, node=357, job=56, silent=6, planned=47)
+LLAMA3 = InterruptionRates(gpus=16384, days=54, node=357, job=56, silent=6, planned=47)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """A job as the simulation takes it; times in seconds.
 
     `saves`: from which it restarts; `also`: further ones, which only cost stalls. `restart`: of the whole job;
@@ -161,7 +161,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedOutcome:
     """Seconds of each of `PARTS`, which add up to the simulated time, and the number of failures by kind."""
 
     seconds: Mapping[str, float]
@@ -199,7 +199,7 @@ class _State:
     `segments`: of these since the last restart, from where, to where, with which part of the GPUs, and begun when.
     """
 
-    job: Job
+    job: SimulatedJob
     time: float = 0.0
     position: float = 0.0
     loaded: float = 0.0
@@ -227,8 +227,8 @@ class _State:
         while self.time < until:
             taking_part = job.replicas - len(self.back)
             trains = not self.stalls and taking_part >= job.least_replicas
-            found = self.time + (self.corrupt - self.position) / job.speed if trains else math.inf
-            end = min([until, found, *(at for at, _ in self.stalls[:1]), *self.back.values()])
+            detected = self.time + (self.corrupt - self.position) / job.speed if trains else math.inf
+            end = min([until, detected, *(at for at, _ in self.stalls[:1]), *self.back.values()])
             passed = max(0.0, end - self.time)
             if trains:
                 self._train(passed * job.speed, passed, taking_part / job.replicas)
@@ -242,7 +242,7 @@ class _State:
             if rejoining and job.rejoin and not self.starting:
                 last = self.stalls[-1][0] if self.stalls else end
                 self.stalls.append((last + job.rejoin, "regrouping"))
-            if end == found:
+            if end == detected:
                 self._restart(0.0, 0.0, corrupt=True)
 
     def _train(self, moved: float, passed: float, part: float) -> None:
@@ -334,7 +334,7 @@ class _State:
         self._stall((fault.detection, "detection"), (job.regroup, "regrouping"))
 
 
-def simulate(job: Job, faults: Iterable[Fault], seconds: float) -> Outcome:
+def simulate(job: SimulatedJob, faults: Iterable[Fault], seconds: float) -> SimulatedOutcome:
     """The first `seconds` of a job under `faults`, in order of time."""
     state, counts = _State(job), dict.fromkeys(KINDS, 0)
     for fault in faults:
@@ -344,15 +344,15 @@ def simulate(job: Job, faults: Iterable[Fault], seconds: float) -> Outcome:
         state.fail(fault)
         counts[fault.kind] += 1
     state.advance(seconds)
-    return Outcome(state.seconds, counts)
+    return SimulatedOutcome(state.seconds, counts)
 
 
-def _rollbacks(job: Job, rates: Mapping[str, float]) -> float:
+def _rollbacks(job: SimulatedJob, rates: Mapping[str, float]) -> float:
     """Restarts of the whole job a second."""
     return rates.get("job", 0.0) + rates.get("silent", 0.0) + (rates.get("node", 0.0) if job.replicas == 1 else 0.0)
 
 
-def expected_goodput(job: Job, rates: Mapping[str, float], detection: float = 0.0) -> float:
+def expected_goodput(job: SimulatedJob, rates: Mapping[str, float], detection: float = 0.0) -> float:
     """Goodput by formula: Daly's for restarts, to the first order for replicas, planned stops and silent corruption.
 
     Exact if failures are all of the job, there are spares, and saves complete at once.
@@ -361,28 +361,28 @@ def expected_goodput(job: Job, rates: Mapping[str, float], detection: float = 0.
     interval and its save are exp(r · restart) · (exp(r · (interval + stall)) - 1) / r with r restarts a second.
     """
     rate, saves, node = _rollbacks(job, rates), job.saves, rates.get("node", 0.0) if job.replicas > 1 else 0.0
-    found = job.speed
+    goodput = job.speed
     if rate:
         growth = math.expm1(min(rate * saves.interval / job.speed, 700.0)) / rate
-        found = saves.interval / growth * math.exp(-rate * (detection + job.restart + saves.load + saves.duration))
-    found *= 1 - rates.get("silent", 0.0) * min(job.check, saves.interval) / 2
+        goodput = saves.interval / growth * math.exp(-rate * (detection + job.restart + saves.load + saves.duration))
+    goodput *= 1 - rates.get("silent", 0.0) * min(job.check, saves.interval) / 2
     stall = detection + job.regroup + job.rejoin + job.step / 2
     away = detection + job.replica_restart
     return (
-        found
+        goodput
         * math.exp(-node * stall)
         * (1 - node * away / job.replicas)
         * (1 - rates.get("planned", 0.0) * job.planned)
     )
 
 
-def young_interval(job: Job, rates: Mapping[str, float]) -> float:
+def young_interval(job: SimulatedJob, rates: Mapping[str, float]) -> float:
     """J. W. Young's first-order best interval in seconds of steps, 1974: the root of 2 · stall / restarts a second."""
     rate = _rollbacks(job, rates)
     return math.sqrt(2 * job.saves.stall / rate) if rate else math.inf
 
 
-def best_interval(job: Job, rates: Mapping[str, float], detection: float = 0.0) -> int:
+def best_interval(job: SimulatedJob, rates: Mapping[str, float], detection: float = 0.0) -> int:
     """Steps between saves with the highest `expected_goodput`; not less than a save takes."""
     least = max(1, math.ceil(job.saves.duration / job.step))
     most = max(least, math.ceil(min(young_interval(job, rates), 1e7 * job.step) * 3 / job.step))
@@ -437,7 +437,7 @@ class Forecast:
     young: float
     expected: float
     configured: float | None
-    outcome: Outcome
+    outcome: SimulatedOutcome
     spares: int
     mtbf: float
 
@@ -461,35 +461,35 @@ def forecasts(
 
     `step`: predicted seconds; `state`: bytes of a checkpoint; `faults`: failures to simulate.
     """
-    gpus, of_rank = cluster.gpus, state / cluster.gpus
+    gpus, rank_bytes = cluster.gpus, state / cluster.gpus
     rates = LLAMA3.per_second(gpus, mtbf_gpu_hours)
     unplanned = sum(rates.values()) - rates["planned"]
     hang = hang_detection(config)
     detection = assumed.detection + assumed.hangs * (hang - assumed.detection)
-    stall = assumed.save + of_rank / assumed.host_copy
-    to_disk = of_rank / assumed.disk_gpu
-    to_memory = of_rank / assumed.host_memory + of_rank / cluster.gpu.network
+    stall = assumed.save + rank_bytes / assumed.host_copy
+    to_disk = rank_bytes / assumed.disk_gpu
+    to_memory = rank_bytes / assumed.host_memory + rank_bytes / cluster.gpu.network
     disk = Saves(max(config.checkpoint.interval, 1) * step, stall, to_disk, to_disk)
     memory = Saves(max(config.checkpoint.memory_interval, 1) * step, stall, to_memory, to_memory)
     spares = spares_needed(rates["node"], assumed.repair)
     count, least = replicas
-    found: list[Forecast] = []
+    results: list[Forecast] = []
     for recovery, saves, number in (
         ("restart, disk", disk, 1),
         ("restart, memory", memory, 1),
         (f"{count} replicas", memory, count),
     ):
         restart = assumed.restart + assumed.restart_gpu * gpus / number
-        job = Job(
+        job = SimulatedJob(
             step=step,
             saves=saves,
             restart=restart,
             replicas=number,
             least_replicas=least if number > 1 else 1,
-            replica_restart=restart + of_rank * number / cluster.gpu.network,
+            replica_restart=restart + rank_bytes * number / cluster.gpu.network,
             regroup=assumed.regroup,
             rejoin=assumed.rejoin,
-            check=(config.training.replica_check_interval or math.inf) * step,
+            check=(config.training.consistency_check_interval or math.inf) * step,
             planned=to_disk + restart + to_disk,
             spares=spares,
             repair=assumed.repair,
@@ -504,5 +504,7 @@ def forecasts(
         drawn = random_faults(rates, seconds, 0, detection=assumed.detection, hangs=assumed.hangs, hang=hang)
         outcome = simulate(best, drawn, seconds)
         young, expected = young_interval(job, rates) / step, expected_goodput(best, rates, detection)
-        found.append(Forecast(gpus, recovery, steps, step, young, expected, configured, outcome, spares, 1 / unplanned))
-    return found
+        results.append(
+            Forecast(gpus, recovery, steps, step, young, expected, configured, outcome, spares, 1 / unplanned)
+        )
+    return results

@@ -27,12 +27,12 @@ _BANDWIDTH_OF_COPY = 4.14e12
 def measured(gpu: Gpu, linear: Callable[[LinearSize], LinearSeconds], copy: Callable[[int], float]) -> Gpu:
     """`gpu` with the rates of a device. `linear`: seconds of a layer; `copy`: seconds of a copy of so many bytes."""
     seconds, base = linear(SIZE), GPUS["h200-141gb"].ceilings
-    of_bf16, of_fp8 = (before / now for before, now in zip(ON_H200, seconds, strict=True))
+    bf16_ratio, fp8_ratio = (before / now for before, now in zip(ON_H200, seconds, strict=True))
     bandwidth = 2 * _COPIED / copy(_COPIED) / _BANDWIDTH_OF_COPY
     ceilings = replace(
         base,
-        bf16=base.bf16 * of_bf16,
-        fp8={kind: rate * of_fp8 for kind, rate in base.fp8.items()},
+        bf16=base.bf16 * bf16_ratio,
+        fp8={kind: rate * fp8_ratio for kind, rate in base.fp8.items()},
         bandwidth=base.bandwidth * bandwidth,
     )
     return replace(gpu, name=f"{gpu.name}, measured", ceilings=ceilings)

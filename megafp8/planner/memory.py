@@ -35,7 +35,7 @@ from megafp8.models.recompute import block_memory
 from megafp8.numerics.tensor import BLOCK_16X16
 from megafp8.objectives.registry import loss_memory
 from megafp8.optimizer.fp8_moments import BLOCK
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, split_backwards
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, layers_of_stages
 
@@ -109,18 +109,18 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataPar
     """`state_memory` of parameters whose gradients are summed over the same ranks."""
     optimizer, dtype = config.optimizer, config.training.precision
     moments = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
-    held = plan.held(
+    elements = plan.held(
         [x.elements for x in parameters],
         [moments[bool(x.matrices)] for x in parameters],
         own_bucket=[i for i, x in enumerate(parameters) if x.shared],
         fp8=[i for i, x in enumerate(parameters) if x.only_fp8],
     )
     return StateMemory(
-        weights=held.values * ELEMENT[dtype] + held.fp8,
-        gradients=held.gradients * sum_bytes(config),
+        weights=elements.values * ELEMENT[dtype] + elements.fp8,
+        gradients=elements.gradients * sum_bytes(config),
         masters=(2 if optimizer.store_param_remainders else sum_bytes(config))
-        * (held.released if ELEMENT[dtype] == sum_bytes(config) else held.masters),
-        moments=_moments(config, held.updated),
+        * (elements.released if ELEMENT[dtype] == sum_bytes(config) else elements.masters),
+        moments=_moments(config, elements.updated),
     )
 
 
@@ -243,22 +243,22 @@ class _Chunk(NamedTuple):
 def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
     """The rank's memory at the peak of a step."""
     separate = split_backwards(actions)
-    held = offloaded = host = most = 0
+    nbytes = offloaded = host = most = 0
     peak = (0, 0, 0)
     for action in actions:
         chunk = chunks[action.chunk]
         if action.kind is Kind.FORWARD:
-            held, offloaded = held + chunk.saved, offloaded + chunk.offloaded
+            nbytes, offloaded = nbytes + chunk.saved, offloaded + chunk.offloaded
             host = max(host, offloaded)
         elif action.kind is Kind.BACKWARD:
-            held, offloaded = held - chunk.saved, offloaded - chunk.offloaded
+            nbytes, offloaded = nbytes - chunk.saved, offloaded - chunk.offloaded
             activations, loss, backward = chunk.peak
-            if held + activations + loss + backward > most:
-                most = held + activations + loss + backward
-                peak = (held + activations, loss, backward)
-            held += chunk.deferred if (action.microbatch, action.chunk) in separate else 0
+            if nbytes + activations + loss + backward > most:
+                most = nbytes + activations + loss + backward
+                peak = (nbytes + activations, loss, backward)
+            nbytes += chunk.deferred if (action.microbatch, action.chunk) in separate else 0
         elif action.kind is Kind.WEIGHT:
-            held -= chunk.deferred
+            nbytes -= chunk.deferred
     activations, loss, backward = peak
     return replace(static, activations=activations, loss=loss, backward=backward, host=host)
 
@@ -286,7 +286,7 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     in_fp8 = [sum(p.elements for p in block if p.only_fp8) for block in parameters]
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
     experts_fp8 = [sum(p.elements for p in block if p.only_fp8 and p.expert and apart) for block in parameters]
-    others_fp8 = [count - of_experts for count, of_experts in zip(in_fp8, experts_fp8)]
+    others_fp8 = [count - expert_count for count, expert_count in zip(in_fp8, experts_fp8)]
     # Of FP8 weights, from the first block's forward on. Ranks that gather experts only have others.
     buffers = 2 * (max(experts_fp8, default=0) + max(others_fp8, default=0))
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
@@ -295,9 +295,9 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     stays = table * e * (shared and (first or last))
     summed = table * sent * (shared and last)  # from the backward of its last use to the end
     blocks = []
-    for at, own in enumerate(elements):
+    for at, unit in enumerate(elements):
         following = elements[at + 1] if at + 1 < len(elements) else table * (last and not tied)
-        here = values[at] + (values[at - 1] if at else 0) + copies[at] + (own + max(own, following)) * sent
+        here = values[at] + (values[at - 1] if at else 0) + copies[at] + (unit + max(unit, following)) * sent
         blocks.append(here + buffers + stays + summed)
     end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
     ends_with_table = first or bool(stays)
@@ -311,9 +311,9 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
     config = outline.config
     gathered, h, e = _gathered(outline, layers, data, overlaps), config.spec.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
-    saved = [outline.saved(i, own) for i, own in zip(layers, memory)]
-    on_device = [0 if own.offload else size for size, own in zip(saved, memory)]
-    offloaded = [size if own.offload else 0 for size, own in zip(saved, memory)]
+    saved = [outline.saved(i, layer_memory) for i, layer_memory in zip(layers, memory)]
+    on_device = [0 if layer_memory.offload else size for size, layer_memory in zip(saved, memory)]
+    offloaded = [size if layer_memory.offload else 0 for size, layer_memory in zip(saved, memory)]
     if layers.start == 0 and config.spec.stem.normalizes:  # its input and statistics
         statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
@@ -341,7 +341,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
 
 
 def pipeline_memory(
-    outline: ModelOutline, world_size: int, placement: Placement, schedule: Schedule
+    outline: ModelOutline, world_size: int, placement: StagePlacement, schedule: Schedule
 ) -> list[RankMemory]:
     """Memory of one rank of each pipeline rank; `schedule` is that of a step on `world_size` ranks in all."""
     config, p = outline.config, outline.config.parallel
@@ -349,12 +349,12 @@ def pipeline_memory(
     data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
     frozen = _frozen_memory(outline, data, placement)
     return [
-        replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=of_rank)
-        for stages, actions, of_rank in zip(placement.stages, schedule, frozen, strict=True)
+        replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=frozen_chunks)
+        for stages, actions, frozen_chunks in zip(placement.stages, schedule, frozen, strict=True)
     ]
 
 
-def _frozen_memory(outline: ModelOutline, data: int, placement: Placement) -> list[int]:
+def _frozen_memory(outline: ModelOutline, data: int, placement: StagePlacement) -> list[int]:
     """`RankMemory.frozen` of each pipeline rank."""
     config, frozen, totals = outline.config, outline.frozen, [0] * len(placement.stages)
     if frozen is not None:

@@ -86,7 +86,7 @@ class LayerOutline:
         return [x for x in self.linears if not x.site.expert and not x.site.high_precision]
 
     @property
-    def of_experts(self) -> list[LinearLayer]:
+    def expert_layers(self) -> list[LinearLayer]:
         """Those of experts: the first and the second; none where the layer has an MLP."""
         return [x for x in self.linears if x.site.expert]
 
@@ -102,10 +102,10 @@ class ModelOutline:
         self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline], frozen: ModelOutline | None = None
     ) -> None:
         self.config, self.fp8, self.layers, self.frozen = config, fp8, layers, frozen
-        self.batch = MicroBatch.of(config, fp8.recipe)
+        self.batch = MicroBatch.from_config(config, fp8.recipe)
         self._decoder_batch = None
         if config.decoder_length is not None:
-            self._decoder_batch = MicroBatch.of(config, fp8.recipe, decoder=True)
+            self._decoder_batch = MicroBatch.from_config(config, fp8.recipe, decoder=True)
         self._ends: dict[range, tuple[list[Parameter], list[Parameter]]] = {}
         self._saved: dict[tuple[LayerOutline, BlockMemory], int] = {}
 
@@ -143,7 +143,7 @@ class ModelOutline:
         """Bytes of the operands of its experts' FP8 weight gradients that layer `index` keeps for the next micro-batch
         (fp8.paired_wgrad). Rows of each expert are padded to a multiple of 128."""
         layer, batch = self.layers[index], self.batch_of(index)
-        fp8 = [x for x in layer.of_experts if x.plan.gemms[2] != "high"]
+        fp8 = [x for x in layer.expert_layers if x.plan.gemms[2] != "high"]
         rows = [layer.block.ffn.reserved_rows(batch) + 127 * x.copies for x in fp8]
         return sum(tokens * (x.site.inputs + x.site.outputs) for tokens, x in zip(rows, fp8))
 
@@ -194,8 +194,8 @@ class ModelOutlines:
         layout += (p.expert_dispatch, p.overlap_tensor, weight_storage(config), config.fp8.param_gather)
         layout += (t.micro_batch_size, t.seq_length)
         layers: dict[int, LayerOutline] = {}
-        for of_stage in stages_of(config)[1]:
-            for index, memory in zip(of_stage, block_memory(p, len(of_stage)), strict=True):
+        for stage_config in stages_of(config)[1]:
+            for index, memory in zip(stage_config, block_memory(p, len(stage_config)), strict=True):
                 key = (layout, self._alike[index], memory)
                 if key not in self._built:
                     self._built[key] = layer_outline(config, self.fp8, index, memory)
@@ -240,17 +240,17 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
     """
     # The first rank of one expert-parallel rank has all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
-    found: dict[int, tuple[int, list[LinearSite]]] = {}
+    by_kind: dict[int, tuple[int, list[LinearSite]]] = {}
     for index in config.spec.indices:
         kind = config.spec.kinds[index]
-        if kind not in found:
+        if kind not in by_kind:
             planned = Fp8Manager(None, amax_group=None)
             build_layer(config.spec, planning_context(whole, planned), index, KEEP_ALL)
-            found[kind] = index, [x.site for x in planned.layers if not x.site.high_precision]
-        first, sites = found[kind]
-        prefix, own = f"layers.{first}.", f"layers.{index}."
+            by_kind[kind] = index, [x.site for x in planned.layers if not x.site.high_precision]
+        first, sites = by_kind[kind]
+        prefix, layer_prefix = f"layers.{first}.", f"layers.{index}."
         for site in sites:
-            yield own + site.name.removeprefix(prefix), site
+            yield layer_prefix + site.name.removeprefix(prefix), site
 
 
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:

@@ -18,10 +18,10 @@ from megafp8.config.checks import cuda_graph_problems
 from megafp8.models.costs import ELEMENT
 from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.optimizer.base import Update
-from megafp8.pipeline_parallel.actions import Kind, Placement, Schedule
+from megafp8.pipeline_parallel.actions import Kind, Schedule, StagePlacement
 from megafp8.pipeline_parallel.forward_only import forward_only
 from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
-from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.pipeline_parallel.simulate import StageTimes, simulate
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, pipeline_memory
@@ -81,31 +81,31 @@ def predicted_memory(outline: ModelOutline, cluster: Cluster) -> Sequence[RankMe
     return pipeline_memory(outline, cluster.gpus, placement, schedule)
 
 
-def short_schedule(config: Config, placement: Placement, gpus: int) -> Schedule:
+def short_schedule(config: Config, placement: StagePlacement, gpus: int) -> Schedule:
     """The schedule of as many of a step's micro-batches as make a difference to its start and end."""
     return _schedule(config.parallel.schedule, placement, min(micro_batches(config, gpus), _simulated(placement)))
 
 
-def _simulated(placement: Placement) -> int:
+def _simulated(placement: StagePlacement) -> int:
     return _SIMULATED * placement.num_ranks
 
 
 @lru_cache(maxsize=256)
-def _schedule(source: str, placement: Placement, count: int) -> Schedule:
+def _schedule(source: str, placement: StagePlacement, count: int) -> Schedule:
     if source in SCHEDULES:  # which need no check
         return SCHEDULES[source].build(placement, count)
     return training_schedule(source, placement, count)
 
 
 @lru_cache(maxsize=256)
-def most_in_flight(source: str, placement: Placement, count: int) -> int:
+def most_in_flight(source: str, placement: StagePlacement, count: int) -> int:
     """Most micro-batches, times stages, that a rank holds for their backward."""
     most = 0
     for actions in _schedule(source, placement, min(count, _simulated(placement))):
-        held = 0
+        in_flight = 0
         for action in actions:
-            held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-            most = max(most, held)
+            in_flight += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            most = max(most, in_flight)
     return most
 
 
@@ -114,7 +114,7 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
     config = outline.config
     if config.lora is not None:
         raise ValueError("lora: the time of steps that train adapters is not predicted; leave the section lora out")
-    found: dict[tuple[LayerOutline, BlockMemory], Costs] = {}
+    known: dict[tuple[LayerOutline, BlockMemory], Costs] = {}
     stages = []
     for layers in stages_of(config)[1]:
         memories = block_memory(config.parallel, len(layers))
@@ -122,16 +122,16 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
         first = {(outline.layers[index], memory): index for index, memory in [*zip(layers, memories)][::-1]}
         blocks = []
         for kind, count in kinds.items():
-            if kind not in found:
-                found[kind] = block_costs(outline, cluster, first[kind], kind[1])
-            blocks.append({term: phases * count for term, phases in found[kind].items()})
+            if kind not in known:
+                known[kind] = block_costs(outline, cluster, first[kind], kind[1])
+            blocks.append({term: phases * count for term, phases in known[kind].items()})
         ends = ends_costs(outline, cluster, first=layers.start == 0, last=layers.stop == len(config.spec.layers))
         stages.append(summed([*blocks, ends]))
     return stages
 
 
 def _pipeline_seconds(
-    config: Config, placement: Placement, times: Sequence[Times], count: int, busiest: float
+    config: Config, placement: StagePlacement, times: Sequence[StageTimes], count: int, busiest: float
 ) -> float:
     """Seconds of `count` micro-batches; `busiest`: of one on the rank with most work."""
     source, simulated = config.parallel.schedule, min(count, _simulated(placement))
@@ -154,7 +154,7 @@ def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
     sent = frozen.stream_tokens * config.spec.stream_width * frozen.batch.element
     p2p = cluster.transfer(cluster.gpus // config.parallel.pipeline, sent)
     simulated = min(count, _simulated(placement))
-    stage_times = [Times(time, 0.0, 0.0, p2p) for time in times]
+    stage_times = [StageTimes(time, 0.0, 0.0, p2p) for time in times]
     whole = simulate(forward_only(placement, simulated), placement, stage_times).duration
     return whole + (count - simulated) * busiest
 
@@ -171,7 +171,7 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
     if p.pipeline > 1:
         sent = outline.stream_tokens * config.spec.stream_width * outline.batch.element
         p2p = cluster.transfer(cluster.gpus // p.pipeline, sent)
-        stage_times = [Times(time.forward, time.backward, time.weight, p2p) for time in times]
+        stage_times = [StageTimes(time.forward, time.backward, time.weight, p2p) for time in times]
         pipeline = _pipeline_seconds(config, placement, stage_times, count, max(works))
     else:
         pipeline = count * works[0]
@@ -211,7 +211,7 @@ def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
     config = outline.config
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     experts = sum(x.elements for x in parameters if x.expert)
-    layers = [outline.layers[index] for of_stage in stages for index in of_stage]
+    layers = [outline.layers[index] for stage_layers in stages for index in stage_layers]
     update = config.optimizer.update(hidden_matrix=True)
     flops = sum(update_flops(update, layer, config.parallel.expert) for layer in layers)
     # Read in training.precision, written rowwise and columnwise.
@@ -239,8 +239,8 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     plans, element = data_parallel_plans(config, data), ELEMENT[config.training.precision]
     sent = ELEMENT[optimizer.reduce_dtype]
     stored = ELEMENT[optimizer.moments_dtype]
-    of_moment = 2 * stored if stored > 1 else gpu.fp8_moment
-    moments = len(optimizer.update(hidden_matrix=False).moments) * of_moment
+    moment_bytes = 2 * stored if stored > 1 else gpu.fp8_moment
+    moments = len(optimizer.update(hidden_matrix=False).moments) * moment_bytes
     # With FP8 weights about nine tenths of the parameters travel as FP8.
     gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
     reduce = gather = tail = owned = 0.0
@@ -251,7 +251,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         gather += cluster.collective(*group, received * gathered) * plan.gathers
         if not plan.gathers_blocks:  # what is complete at the end of backward only
             tail = max(tail, cluster.collective(*group, min(count, plan.bucket_elements) * sent))
-    found = {
+    costs = {
         "gradient reduction": _beside(
             reduce, micro_batch.backward + micro_batch.weight if p.overlap_grad_reduce else 0.0, gpu.hidden, tail
         ),
@@ -261,15 +261,15 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     average = 12 if optimizer.average_decay is not None else 0
     zeroed = (rank.others + rank.experts) / data if plans[0].gathers_blocks else 0.0
     moved = owned * (8 + 8 + moments + element + average) + 4 * zeroed
-    found["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
+    costs["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
-        of_stage = cluster.gpus // p.pipeline
-        exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / of_stage
-        found["matrix updates"] = rank.update_flops / of_stage / (gpu.ceilings.bf16 * gpu.load_bf16)
-        found["matrix updates"] += cluster.collective(of_stage, 1, exchanged)
+        stage_gpus = cluster.gpus // p.pipeline
+        exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / stage_gpus
+        costs["matrix updates"] = rank.update_flops / stage_gpus / (gpu.ceilings.bf16 * gpu.load_bf16)
+        costs["matrix updates"] += cluster.collective(stage_gpus, 1, exchanged)
     if not plans[0].gathers_blocks:
-        found["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
-    return found
+        costs["weight casts"] = rank.casts / (gpu.ceilings.bandwidth * gpu.fine_casts)
+    return costs
 
 
 def _beside(communication: float, computation: float, cost: float, tail: float) -> float:

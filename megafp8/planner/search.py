@@ -50,10 +50,10 @@ _TRIES_OF_GROUP = 2
 _GROUPS_EXPLAINED = 8
 
 
-_Predict = Callable[["Layout"], "Candidate | Misfit | None"]
+_Predict = Callable[["CandidateLayout"], "Candidate | Misfit | None"]
 
 
-class Layout(NamedTuple):
+class CandidateLayout(NamedTuple):
     """What is searched, by keys of the config."""
 
     tensor: int
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
 class Candidate:
     """A layout that fits, with its prediction."""
 
-    layout: Layout
+    layout: CandidateLayout
     config: Config
     prediction: Prediction
 
@@ -113,7 +113,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
+def layouts(config: Config, cluster: Cluster) -> Iterator[CandidateLayout]:
     """All combinations that ranks and heads can be divided into; `check_layout` knows which of them run."""
     model, t = config.spec, config.training
     counts = [record.num_experts for record in model.expert_records]
@@ -132,14 +132,14 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Layout]:
                         if data * context * tensor % (expert * expert_tensor):
                             continue
                         for rest in _options(config, cluster, tensor, pipeline, data, context):
-                            yield Layout(tensor, pipeline, context, expert, expert_tensor, *rest)
+                            yield CandidateLayout(tensor, pipeline, context, expert, expert_tensor, *rest)
 
 
 def _options(
     config: Config, cluster: Cluster, tensor: int, pipeline: int, data: int, context: int
 ) -> Iterator[tuple[Any, ...]]:
     """Schedules, micro-batch sizes, recompute and sharding."""
-    of_rank, rest = divmod(config.training.global_batch_size, data)
+    rank_batch, rest = divmod(config.training.global_batch_size, data)
     if rest:
         return
     schedules = [("1f1b", 1)]
@@ -149,11 +149,11 @@ def _options(
                 if (name, chunks) not in schedules and pipeline * chunks <= config.spec.num_blocks:
                     schedules.append((name, chunks))
     ranks = data * context
-    of_node = max(1, cluster.gpus_per_node // tensor)
-    replicas = [n for n in (1, ranks // of_node) if n and ranks % n == 0]
+    node_groups = max(1, cluster.gpus_per_node // tensor)
+    replicas = [n for n in (1, ranks // node_groups) if n and ranks % n == 0]
     sharding = [(False, 1), *((True, n) for n in dict.fromkeys(replicas))] if ranks > 1 else [(False, 1)]
     for size in _MICRO_BATCHES:
-        if of_rank % size or (pipeline > 1 and of_rank // size < 2):
+        if rank_batch % size or (pipeline > 1 and rank_batch // size < 2):
             continue
         for schedule, chunks in schedules:
             for recompute in ("none", "selective", "full"):
@@ -162,7 +162,7 @@ def _options(
                         yield schedule, chunks, size, recompute, fsdp, count
 
 
-def applied(config: Config, layout: Layout, gpus: int) -> Config:
+def applied(config: Config, layout: CandidateLayout, gpus: int) -> Config:
     """`config` in `layout`."""
     changes = layout._asdict()
     size = changes.pop("micro_batch_size")
@@ -183,13 +183,13 @@ def applied(config: Config, layout: Layout, gpus: int) -> Config:
 
 def changed_keys(before: Config, after: Config) -> dict[str, dict[str, Any]]:
     """The keys of `after` that differ, by section."""
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for section in ("parallel", "training", "fp8"):
         old, new = getattr(before, section), getattr(after, section)
         for key in type(new).model_fields:
             if getattr(old, key) != getattr(new, key):
-                found.setdefault(section, {})[key] = getattr(new, key)
-    return found
+                changes.setdefault(section, {})[key] = getattr(new, key)
+    return changes
 
 
 class _Bound(NamedTuple):
@@ -204,7 +204,7 @@ class _Work(NamedTuple):
     model its seconds, and elements on a tensor-parallel rank, or its share of them under FSDP."""
 
     phases: Phases
-    of_blocks: float
+    blocks: float
     saved: float
     frozen: float
     frozen_elements: float
@@ -228,7 +228,7 @@ class _Search:
     def element(self) -> int:
         return ELEMENT[self.config.training.precision]
 
-    def bound(self, layout: Layout) -> _Bound:
+    def bound(self, layout: CandidateLayout) -> _Bound:
         """ConfigError for most layouts that cannot run."""
         p, config = layout, applied(self.config, layout, self.cluster.gpus)
         key: tuple[Any, ...] = (p.tensor, p.context, p.expert, p.expert_tensor, p.micro_batch_size, p.recompute, p.fsdp)
@@ -240,14 +240,14 @@ class _Search:
         if size not in self._held:
             one = _on_one_stage(config)
             self._held[size] = held(self.outlines.outline(one), [one.spec.indices])
-        work, of_blocks, saved, frozen, frozen_elements = self._works[key]
+        work, block_work, saved, frozen, frozen_elements = self._works[key]
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
         count = micro_batches(config, self.cluster.gpus)
         # Some rank has the blocks that are left over. The last rank waits for the first micro-batch, and the first one
         # for its gradient where backwards are not split; unequal stages may wait a little less.
         blocks = config.spec.num_blocks
-        busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * of_blocks)
+        busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * block_work)
         before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
         waiting = 0.9 * before * share * (p.pipeline - 1) / p.virtual_pipeline
         end = sum(step_end(config, self.cluster, mine, work * share).values())
@@ -279,24 +279,24 @@ class _Search:
         """Bytes that all blocks save of a micro-batch."""
         layers = outline.config.spec.indices
         memory = block_memory(outline.config.parallel, len(layers))
-        return sum(outline.saved(index, own) for index, own in zip(layers, memory, strict=True))
+        return sum(outline.saved(index, layer_memory) for index, layer_memory in zip(layers, memory, strict=True))
 
-    def _memory(self, config: Config, layout: Layout, mine: Held, saved: float, count: int) -> float:
+    def _memory(self, config: Config, layout: CandidateLayout, mine: Held, saved: float, count: int) -> float:
         plans = data_parallel_plans(config, self.cluster.gpus // (layout.tensor * layout.pipeline))
         values = 1 if config.fp8.param_gather else self.element
         state = (2 if config.optimizer.store_param_remainders else 4) + least_moment_bytes(config)
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
             between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
-            of_replica = max(1, plan.ranks // plan.replicas)  # which share the optimizer's state, if any ranks do
-            total += elements * (between_uses / plan.weight_shards + state / of_replica)
+            replica_ranks = max(1, plan.ranks // plan.replicas)  # which share the optimizer's state, if any ranks do
+            total += elements * (between_uses / plan.weight_shards + state / replica_ranks)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has its part of the blocks, or one fewer where they do not divide evenly.
         blocks = config.spec.num_blocks
-        of_stage = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
-        return total + saved * of_stage * most_in_flight(layout.schedule, placement, count)
+        stage_fraction = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
+        return total + saved * stage_fraction * most_in_flight(layout.schedule, placement, count)
 
-    def predict(self, layout: Layout) -> Candidate | Misfit | None:
+    def predict(self, layout: CandidateLayout) -> Candidate | Misfit | None:
         """None where the layout cannot run."""
         config = applied(self.config, layout, self.cluster.gpus)
         try:
@@ -319,40 +319,44 @@ def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5, tea
     `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`. ValueError for LoRA, and for
     recipes with blocks of Blackwell only.
     """
-    own = _Search(config, fp8, cluster, teacher)
-    bounds: dict[Layout, _Bound] = {}
+    searched = _Search(config, fp8, cluster, teacher)
+    bounds: dict[CandidateLayout, _Bound] = {}
     for layout in layouts(config, cluster):
         with suppress(ConfigError):  # a layout that cannot run
-            bounds[layout] = own.bound(layout)
-    found = Found(layouts=len(bounds))
+            bounds[layout] = searched.bound(layout)
+    result = Found(layouts=len(bounds))
     order = sorted(bounds, key=lambda layout: bounds[layout].seconds)
-    known: dict[Layout, Candidate | Misfit | None] = {}
+    known: dict[CandidateLayout, Candidate | Misfit | None] = {}
 
-    def prediction(layout: Layout) -> Candidate | Misfit | None:
+    def prediction(layout: CandidateLayout) -> Candidate | Misfit | None:
         if layout not in known:
-            known[layout] = own.predict(layout)
+            known[layout] = searched.predict(layout)
         return known[layout]
 
     limit = cluster.memory
     for layout in order:
-        if len(found.best) >= keep and found.best[-1].prediction.seconds <= bounds[layout].seconds:
+        if len(result.best) >= keep and result.best[-1].prediction.seconds <= bounds[layout].seconds:
             break
         if bounds[layout].memory > limit:
             continue
         candidate = prediction(layout)
         if isinstance(candidate, Candidate):
-            found.best = sorted([*found.best, candidate], key=lambda c: c.prediction.seconds)[:keep]
-    if found.best:
-        found.losers = list(_losers(found.best, order, bounds, prediction, limit))
-    found.predicted = len(known)
-    return found
+            result.best = sorted([*result.best, candidate], key=lambda c: c.prediction.seconds)[:keep]
+    if result.best:
+        result.losers = list(_losers(result.best, order, bounds, prediction, limit))
+    result.predicted = len(known)
+    return result
 
 
 def _losers(
-    best: list[Candidate], order: list[Layout], bounds: dict[Layout, _Bound], prediction: _Predict, limit: int
+    best: list[Candidate],
+    order: list[CandidateLayout],
+    bounds: dict[CandidateLayout, _Bound],
+    prediction: _Predict,
+    limit: int,
 ) -> Iterator[tuple[str, str]]:
     """Other divisions of the ranks and why they lose, those with the smallest bounds first."""
-    winner, groups = best[0], dict[str, list[Layout]]()
+    winner, groups = best[0], dict[str, list[CandidateLayout]]()
     for layout in order:
         groups.setdefault(layout.group, []).append(layout)
     groups.pop(winner.layout.group)
@@ -383,7 +387,9 @@ def why_slower(loser: Prediction, winner: Prediction) -> str:
     """Describe how much longer a step is, and the terms that make it longer, in percent of the winner's step."""
     slower = loser.seconds / winner.seconds - 1
     names = dict.fromkeys([*loser.terms, *winner.terms])
-    more = {name: (loser.terms.get(name, 0.0) - winner.terms.get(name, 0.0)) / winner.seconds for name in names}
-    largest = [name for name in sorted(more, key=lambda name: -more[name])[:3] if more[name] > min(0.005, slower / 2)]
-    terms = ", ".join(f"{name} +{more[name]:.1%}" for name in largest)
+    excess = {name: (loser.terms.get(name, 0.0) - winner.terms.get(name, 0.0)) / winner.seconds for name in names}
+    largest = [
+        name for name in sorted(excess, key=lambda name: -excess[name])[:3] if excess[name] > min(0.005, slower / 2)
+    ]
+    terms = ", ".join(f"{name} +{excess[name]:.1%}" for name in largest)
     return f"{slower:.1%} slower" + (f": {terms}" if terms else "")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from megafp8.config import Config
 from megafp8.data_parallel.plan import DataParallelPlan, plan_type
-from megafp8.pipeline_parallel.actions import Placement
+from megafp8.pipeline_parallel.actions import StagePlacement
 from megafp8.pipeline_parallel.registry import place_stages
 from megafp8.pipeline_parallel.split import balanced, even, stage_layers
 from megafp8.planner.flops import output_layer_in_blocks
 
 
-def layers_of_stages(config: Config, placement: Placement) -> list[range]:
+def layers_of_stages(config: Config, placement: StagePlacement) -> list[range]:
     """The last stage also has the layers of multi-token prediction."""
     layers, counts = config.spec.num_blocks, config.parallel.layers_per_stage
     if counts is None:
@@ -21,7 +21,7 @@ def layers_of_stages(config: Config, placement: Placement) -> list[range]:
     return stage_layers([*counts[:-1], counts[-1] + config.spec.num_prediction_layers])
 
 
-def stages_of(config: Config) -> tuple[Placement, list[range]]:
+def stages_of(config: Config) -> tuple[StagePlacement, list[range]]:
     """The placement of the stages, and the layers of each."""
     p = config.parallel
     placement = place_stages(p.schedule, p.pipeline, p.virtual_pipeline, p.placement)
@@ -34,12 +34,12 @@ def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, Da
     Experts of which FSDP would give one rank all rows are not sharded.
     """
     p = config.parallel
-    bucket_elements, of_experts = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
+    bucket_elements, expert_data = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
     kind, replicas = plan_type(p.zero, p.fsdp), p.fsdp_replicas
     others = kind(data, p.tensor, bucket_elements, replicas)
-    experts = kind(of_experts, p.expert_ranks, bucket_elements, replicas)
+    experts = kind(expert_data, p.expert_ranks, bucket_elements, replicas)
     if experts.gathers_blocks and experts.weight_shards == 1 < others.weight_shards:
-        experts = DataParallelPlan(of_experts, p.expert_ranks, bucket_elements, replicas)
+        experts = DataParallelPlan(expert_data, p.expert_ranks, bucket_elements, replicas)
     return others, experts
 
 

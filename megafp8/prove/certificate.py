@@ -16,7 +16,7 @@ Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckResult:
     """A check. `difference`: the largest that was found, relative as `how` says, `where`: at which tensor, step, sample
     or rank; or why the check failed or was skipped.
     `details`: reports of the ranks of a check that failed."""
@@ -42,7 +42,7 @@ class Certificate:
     ranks: tuple[int, int]
     config: Mapping[str, Any]
     changes: list[Change]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckResult] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
@@ -81,7 +81,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def row_line(row: Row) -> str:
+def row_line(row: CheckResult) -> str:
     """A row of the table."""
     difference = "" if row.difference is None else f"{row.difference:.1e}"
     where = f"  {row.where}" if row.where else ""

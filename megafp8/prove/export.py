@@ -16,7 +16,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.conversion.convert import Selected, convert
 from megafp8.conversion.formats import FORMATS
-from megafp8.prove.runs import Run, begin, reader_of
+from megafp8.prove.runs import TrialRun, begin, reader_of
 
 SEQUENCES = 2
 
@@ -69,7 +69,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
 @torch.no_grad()
 def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
     """`[b, s, v]`, or those of the decoder."""
-    loaded = Run(config, begin(config))
+    loaded = TrialRun(config, begin(config))
     loaded.load(reader_of(run))
     loaded.trainer.strategy.wait()
     (stage,) = loaded.trainer.stages
@@ -87,6 +87,6 @@ def _their_logits(architecture: Any, folder: Path, ids: Tensor, decoder_ids: Ten
     logging.set_verbosity_error()
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model = architecture.from_pretrained(folder, dtype=torch.float32).eval()
-    found = model(ids) if decoder_ids is None else model(input_ids=ids, decoder_input_ids=decoder_ids)
-    logits: Tensor = found.prediction_logits if "prediction_logits" in found else found.logits
+    output = model(ids) if decoder_ids is None else model(input_ids=ids, decoder_input_ids=decoder_ids)
+    logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return logits.double()

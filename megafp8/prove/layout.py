@@ -12,7 +12,7 @@ MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProvedLayout:
     """Sizes of the axes. Experts and replicas of FSDP's shards are ranks of the others."""
 
     tensor: int
@@ -24,7 +24,7 @@ class Layout:
     replicas: int
 
     @classmethod
-    def of(cls, config: Config, ranks: int) -> Layout:
+    def from_config(cls, config: Config, ranks: int) -> ProvedLayout:
         p = config.parallel
         data = ranks // (p.tensor * p.context * p.pipeline)
         return cls(p.tensor, p.context, p.pipeline, data, p.expert, p.expert_tensor, p.fsdp_replicas)
@@ -50,7 +50,7 @@ class Layout:
     def is_possible(self) -> bool:
         return all(x.is_integer() for x in (self.expert_copies, self.shards, self.shards_of_experts))
 
-    def kept(self, original: Layout) -> int:
+    def kept(self, original: ProvedLayout) -> int:
         """How many of the numbers of ranks that are above 1 in `original` are above 1 here."""
         names = [*self.__dataclass_fields__, "expert_copies", "shards", "shards_of_experts"]
         return sum(getattr(self, name) > 1 for name in names if getattr(original, name) > 1)
@@ -60,7 +60,7 @@ class Layout:
         return self.pipeline > 2
 
 
-def fold(original: Layout, most_ranks: int = MOST_RANKS, *, keeps_pipeline: bool = False) -> Layout:
+def fold(original: ProvedLayout, most_ranks: int = MOST_RANKS, *, keeps_pipeline: bool = False) -> ProvedLayout:
     """The layout of at most `most_ranks` ranks that keeps most of `original`.
 
     Each axis is as long as there, 2, or 4 (3 for pipelines of 3), or 8 where nothing shorter is possible. In this order
@@ -73,12 +73,12 @@ def fold(original: Layout, most_ranks: int = MOST_RANKS, *, keeps_pipeline: bool
         shorts = (1, 2, 3, 4) if size in (1, 3) else (2, 4, *longest)
         return sorted({min(size, short) for short in (*least, *shorts)})
 
-    def possible(*longest: int) -> list[Layout]:
+    def possible(*longest: int) -> list[ProvedLayout]:
         options = {name: sizes(getattr(original, name), longest) for name in names}
         options |= {name: options[name][:1] for name in ("expert_tensor", "replicas")}
         if keeps_pipeline:
             options["pipeline"] = [original.pipeline]
-        layouts = (Layout(*chosen) for chosen in product(*options.values()))
+        layouts = (ProvedLayout(*chosen) for chosen in product(*options.values()))
         return [layout for layout in layouts if layout.ranks <= most_ranks and layout.is_possible()]
 
     least = () if most_ranks >= MOST_RANKS else (1,)

@@ -28,11 +28,11 @@ from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.distributed.sharding import Shape
 from megafp8.dtypes import DTYPES
-from megafp8.prove.certificate import Row, Status
+from megafp8.prove.certificate import CheckResult, Status
 from megafp8.prove.layout import MOST_RANKS
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
 from megafp8.prove.random_data import write_data
-from megafp8.prove.runs import GRADIENTS, STATE, STEPS, Context, Run, Step, begin, read_tensors, write_tensors
+from megafp8.prove.runs import GRADIENTS, STATE, STEPS, Context, Step, TrialRun, begin, read_tensors, write_tensors
 from megafp8.prove.shrink import SPECIAL_TOKENS, Small, in_float64, on_cpus, one_rank, shrink
 from megafp8.training.cuda_graphs import describe
 from megafp8.training.state import tensors, weights
@@ -53,7 +53,7 @@ class Squares(NamedTuple):
 
 
 @dataclass
-class Record:
+class GpuRunResult:
     """What a rank hands back of its run. `graphs`: whether steps were replayed; `memory`: GiB of its GPU, at most."""
 
     steps: list[Step] = field(default_factory=list)
@@ -87,7 +87,7 @@ def squares(
 def reference(config: Config, folder: Path, precision: str, threads: int = 1) -> list[Step]:
     """One rank trains in float64 from weights that are rounded to `precision`, and saves what others compare with."""
     torch.set_num_threads(threads)
-    run = Run(config, begin(config))
+    run = TrialRun(config, begin(config))
     with torch.no_grad():
         for weight in run.trainer.model.parameters():
             weight.copy_(weight.to(DTYPES[precision]))
@@ -97,12 +97,12 @@ def reference(config: Config, folder: Path, precision: str, threads: int = 1) ->
     return run.record.steps
 
 
-def compared(config: Config, folder: Path, around: Context = nullcontext, threads: int = 1) -> Record:
+def compared(config: Config, folder: Path, around: Context = nullcontext, threads: int = 1) -> GpuRunResult:
     """The ranks train as `config` says, and compare with what the reference saved in `folder`."""
     torch.set_num_threads(threads)
-    record = Record()
+    record = GpuRunResult()
     with around():
-        run = Run(config, begin(config))
+        run = TrialRun(config, begin(config))
         record.initial = squares(weights(run.trainer), read_tensors(folder / INITIAL))
 
         def compare_gradients() -> None:
@@ -117,7 +117,7 @@ def compared(config: Config, folder: Path, around: Context = nullcontext, thread
     return record
 
 
-def _masters(run: Run) -> dict[str, Rectangles | Tensor]:
+def _masters(run: TrialRun) -> dict[str, Rectangles | Tensor]:
     """This rank's parts of the weights as the optimizer has them, under the names of weights."""
     state, prefix = tensors(run.trainer), "optimizer.master."
     if DTYPES[run.config.training.precision].itemsize > 2:
@@ -128,13 +128,13 @@ def _masters(run: Run) -> dict[str, Rectangles | Tensor]:
 def relative(records: Iterable[Mapping[str, Squares]], names: Iterable[str]) -> dict[str, float]:
     """By name, the root mean square of a tensor's differences on all ranks, relative to the reference's; infinite where
     ranks do not hold all of it. Of copies the one that differs most counts."""
-    found: dict[str, Squares] = {}
+    squares: dict[str, Squares] = {}
     for record in records:
         for name, x in record.items():
-            parts = dict(found[name].parts) if name in found else {}
+            parts = dict(squares[name].parts) if name in squares else {}
             parts |= {part: max(square, parts.get(part, 0.0)) for part, square in x.parts.items()}
-            found[name] = x._replace(parts=parts)
-    return {name: _relative(found[name]) if name in found else math.inf for name in names}
+            squares[name] = x._replace(parts=parts)
+    return {name: _relative(squares[name]) if name in squares else math.inf for name in names}
 
 
 def noise_of(gradients: Iterable[Mapping[str, Squares]]) -> set[str]:
@@ -201,13 +201,13 @@ def checks(
     local_ranks: LocalRanks,
     timeout: float = 600.0,
     around: Context = nullcontext,
-) -> Iterator[Row]:
+) -> Iterator[CheckResult]:
     """Rows of the certificate, each when it is there; options as of `proof.checks`."""
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
         yield from rows(shrunk(config, ranks), Path(folder), local_ranks, timeout, around)
 
 
-def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, around: Context) -> Iterator[Row]:
+def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, around: Context) -> Iterator[CheckResult]:
     """All checks of a small config on its device, each when it is done: without FP8, and then with its recipe.
     `folder`: an empty one, for files."""
     config = small.config
@@ -236,17 +236,19 @@ class _Comparison:
 
     def _row(
         self, check: str, how: str, status: Status, difference: float | None = None, where: str = "", details: str = ""
-    ) -> Row:
+    ) -> CheckResult:
         now = time.monotonic()
         seconds, self._start = now - self._start, now
-        return Row(check + ("" if not self._kind else ", FP8"), how, status, difference, where, seconds, details)
+        return CheckResult(
+            check + ("" if not self._kind else ", FP8"), how, status, difference, where, seconds, details
+        )
 
-    def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
+    def _failed(self, check: str, how: str, error: RanksFailed) -> CheckResult:
         return self._row(check, how, "FAILED", None, error.cause, str(error))
 
     def _within(
         self, check: str, how: str, bound: float, differences: Mapping[str, float], rounding: Mapping[str, float]
-    ) -> Row:
+    ) -> CheckResult:
         """`differences`: by name. Each is at most `bound`, or `MARGIN` times that of one CPU rank, `rounding`."""
         bounds = {name: max(bound, MARGIN * rounding.get(name, 0.0)) for name in differences}
         names = sorted(differences, key=lambda name: -differences[name] / bounds[name])
@@ -260,7 +262,7 @@ class _Comparison:
             how += f", of {len(wider)} of {len(names)} to {MARGIN:g} times their rounding on a CPU, up to {most:.2g}"
         return self._row(check, how, status, differences[names[0]], where or names[0])
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CheckResult]:
         """All checks, each when it is done."""
         config, folder, precision = self._config, self._folder, self._config.training.precision
         rounded, bounds = f"{precision}{self._kind}", bounds_of(config)
@@ -276,32 +278,32 @@ class _Comparison:
         yield self._row("reference", how, "equal", None, f"{STEPS} steps")
         how = f"in {rounded} on {self._ranks} {'rank' if self._ranks == 1 else 'ranks'}"
         try:
-            found: list[Record] = run(compared, (config, folder, self._around), self._ranks)
+            results: list[GpuRunResult] = run(compared, (config, folder, self._around), self._ranks)
         except RanksFailed as error:
             yield self._failed(config.device, how, error)
             return
-        memory = max(x.memory for x in found)
-        how += f"; {found[0].graphs}"
+        memory = max(x.memory for x in results)
+        how += f"; {results[0].graphs}"
         yield self._row(config.device, how, "equal", None, f"{memory:.1f} GiB" if memory else "")
         names = [*read_tensors(folder / INITIAL)]
         how = f"rounded to {precision}, root mean square of a tensor"
-        initial, cast = (relative([x.initial for x in records], names) for records in (found, [on_cpu]))
+        initial, cast = (relative([x.initial for x in records], names) for records in (results, [on_cpu]))
         yield self._within("initial weights", how, SAME, initial, cast)
-        yield self._within("losses", f"{STEPS} steps, and norms", bounds.losses, _steps(found, expected),
+        yield self._within("losses", f"{STEPS} steps, and norms", bounds.losses, _steps(results, expected),
                            _steps([on_cpu] * self._ranks, expected))  # fmt: skip
-        noise = noise_of(x.gradients for x in found)
+        noise = noise_of(x.gradients for x in results)
         trained = [name for name in read_tensors(folder / GRADIENTS) if name not in noise]
         without = f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
         how = f"of the first step, root mean square of a tensor{without}"
-        gradients, cast = (relative([x.gradients for x in records], trained) for records in (found, [on_cpu]))
+        gradients, cast = (relative([x.gradients for x in records], trained) for records in (results, [on_cpu]))
         yield self._within("gradients", how, bounds.gradients, gradients, cast)
         how = f"after {STEPS} steps, root mean square, relative to that of a tensor's change"
         names = [f"model.{name}" for name in trained]
-        change, cast = (relative([x.state for x in records], names) for records in (found, [on_cpu]))
+        change, cast = (relative([x.state for x in records], names) for records in (results, [on_cpu]))
         yield self._within("weights", how, bounds.weights, change, cast)
 
 
-def _steps(found: Sequence[Record], expected: Sequence[Step]) -> dict[str, float]:
+def _steps(found: Sequence[GpuRunResult], expected: Sequence[Step]) -> dict[str, float]:
     """Relative differences of losses and norms of all ranks, by name."""
     return {
         f"{name} {number} of rank {rank}": (abs(a - b) / abs(b) if b else abs(a)) if math.isfinite(a) else math.inf

@@ -17,10 +17,10 @@ from megafp8.config import Config, ConfigError, MoeFfnConfig, check_layout
 from megafp8.numerics.recipes.base import OPERANDS, Capabilities
 from megafp8.planner.outline import linear_sites
 from megafp8.prove import export, on_gpus, runs
-from megafp8.prove.certificate import Certificate, Row, Status
+from megafp8.prove.certificate import Certificate, CheckResult, Status
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed
 from megafp8.prove.random_data import write_data
-from megafp8.prove.runs import Comparison, Context, Microbatch, Record, Step
+from megafp8.prove.runs import Comparison, Context, Microbatch, RunResult, Step
 from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, one_rank, shrink
 from megafp8.training.fp8_config import build_fp8
 
@@ -42,7 +42,7 @@ def prove(
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     begun: Callable[[Certificate], None] = lambda certificate: None,
-    show: Callable[[Row], None] = lambda row: None,
+    show: Callable[[CheckResult], None] = lambda row: None,
     local_ranks: LocalRanks | None = None,
     **options: Any,
 ) -> Certificate:
@@ -81,7 +81,7 @@ def checks(
     timeout: float = 600.0,
     around: Context = nullcontext,
     checkpoints: bool = True,
-) -> Iterator[Row]:
+) -> Iterator[CheckResult]:
     """Rows of the certificate, each when it is there; not all of them need be taken.
 
     A run on all ranks that takes longer than `timeout` seconds is ended. `around`: makes what the layout's runs take
@@ -125,9 +125,9 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
     parallel, fp8 = p.model_copy(update=axes), config.fp8
     ranks //= p.tensor * p.context // (parallel.tensor * parallel.context)
     ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # experts were on ranks of these axes
-    of_several = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
+    divides_experts = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
     has_experts = config.spec.has_experts
-    if has_experts and of_several and EXPERTS not in fp8.exclude:
+    if has_experts and divides_experts and EXPERTS not in fp8.exclude:
         fp8 = fp8.model_copy(update={"exclude": [*fp8.exclude, EXPERTS], "static_amax": _without_experts(config)})
         notes.append("without FP8 in experts, which receive tokens of several micro-batches")
     data = ranks // (parallel.tensor * parallel.context * parallel.pipeline)
@@ -142,8 +142,8 @@ def _without_experts(config: Config) -> dict[str, float]:
     """The entries of `fp8.static_amax` that are of other tensors than those of experts, too."""
     layers = [name for name, _ in linear_sites(config) if not fnmatchcase(name, EXPERTS)]
     tensors = [f"{name}.{operand}" for name in layers for operand in OPERANDS]
-    given = config.fp8.static_amax
-    return {pattern: amax for pattern, amax in given.items() if any(fnmatchcase(x, pattern) for x in tensors)}
+    static_amax = config.fp8.static_amax
+    return {pattern: amax for pattern, amax in static_amax.items() if any(fnmatchcase(x, pattern) for x in tensors)}
 
 
 def with_experts_of_one_microbatch(config: Config) -> Config | None:
@@ -190,26 +190,26 @@ class _Proof:
 
     def _row(
         self, check: str, how: str, status: Status, difference: float | None = None, where: str = "", details: str = ""
-    ) -> Row:
+    ) -> CheckResult:
         now = time.monotonic()
         seconds, self._start = now - self._start, now
-        return Row(check, how, status, difference, where, seconds, details)
+        return CheckResult(check, how, status, difference, where, seconds, details)
 
-    def _compared(self, check: str, how: str, limit: float, *differences: Difference) -> Row:
+    def _compared(self, check: str, how: str, limit: float, *differences: Difference) -> CheckResult:
         """`differences`: of which each names where it is, if it is above `limit`."""
         largest = max(differences, key=lambda x: x.value)
         named = dict.fromkeys(x.where for x in differences if x.value > limit)
         return self._row(check, how, largest.status(limit), largest.value, "; ".join(named) or largest.where)
 
-    def _failed(self, check: str, how: str, error: RanksFailed) -> Row:
+    def _failed(self, check: str, how: str, error: RanksFailed) -> CheckResult:
         return self._row(check, how, "FAILED", None, error.cause, str(error))
 
-    def rows(self, checkpoints: bool) -> Iterator[Row]:
+    def rows(self, checkpoints: bool) -> Iterator[CheckResult]:
         """All checks, each when it is done; without `checkpoints` those of training."""
         small, folder = self._small, self._folder
         plain = small.model_copy(update={"fp8": type(small.fp8)()})
         has_fp8 = small.fp8.recipe != "none"
-        alone, own = folder / "one-rank", folder / "layout"
+        alone, layout_folder = folder / "one-rank", folder / "layout"
         p, t = small.parallel, small.training
         microbatches = t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * self._ranks)
         schedule = f"{p.schedule}: {microbatches} micro-batches through {p.pipeline * p.virtual_pipeline} stages"
@@ -219,18 +219,18 @@ class _Proof:
             yield self._failed("one rank", "the reference runs", error)
             return
         try:
-            saves = own if checkpoints and not has_fp8 else None
-            found = self._run(runs.layout, plain, alone, saves, self._around, ranks=self._ranks)
+            saves = layout_folder if checkpoints and not has_fp8 else None
+            results = self._run(runs.layout, plain, alone, saves, self._around, ranks=self._ranks)
         except RanksFailed as error:
             yield self._failed("schedule", schedule, error)
             return
         yield self._row("schedule", schedule, "equal", None, f"{self._ranks} ranks finished")
-        yield self._data_order("data order", found, expected.batches)
-        gradients = worst([x.gradients for x in found], runs.read_tensors(alone / runs.GRADIENTS))
-        first = steps_apart(found, expected.steps[:1])
+        yield self._data_order("data order", results, expected.batches)
+        gradients = worst([x.gradients for x in results], runs.read_tensors(alone / runs.GRADIENTS))
+        first = steps_apart(results, expected.steps[:1])
         yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
-        state = worst([x.state for x in found], runs.read_tensors(alone / runs.STATE))
-        curve = steps_apart(found, expected.steps[: runs.STEPS])
+        state = worst([x.state for x in results], runs.read_tensors(alone / runs.STATE))
+        curve = steps_apart(results, expected.steps[: runs.STEPS])
         how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
@@ -239,16 +239,16 @@ class _Proof:
             return
         if has_fp8:
             try:
-                found = self._run(runs.layout, small, None, own, self._around, ranks=self._ranks)
+                results = self._run(runs.layout, small, None, layout_folder, self._around, ranks=self._ranks)
             except RanksFailed as error:
                 yield self._failed("checkpoint", "the layout trains in FP8 and saves", error)
                 return
-        yield from self._checkpoints(own, found, expected, has_fp8)
-        yield self._export(own)
+        yield from self._checkpoints(layout_folder, results, expected, has_fp8)
+        yield self._export(layout_folder)
 
     def _data_order(
-        self, check: str, found: Sequence[Record], expected: Sequence[Sequence[Microbatch]], first: int = 0
-    ) -> Row:
+        self, check: str, found: Sequence[RunResult], expected: Sequence[Sequence[Microbatch]], first: int = 0
+    ) -> CheckResult:
         """`first`: number of the first step."""
         how = "micro-batches of one rank: each sample once, in its place"
         copies = {x.data_rank: x for x in found}
@@ -264,7 +264,7 @@ class _Proof:
                     return self._row(check, how, "DIFFERENT", None, where)
         return self._row(check, how, "equal")
 
-    def _fp8(self) -> Iterator[Row]:
+    def _fp8(self) -> Iterator[CheckResult]:
         """The recipe, in the layout or the part of it in which it computes what one rank computes."""
         small, name = self._small, self._small.fp8.recipe
         subject = comparable_fp8(small, self._ranks)
@@ -276,21 +276,23 @@ class _Proof:
             notes = [f"experts over {p.tensor} tensor-parallel ranks, which have tokens of one micro-batch"]
             yield self._fp8_row(f"FP8 experts, {name}", experts, p.tensor * p.pipeline, notes)
 
-    def _fp8_row(self, check: str, config: Config, ranks: int, notes: Sequence[str]) -> Row:
+    def _fp8_row(self, check: str, config: Config, ranks: int, notes: Sequence[str]) -> CheckResult:
         how = f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales"
         how, folder = "; ".join([how, *notes]), self._folder / check
         try:
             (expected,) = self._run(runs.reference, one_rank(config), folder, ranks=1)
-            found = self._run(runs.layout, config, folder, None, self._around, ranks=ranks)
+            results = self._run(runs.layout, config, folder, None, self._around, ranks=ranks)
         except RanksFailed as error:
             return self._failed(check, how, error)
         return self._compared(
-            check, how, EXACT, steps_apart(found, expected.steps[: runs.STEPS]),
-            worst([x.gradients for x in found], runs.read_tensors(folder / runs.GRADIENTS)),
-            worst([x.state for x in found], runs.read_tensors(folder / runs.STATE)),
+            check, how, EXACT, steps_apart(results, expected.steps[: runs.STEPS]),
+            worst([x.gradients for x in results], runs.read_tensors(folder / runs.GRADIENTS)),
+            worst([x.state for x in results], runs.read_tensors(folder / runs.STATE)),
         )  # fmt: skip
 
-    def _checkpoints(self, own: Path, found: Sequence[Record], expected: Record, has_fp8: bool) -> Iterator[Row]:
+    def _checkpoints(
+        self, own: Path, found: Sequence[RunResult], expected: RunResult, has_fp8: bool
+    ) -> Iterator[CheckResult]:
         """`found`: of the layout's run that saved in `own`; `expected`: of one rank without FP8."""
         names, back = list(runs.reader_of(own).tensors), self._folder / "back"
         written = worst([x.saved for x in found], names)
@@ -325,7 +327,7 @@ class _Proof:
         ]
         yield self._compared("resumed in the layout", how, 0.0, *differences)
 
-    def _export(self, own: Path) -> Row:
+    def _export(self, own: Path) -> CheckResult:
         how = f"logits of transformers, to {IN_FP32:g} of the largest, in fp32"
         reason = export.why_not(self._small)
         if reason is not None:
@@ -340,7 +342,7 @@ class _Proof:
         return self._compared("export", how, IN_FP32, Difference(difference, ""))
 
 
-def steps_apart(found: Sequence[Record], expected: Sequence[Step]) -> Difference:
+def steps_apart(found: Sequence[RunResult], expected: Sequence[Step]) -> Difference:
     """The largest relative difference of losses and norms of all ranks, and the first that is no rounding error."""
     differences = [Difference(0.0, "")]
     for number, step in enumerate(expected):
@@ -374,11 +376,11 @@ def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference
     for name in names:
         if name not in covered or not covered[name].all():
             return Difference(math.inf, f"{name} is not, or not all of it, on any rank")
-    of_kind: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for name, value in largest.items():
-        of_kind[_kind(name)] = max(of_kind.get(_kind(name), 0.0), value)
+        by_kind[_kind(name)] = max(by_kind.get(_kind(name), 0.0), value)
     relative = {
-        name: x / max(largest[name], LEAST_SHARE * of_kind[_kind(name)], 1e-300) if x else 0.0
+        name: x / max(largest[name], LEAST_SHARE * by_kind[_kind(name)], 1e-300) if x else 0.0
         for name, x in differences.items()
     }
     return _named(relative)
@@ -390,6 +392,6 @@ def _named(relative: Mapping[str, float]) -> Difference:
     if not names:
         return Difference(0.0, "")
     others = [name for name in names[1:] if relative[name] > EXACT]
-    more = f", {', '.join(others[:2])}" if others else ""
+    rest = f", {', '.join(others[:2])}" if others else ""
     count = f" and {len(others) - 2} more" if len(others) > 2 else ""
-    return Difference(relative[names[0]], f"{names[0]}{more}{count}" if relative[names[0]] else "")
+    return Difference(relative[names[0]], f"{names[0]}{rest}{count}" if relative[names[0]] else "")

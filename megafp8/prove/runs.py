@@ -30,7 +30,7 @@ from megafp8.training.history import History
 from megafp8.training.inputs import open_inputs
 from megafp8.training.parallel import build_parallel
 from megafp8.training.state import checkpoint_folder, load_state, save_state, tensors
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 STEPS, CONTINUED = 3, 2
 """Steps before the checkpoint, and after it."""
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     """Loss with the z-loss, loss of multi-token prediction or of the binary head, and gradient norm of a step."""
 
     loss: float
-    more: float
+    auxiliary: float
     norm: float
 
 
@@ -66,7 +66,7 @@ Microbatch = tuple[tuple[int, ...], str]
 
 
 @dataclass
-class Record:
+class RunResult:
     """What a rank hands back of a run. `batches`: micro-batches by step."""
 
     data_rank: int
@@ -77,18 +77,18 @@ class Record:
     saved: Comparison = field(default_factory=dict)
 
 
-class Run:
+class TrialRun:
     """A trainer on the ranks that are here, and what it reads."""
 
     def __init__(self, config: Config, parallel: ParallelState) -> None:
         self.config, self.parallel = config, parallel
         self.inputs = open_inputs(config, "config")
-        self.trainer = Trainer(self.inputs.config, parallel)
+        self.trainer = RankTrainer(self.inputs.config, parallel)
         for stage in self.trainer.stages:
             if stage.offload is not None:
                 stage.offload.smallest = 0
         self.history, self.step = History(), 0
-        self.record = Record(parallel.data.rank)
+        self.record = RunResult(parallel.data.rank)
         self._stream: Iterator[list[Batch]] | None = None
 
     def train(self, steps: int, after_first: Callable[[], object] = lambda: None) -> None:
@@ -96,7 +96,7 @@ class Run:
         for batches in self.read(steps):
             loss, result = self.trainer.train_step(self.step, batches)
             assert not result.skipped, f"gradients of step {self.step} are not finite"
-            self.record.steps.append(Step(loss.mean + (loss.z_loss or 0.0), loss.more or 0.0, result.grad_norm))
+            self.record.steps.append(Step(loss.mean + (loss.z_loss or 0.0), loss.auxiliary or 0.0, result.grad_norm))
             if not self.step:
                 after_first()
             self.step += 1
@@ -106,9 +106,9 @@ class Run:
         if self._stream is None:
             samples = self.history.samples_at(self.step, self.config)
             self._stream = self.inputs.batches(self.inputs.train, self.parallel, samples)
-        found = list(itertools.islice(self._stream, steps))
-        self.record.batches += [[_described(batch) for batch in batches] for batches in found]
-        return found
+        read_batches = list(itertools.islice(self._stream, steps))
+        self.record.batches += [[_described(batch) for batch in batches] for batches in read_batches]
+        return read_batches
 
     def gradients(self) -> dict[str, Rectangles]:
         """Those of the latest step that this rank updates weights by, as they were clipped."""
@@ -204,19 +204,19 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
 
 
-def reference(config: Config, folder: Path) -> Record:
+def reference(config: Config, folder: Path) -> RunResult:
     """One rank trains, and writes gradients of the first step and the state after the last; reads what comes then."""
-    run = Run(config, begin(config))
+    run = TrialRun(config, begin(config))
     run.train(STEPS, lambda: write_tensors(run.gradients(), folder / GRADIENTS))
     write_tensors(tensors(run.trainer), folder / STATE)
     run.read(CONTINUED)
     return run.record
 
 
-def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> Record:
+def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> RunResult:
     """The ranks of a layout train, compare with what one rank wrote in `one_rank`, save in `own`, and go on."""
     with around():
-        run = Run(config, begin(config))
+        run = TrialRun(config, begin(config))
 
         def compare_gradients() -> None:
             if one_rank is not None:
@@ -233,13 +233,15 @@ def layout(config: Config, one_rank: Path | None, own: Path | None, around: Cont
     return run.record
 
 
-def resume(config: Config, sources: Iterable[Path], back: Path | None, around: Context = nullcontext) -> list[Record]:
+def resume(
+    config: Config, sources: Iterable[Path], back: Path | None, around: Context = nullcontext
+) -> list[RunResult]:
     """Resume from the checkpoint in each of `sources`, compare with it bit for bit, save it in `back`, and go on."""
     records = []
     with around():
         parallel = begin(config)
         for source in sources:
-            reader, run = reader_of(source), Run(config, parallel)
+            reader, run = reader_of(source), TrialRun(config, parallel)
             run.load(reader)
             state = tensors(run.trainer)
             run.record.saved = compare(state, saved_tensors(source, state))
@@ -250,7 +252,7 @@ def resume(config: Config, sources: Iterable[Path], back: Path | None, around: C
     return records
 
 
-def microbatches(records: Sequence[Record]) -> list[list[Microbatch]]:
+def microbatches(records: Sequence[RunResult]) -> list[list[Microbatch]]:
     """By step, the micro-batches of all data-parallel ranks in the order of the samples."""
     ranks = {record.data_rank: record.batches for record in records}
     steps = zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks
 from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbered
-from megafp8.prove.layout import MOST_RANKS, Layout, fold
+from megafp8.prove.layout import MOST_RANKS, ProvedLayout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.section import Quantity, Section
 from megafp8.spec import PartRecord
@@ -93,7 +93,7 @@ def shrink(
     check_recipe(config, config.name)
     if config.spec.stem.vocab_size is None:  # the tokenizer's, which need not be here
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
-    original, sizes = Layout.of(config, ranks), SIZES[device]
+    original, sizes = ProvedLayout.from_config(config, ranks), SIZES[device]
     layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule) and device == "cpu")
     scale = 1
     while True:
@@ -129,7 +129,7 @@ def _is_file(schedule: str) -> bool:
 def default_ranks(config: Config) -> int:
     """Ranks of a run of `config`, which does not say how many there are."""
     ranks = fewest_ranks([config])
-    if Layout.of(config, ranks).data == 1:
+    if ProvedLayout.from_config(config, ranks).data == 1:
         try:
             check_layout(config, 2 * ranks)
             return 2 * ranks
@@ -170,16 +170,16 @@ class _Edit:
     def config(self) -> Config:
         return Config.model_validate(self._tree)
 
-    def changes(self, original: Layout, layout: Layout) -> list[Change]:
+    def changes(self, original: ProvedLayout, layout: ProvedLayout) -> list[Change]:
         now = dict(_leaves(self._tree))
-        found = [
+        changes = [
             Change(key, self._original.get(key), now.get(key), self._reason(key))
             for key in dict.fromkeys([*self._original, *now])
             if self._original.get(key) != now.get(key)
         ]
         if original.data != layout.data:
-            found.insert(0, Change("data-parallel ranks", original.data, layout.data, "fewer ranks"))
-        return found
+            changes.insert(0, Change("data-parallel ranks", original.data, layout.data, "fewer ranks"))
+        return changes
 
     def _reason(self, key: str) -> str:
         known = [name for name in self._reasons if key == name or key.startswith(f"{name}.")]
@@ -231,9 +231,9 @@ def _in_float64(edit: _Edit) -> None:
     config = edit.before
     _on_cpus(edit)
     edit.set("training.precision", "fp64", "sums are the same in every order to 1e-10")
-    of_16_bits = "it is for precisions of 16 bits"
-    edit.set("training.loss_scale", _defaults(config.training.loss_scale), of_16_bits)
-    edit.set("optimizer.store_param_remainders", False, of_16_bits)
+    why = "it is for precisions of 16 bits"
+    edit.set("training.loss_scale", _defaults(config.training.loss_scale), why)
+    edit.set("optimizer.store_param_remainders", False, why)
     edit.set("optimizer.reduce_dtype", "fp32", "sums that are rounded depend on their order")
     if config.optimizer.moments_dtype == "fp8":
         edit.set("optimizer.moments_dtype", "fp32", "the noise of FP8 moments depends on how they are sharded")
@@ -265,7 +265,7 @@ def _defaults(section: Section) -> dict[str, Any]:
     return type(section)().model_dump(mode="json")
 
 
-def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
+def _data(layout: ProvedLayout, sizes: Sizes, edit: _Edit) -> None:
     """Random tokens of a small vocabulary, in as many data sets, up to three."""
     config, reason = edit.before, "the data is random, of a small vocabulary"
     data, model = config.data, config.model
@@ -299,7 +299,7 @@ def _data(layout: Layout, sizes: Sizes, edit: _Edit) -> None:
         edit.set_all({f"data.fill_in_the_middle.{name}": mark for name, mark in marks.items()}, reason)
 
 
-def _layout(original: Layout, layout: Layout, edit: _Edit) -> None:
+def _layout(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
     names = {"tensor": "tensor", "context": "context", "pipeline": "pipeline", "expert": "expert",
              "expert_tensor": "expert_tensor", "fsdp_replicas": "replicas"}  # fmt: skip
     lost = any(getattr(layout, name) == 1 < getattr(original, name) for name in names.values())
@@ -312,19 +312,19 @@ def _layout(original: Layout, layout: Layout, edit: _Edit) -> None:
     edit.set("parallel.bucket_mib", min(0.01, edit.before.parallel.bucket_mib), "several buckets")
 
 
-def _batch(original: Layout, layout: Layout, edit: _Edit) -> None:
+def _batch(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
     """Two micro-batches more than fill the pipeline, a multiple of its ranks where these have several stages."""
     t = edit.before.training
     count = t.global_batch_size // (t.micro_batch_size * original.data)
-    more = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
-    few = max(2, layout.pipeline + (more if count > original.pipeline else 0))
+    factor = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
+    few = max(2, layout.pipeline + (factor if count > original.pipeline else 0))
     small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
     size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
     edit.set("training.micro_batch_size", size, reason)
     edit.set("training.global_batch_size", small * size * layout.data, reason)
 
 
-def _layers(layout: Layout, edit: _Edit) -> None:
+def _layers(layout: ProvedLayout, edit: _Edit) -> None:
     config = edit.before
     kept = keep_layers(config, layout.pipeline * min(2, config.parallel.virtual_pipeline))
     reason = f"layers {', '.join(map(str, kept.layers))} of {config.spec.num_blocks}: every kind, in uneven stages too"
@@ -353,10 +353,10 @@ def _renumber(edit: _Edit, new: Callable[[str], str], reason: str) -> None:
 
 def quantity_of(annotation: Any, metadata: Any = ()) -> Quantity | None:
     """The quantity that a field's type names."""
-    for found in (*metadata, *get_args(annotation)):
-        if isinstance(found, Quantity):
-            return found
-        if get_args(found) and (inside := quantity_of(found)) is not None:
+    for annotated in (*metadata, *get_args(annotation)):
+        if isinstance(annotated, Quantity):
+            return annotated
+        if get_args(annotated) and (inside := quantity_of(annotated)) is not None:
             return inside
     return None
 
@@ -384,7 +384,7 @@ def numbers_of(config: Config) -> list[Number]:
     return [*walk(config, "")]
 
 
-def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
+def _numbers(layout: ProvedLayout, sizes: Sizes, scale: int, edit: _Edit) -> None:
     """`scale`: how much larger than necessary the numbers are."""
     config = edit.before
     numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
@@ -410,12 +410,12 @@ def _numbers(layout: Layout, sizes: Sizes, scale: int, edit: _Edit) -> None:
     _functions_of_widths(edit)
 
 
-def _heads(values: list[int], config: Config, layout: Layout) -> dict[int, int]:
+def _heads(values: list[int], config: Config, layout: ProvedLayout) -> dict[int, int]:
     units = {value: layout.tensor for value in values if value % config.parallel.tensor == 0}
     return in_proportion(values, units, 2)
 
 
-def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> dict[int, int]:
+def _experts(values: list[int], config: Config, layout: ProvedLayout, scale: int) -> dict[int, int]:
     """Ranks have several experts each where they do in the config."""
     counts = {record.num_experts for record in config.spec.expert_records}
     units = {count: layout.expert * (1 + (count > config.parallel.expert)) for count in counts}
@@ -423,7 +423,7 @@ def _experts(values: list[int], config: Config, layout: Layout, scale: int) -> d
 
 
 def _channels(
-    values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int, heads: Mapping[int, int]
+    values: list[int], config: Config, layout: ProvedLayout, sizes: Sizes, scale: int, heads: Mapping[int, int]
 ) -> dict[int, int]:
     model, unit = config.model, sizes.unit * max(layout.tensor, layout.expert_tensor) * scale
     if sizes.kept:  # larger ones are the next multiples: in order, and as small as that allows
@@ -435,7 +435,7 @@ def _channels(
     return in_proportion(values, units, 2 * unit)
 
 
-def _tokens(values: list[int], config: Config, layout: Layout, sizes: Sizes, scale: int) -> dict[int, int]:
+def _tokens(values: list[int], config: Config, layout: ProvedLayout, sizes: Sizes, scale: int) -> dict[int, int]:
     """Those of a sample, which all axes can cut, and what is shorter or longer."""
     length, p = config.training.seq_length, config.parallel
     parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)

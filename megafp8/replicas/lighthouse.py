@@ -34,7 +34,7 @@ _CLOSE_SECONDS = 10.0
 """Longest wait for a heartbeat that is being sent, whose own limit is shorter."""
 
 
-class Place(NamedTuple):
+class ReplicaEndpoint(NamedTuple):
     """What a process must know to belong to a replica."""
 
     host: str
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     replica: int
 
 
-def place_of(environment: Mapping[str, str], count: int) -> Place:
+def place_of(environment: Mapping[str, str], count: int) -> ReplicaEndpoint:
     """The place of a process with these variables in a job of `count` replicas. ValueError if it has none."""
     missing = [name for name in (ADDRESS, TOKEN, REPLICA) if not environment.get(name)]
     if missing:
@@ -52,10 +52,10 @@ def place_of(environment: Mapping[str, str], count: int) -> Place:
             "launch/replicas.sh, or see docs/resilience.md"
         )
     host, port = address_of(environment[ADDRESS])
-    given = environment[REPLICA]
-    if not given.isdecimal() or int(given) >= count:
-        raise ValueError(f"{REPLICA} is {given}, and the replicas of the job are numbered from 0 to {count - 1}")
-    return Place(host, port, token_of(environment), int(given))
+    replica = environment[REPLICA]
+    if not replica.isdecimal() or int(replica) >= count:
+        raise ValueError(f"{REPLICA} is {replica}, and the replicas of the job are numbered from 0 to {count - 1}")
+    return ReplicaEndpoint(host, port, token_of(environment), int(replica))
 
 
 def token_of(environment: Mapping[str, str]) -> str:
@@ -121,7 +121,7 @@ class Lighthouse:
     `alive`: asked before each heartbeat, which is not sent if it is false, as when a rank of this replica hangs.
     """
 
-    def __init__(self, place: Place, id: str, alive: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, place: ReplicaEndpoint, id: str, alive: Callable[[], bool] = lambda: True) -> None:
         coordination = _coordination()
         self._id, self._alive = id, alive
         try:

@@ -39,7 +39,7 @@ from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_reduce, broadcast_object
 from megafp8.parallel_state import host_group
 from megafp8.replicas.group import Failed, ReplicaGroup, wait_for_watches
-from megafp8.replicas.lighthouse import Lighthouse, Place
+from megafp8.replicas.lighthouse import Lighthouse, ReplicaEndpoint
 from megafp8.replicas.quorum import NEW, Member, Quorum
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ReplicaStopped(RuntimeError):
     """This replica cannot go on: a rank of it hangs, or it has been too slow for too long."""
 
 
-class Limits(NamedTuple):
+class ReplicaLimits(NamedTuple):
     """Time limits, in seconds, and the rule for slow replicas.
 
     `exchange`: of one operation between replicas, so of the wait for the slowest. `quorum`: of the wait for enough
@@ -94,10 +94,10 @@ class Membership:
 
     def __init__(
         self,
-        place: Place,
+        place: ReplicaEndpoint,
         is_main: bool,
         device: torch.device,
-        limits: Limits,
+        limits: ReplicaLimits,
         *,
         state: Callable[[], StateTensors],
         metadata: Callable[[], Mapping[str, Any]],
@@ -150,8 +150,8 @@ class Membership:
         activity.enter("quorum")
         while True:
             self._progress = time.monotonic()
-            own = Member(self._id, self.index, step, self._lineage, self._nonce, self._writes, self._store)
-            before, quorum = self.quorum, Quorum.of(self._members_with(own), self._id)
+            member = Member(self._id, self.index, step, self._lineage, self._nonce, self._writes, self._store)
+            before, quorum = self.quorum, Quorum.from_members(self._members_with(member), self._id)
             if quorum.key != self._nonce and not self._connect(quorum):
                 continue
             self._log_changes(before, quorum)
@@ -349,9 +349,9 @@ class Membership:
         is_slow = self.quorum.rank in slow
         self._slow_steps = self._slow_steps + 1 if is_slow else 0
         if self._slow_steps == 1:
-            own = by_rank[self.quorum.rank]
+            own_seconds = by_rank[self.quorum.rank]
             logger.warning(
-                f"replica {self.index} is slow: {own:.2f} s until the exchange, the median is {median:.2f} s"
+                f"replica {self.index} is slow: {own_seconds:.2f} s until the exchange, the median is {median:.2f} s"
             )
         if self._limits.slow_steps and self._slow_steps >= self._limits.slow_steps and len(by_rank) > 1:
             raise ReplicaStopped(

@@ -42,7 +42,7 @@ class Quorum:
     rank: int
 
     @classmethod
-    def of(cls, members: Sequence[Member], own_id: str) -> Quorum:
+    def from_members(cls, members: Sequence[Member], own_id: str) -> Quorum:
         """The quorum of `members`, in any order. ValueError if that of `own_id` is not among them."""
         ordered = tuple(sorted(members, key=lambda member: (member.index, member.id)))
         ranks = [rank for rank, member in enumerate(ordered) if member.id == own_id]
@@ -51,7 +51,7 @@ class Quorum:
         return cls(ordered, ranks[0])
 
     @property
-    def own(self) -> Member:
+    def member(self) -> Member:
         return self.members[self.rank]
 
     @cached_property
@@ -98,8 +98,8 @@ class Quorum:
         """Names the connections of these members: those that all of them have, if they have the same, else new ones."""
         members, nonces = (_digest(getattr(x, name) for x in self.members) for name in ("id", "nonce"))
         connected = {member.nonce for member in self.members}
-        if len(connected) == 1 and self.own.nonce.startswith(f"{members}-"):
-            return self.own.nonce
+        if len(connected) == 1 and self.member.nonce.startswith(f"{members}-"):
+            return self.member.nonce
         return f"{members}-{nonces}"
 
     def after_step(self) -> str:

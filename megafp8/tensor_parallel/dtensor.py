@@ -111,7 +111,7 @@ def _shard(
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
     site = replace(fp8.site, parallel=parallel, tensor_parallel=group.size(), sequence_parallel=sequence_parallel)
     fp8.shard(site, group)
-    module.comm = TPComm.of(parallel, default_overlap(group, sequence_parallel=sequence_parallel))
+    module.comm = TPComm.from_overlap(parallel, default_overlap(group, sequence_parallel=sequence_parallel))
 
 
 def _local(param: nn.Parameter | Tensor | None, *, partial_grad: bool = False) -> Any:
@@ -200,7 +200,7 @@ def _gather(module: nn.Module, x: Tensor, group: ProcessGroup) -> Tensor:
             context, pool = layers[0].last, layers[0].layers
             if state is not None and context.enabled:
                 states = [pool.state_of(layer.site.name, context, x.device) for layer in layers if layer.layers is pool]
-                if len(states) == len(layers) and all(_takes_gathered(own, state) for own in states):
+                if len(states) == len(layers) and all(_takes_gathered(linear_layer, state) for linear_layer in states):
                     whole, quantized = _GatherQuantized.apply(x, state, group, torch.is_grad_enabled())
                     whole.gathered = _Gathered(quantized.tensor, state)
                     return cast(Tensor, whole)
@@ -216,18 +216,22 @@ def _takes_gathered(state: LinearState, first: LinearState) -> bool:
         or not state.quantizers.input.per_tensor
     ):
         return False
-    own, other = state.own_quantizers.input, first.own_quantizers.input
-    return isinstance(own, RecipeQuantizer) and isinstance(other, RecipeQuantizer) and own.recipe == other.recipe
+    quantizer, other = state.own_quantizers.input, first.own_quantizers.input
+    return (
+        isinstance(quantizer, RecipeQuantizer)
+        and isinstance(other, RecipeQuantizer)
+        and quantizer.recipe == other.recipe
+    )
 
 
 def _share_amax(first: LinearState, state: LinearState) -> None:
     """Take the amax that the quantizer of `first` has recorded: the input is the same."""
-    own, other = state.own_quantizers.input, first.own_quantizers.input
-    assert isinstance(own, RecipeQuantizer)
+    quantizer, other = state.own_quantizers.input, first.own_quantizers.input
+    assert isinstance(quantizer, RecipeQuantizer)
     assert isinstance(other, RecipeQuantizer)
-    recording = isinstance(own, AmaxRecording) and own.recording
-    if recording and own.recorded_amax is not None and other.recorded_amax is not None:
-        own.recorded_amax.copy_(torch.maximum(own.recorded_amax, other.recorded_amax))
+    recording = isinstance(quantizer, AmaxRecording) and quantizer.recording
+    if recording and quantizer.recorded_amax is not None and other.recorded_amax is not None:
+        quantizer.recorded_amax.copy_(torch.maximum(quantizer.recorded_amax, other.recorded_amax))
 
 
 class _Box:
@@ -248,10 +252,10 @@ class _GatherQuantized(Function):
         t = group.size()
         quantizer = state.quantizers.input.for_sharded_input(group)
         assert quantizer is not None
-        own = quantizer(Plain(x.reshape(-1, k).contiguous()), rowwise=True, columnwise=False).required_rowwise
-        data = collectives.all_gather(own.data, group).view(torch.uint8)
-        data = data.view(t, b, s, k).transpose(0, 1).reshape(-1, k).view(own.data.dtype)
-        rowwise = own._replace(data=data)
+        shard = quantizer(Plain(x.reshape(-1, k).contiguous()), rowwise=True, columnwise=False).required_rowwise
+        data = collectives.all_gather(shard.data, group).view(torch.uint8)
+        data = data.view(t, b, s, k).transpose(0, 1).reshape(-1, k).view(shard.data.dtype)
+        rowwise = shard._replace(data=data)
         ctx.group = group
         quantized = QuantizedTensor(rowwise, rowwise.t() if grad_enabled else None)
         return x.new_full((1,), torch.nan).expand(b, t * s, k), _Box(quantized)

@@ -35,7 +35,7 @@ from megafp8.linear.quantized_gather import TPComm
 from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.ops.embedding import look_up
 from megafp8.plan import LinearSite
-from megafp8.tensor_parallel.lora import READS_VALUES, ColumnLora, Lora, Place, RowLora
+from megafp8.tensor_parallel.lora import READS_VALUES, AdapterPlacement, ColumnLora, Lora, RowLora
 from megafp8.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -115,7 +115,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = empty_parameter(shards, ZEROS, dtype, device, replicated_over_tp=False, weight_decay=False)
         self.lora: ColumnLora | None = None
         if lora is not None:
-            self.lora = ColumnLora(lora, parts, input_size, Place(group, dtype, device, sequence_parallel))
+            self.lora = ColumnLora(lora, parts, input_size, AdapterPlacement(group, dtype, device, sequence_parallel))
 
     def forward(
         self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
@@ -189,7 +189,7 @@ class RowParallelLinear(nn.Module):
             )  # fmt: skip
         self.lora: RowLora | None = None
         if lora is not None:
-            place = Place(group, dtype, device, sequence_parallel)
+            place = AdapterPlacement(group, dtype, device, sequence_parallel)
             self.lora = RowLora(lora, name, input_size, output_size, place)
 
     def forward(self, x: Tensor | LinearInput) -> Tensor | tuple[Tensor, Tensor | None]:

@@ -81,7 +81,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
             adapter.adds = True
 
 
-class Place(NamedTuple):
+class AdapterPlacement(NamedTuple):
     """Where an adapter's parameters are: as those of its layer."""
 
     group: ProcessGroup
@@ -119,7 +119,7 @@ class ColumnLora(nn.Module):
 
     adds = True
 
-    def __init__(self, lora: Lora, parts: Mapping[str, int], inputs: int, place: Place) -> None:
+    def __init__(self, lora: Lora, parts: Mapping[str, int], inputs: int, place: AdapterPlacement) -> None:
         super().__init__()
         self.lora, self.place = lora, place
         names = lora.adapted(parts)
@@ -135,10 +135,10 @@ class ColumnLora(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = (x @ self.a.t()) * self.lora.scale
         enter = gather_from_sequence_parallel if self.place.sequence_sharded else copy_to_tensor_parallel
-        of_parts = enter(h, self.place.group).split(self.lora.rank, dim=-1)
-        lead = of_parts[0].shape[:-1]
+        parts = enter(h, self.place.group).split(self.lora.rank, dim=-1)
+        lead = parts[0].shape[:-1]
         added = [
-            of_parts[self.numbers[name]] @ self.b[self.numbers[name]].t()
+            parts[self.numbers[name]] @ self.b[self.numbers[name]].t()
             if name in self.numbers
             else h.new_zeros(*lead, width)
             for name, width in self.widths.items()
@@ -154,11 +154,11 @@ class RowLora(nn.Module):
 
     adds = True
 
-    def __init__(self, lora: Lora, name: str, inputs: int, outputs: int, place: Place) -> None:
+    def __init__(self, lora: Lora, name: str, inputs: int, outputs: int, place: AdapterPlacement) -> None:
         super().__init__()
         self.lora, self.place = lora, place
-        of_a = [place.sharded(f"{name}.{A}", (lora.rank, inputs), 1)]
-        self.a = place.parameter(of_a, _init_a(inputs), whole=False)
+        a_shards = [place.sharded(f"{name}.{A}", (lora.rank, inputs), 1)]
+        self.a = place.parameter(a_shards, _init_a(inputs), whole=False)
         self.b = place.parameter(unsharded(f"{name}.{B}", (outputs, lora.rank)), Init("zeros"), whole=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FilterChoice:
     """Layers selected for FP8 that stay in high precision, and lines about it for the log."""
 
     layers: tuple[str, ...] = ()
@@ -54,14 +54,14 @@ class Choice:
 Timing = Callable[[LinearSize, str], LinearSeconds]  # of a size, and a layer that has it
 
 
-def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torch.dtype) -> Choice:
+def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torch.dtype) -> FilterChoice:
     """Which of the layers that `fp8` selects stay in high precision, `dtype`. Collective; the same on all ranks.
 
     Raises ValueError if the speeds of this device are not known, or those of the recipe cannot be predicted.
     """
     kind = config.fp8.auto_filter
     if kind == "none" or fp8.recipe is None:
-        return Choice()
+        return FilterChoice()
     comparisons: list[Comparison] = []
     if parallel.world.is_first:
         micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * parallel.data.size)
@@ -114,7 +114,7 @@ def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]
     return [Comparison(tuple(names), size, timing(size, names[0]).speedup) for (size, _), names in alike.items()]
 
 
-def verdict(compared: Sequence[Comparison], kind: str) -> Choice:
+def verdict(compared: Sequence[Comparison], kind: str) -> FilterChoice:
     """Keep the layers in high precision that are slower in FP8."""
     lines = []
     for c in compared:
@@ -123,14 +123,14 @@ def verdict(compared: Sequence[Comparison], kind: str) -> Choice:
             f"fp8.auto_filter: {shown(c.layers)} {where}: {c.size} (tokens x inputs x outputs) is {kind} to be "
             f"{c.speedup:.2f} times as fast in FP8"
         )
-    return Choice(tuple(name for c in compared if c.speedup < 1 for name in c.layers), tuple(lines))
+    return FilterChoice(tuple(name for c in compared if c.speedup < 1 for name in c.layers), tuple(lines))
 
 
-def kept_choice(layers: Sequence[str]) -> Choice:
+def kept_choice(layers: Sequence[str]) -> FilterChoice:
     """The saved choice of a resumed run."""
     if not layers:
-        return Choice()
-    return Choice(
+        return FilterChoice()
+    return FilterChoice(
         tuple(layers), (f"fp8.auto_filter: {shown(layers)} stay in high precision, as they have in this run so far",)
     )
 

@@ -36,7 +36,7 @@ from megafp8.training.errors import run_and_report
 
 if TYPE_CHECKING:
     from megafp8.training.evaluation import LiveUses
-    from megafp8.training.inputs import Inputs
+    from megafp8.training.inputs import RunInputs
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -89,7 +89,7 @@ def check_config(config: Config, world_size: int, source: str) -> list[PlannedSt
     return stages
 
 
-def prepare(arguments: argparse.Namespace) -> Inputs | None:
+def prepare(arguments: argparse.Namespace) -> RunInputs | None:
     """Do all checks that need no process group; None if there is nothing to train.
 
     Importing torch takes longer than all checks, so those that do not need it come before the import.
@@ -143,7 +143,7 @@ def _dry_run(arguments: argparse.Namespace) -> None:
         print(dry_run(stage.config, world_size, stage.source, steps, verbose=arguments.verbose))
 
 
-def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> None:
+def run(description: str | None, live_uses: Callable[[RunInputs], LiveUses]) -> None:
     inputs = prepare(parse_arguments(description))
     if inputs is not None:
         from megafp8.training.run import train
@@ -154,14 +154,14 @@ def run(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> Non
         gc.collect()
 
 
-def main(description: str | None, live_uses: Callable[[Inputs], LiveUses]) -> int:
+def main(description: str | None, live_uses: Callable[[RunInputs], LiveUses]) -> int:
     """Train a model as the command line says; returns the exit code.
 
     `live_uses`: checks what the config asks of the live model, which raises ValueError, and gives what does it.
     """
     code = run_and_report(partial(run, description, live_uses))
     if not code:
-        notify.ended(notify.of_process(), code)
+        notify.ended(notify.process_subscription(), code)
     return code
 
 

@@ -52,10 +52,10 @@ from torch.distributed import ProcessGroup
 
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.distributed.sharding import spec_of
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 _LISTED = 5  # tensors that a message names
 _CHUNK = 1 << 20  # words whose products are in memory at a time
@@ -119,7 +119,7 @@ def _listed(names: Sequence[str], separator: str) -> str:
     return separator.join(names if len(names) <= _LISTED else [*names[:2], "...", names[-1]])
 
 
-def rank_state(trainer: Trainer) -> list[SharedTensor]:
+def rank_state(trainer: RankTrainer) -> list[SharedTensor]:
     """Return the tensors of this rank's state, in one order on each rank of its stage. No weight gather may run."""
     strategy = trainer.strategy
     fp8_data, state = strategy.fp8_data, list[SharedTensor]()
@@ -163,7 +163,7 @@ def rank_state(trainer: Trainer) -> list[SharedTensor]:
     return state
 
 
-def shared_state(trainer: Trainer) -> list[SharedTensor]:
+def shared_state(trainer: RankTrainer) -> list[SharedTensor]:
     """Return the tensors that other ranks must hold too, as they are between two steps."""
     parallel = trainer.parallel
     sizes = {
@@ -176,7 +176,7 @@ def shared_state(trainer: Trainer) -> list[SharedTensor]:
     return [x for x in compared_state(trainer) if any(sizes[axis] > 1 for axis in x.shared_over)]
 
 
-def compared_state(trainer: Trainer) -> list[SharedTensor]:
+def compared_state(trainer: RankTrainer) -> list[SharedTensor]:
     """Return `rank_state` without what belongs to the running step, and with the number of updates."""
     # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
     state = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in rank_state(trainer)]
@@ -184,7 +184,7 @@ def compared_state(trainer: Trainer) -> list[SharedTensor]:
     return [*state, SharedTensor("number of optimizer steps", count, frozenset({"data", "tensor"}))]
 
 
-def check_consistency(trainer: Trainer, step: int) -> None:
+def check_consistency(trainer: RankTrainer, step: int) -> None:
     """Compare the state that ranks share after `step` steps. Collective; call it between training steps.
 
     Raises StateDiffers on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
@@ -227,7 +227,7 @@ def check_consistency(trainer: Trainer, step: int) -> None:
 class ConsistencyCheck(Observer):
     """Run `check_consistency` before the first step, every `interval` steps, at saves and at the first skipped step."""
 
-    def __init__(self, trainer: Trainer, step: int, interval: int) -> None:
+    def __init__(self, trainer: RankTrainer, step: int, interval: int) -> None:
         self._trainer, self._begin, self._interval = trainer, step, interval
         self._checked = False  # since the latest step
 
@@ -238,7 +238,7 @@ class ConsistencyCheck(Observer):
     def before_step(self, step: int) -> None:
         self._checked = False
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         if metrics.step % self._interval == 0 or metrics.skipped_in_a_row == 1:
             self.check_state(metrics.step)
 

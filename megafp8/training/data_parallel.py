@@ -44,8 +44,8 @@ def build_data_parallel(
     expert_group = parallel.expert_data.group if other_ranks and any(spec_of(x).expert for x in trained) else None
     shared = [stage.shared_weight for stage in stages if p.pipeline > 1 and stage.shared_weight is not None]
     tied = [weight for weight in shared if weight.requires_grad]
-    found = ((weight, state, gathered_format(state)) for weight, state in linear_weights(model))
-    fp8_weights = {weight: (state, fmt) for weight, state, fmt in found if fmt is not None}
+    candidates = ((weight, state, gathered_format(state)) for weight, state in linear_weights(model))
+    fp8_weights = {weight: (state, fmt) for weight, state, fmt in candidates if fmt is not None}
     options: dict[str, Any] = {
         "tied": tied, "fp8_weights": fp8_weights, "expert_group": expert_group, "amax_group": parallel.amax.group,
     }  # fmt: skip
@@ -86,7 +86,7 @@ def build_data_parallel(
     if expert_group is not None:
         others = [param for param in trained if not spec_of(param).expert]
         reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
-    buffers = [grad_buffer(members, of_members, sharded=p.zero == 1) for of_members, members in reduced]
+    buffers = [grad_buffer(members, member_params, sharded=p.zero == 1) for member_params, members in reduced]
     if p.zero == 0:
         return Replicated(params, buffers, **options)
     units = [unit for stage in stages for unit in stage.units] if p.overlap_param_gather else []
@@ -110,13 +110,13 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) -> list[nn.Parameter]:
     """The weights of experts which this rank would share with no other, on its device, without values."""
-    found = []
+    params = []
     for module in (m for stage in stages for m in _modules_of_experts(stage)):
         for name, old in list(module.named_parameters(recurse=False)):
             new = nn.Parameter(torch.empty_like(old, device=parallel.device), requires_grad=old.requires_grad)
             setattr(module, name, set_spec(new, spec_of(old)))
-            found.append(new)
-    return found
+            params.append(new)
+    return params
 
 
 def _sharded(
@@ -151,11 +151,11 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
     """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
     they are sharded over other ranks."""
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
-    of_experts = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
+    expert_groups = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 
     def unit(module: nn.Module) -> Unit:
-        inner = _experts_are_apart(parallel) and of_experts.gather.size() > 1
-        return Unit(module, groups, [Unit(m, of_experts) for m in _modules_of_experts(module) if inner])
+        inner = _experts_are_apart(parallel) and expert_groups.gather.size() > 1
+        return Unit(module, groups, [Unit(m, expert_groups) for m in _modules_of_experts(module) if inner])
 
     def has_shared_weight(module: nn.Module) -> bool:
         return any(param is stage.shared_weight for param in module.parameters())

@@ -84,11 +84,11 @@ def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, dev
 
 def _host_memory() -> int:
     """Bytes of this host, or of the container this runs in."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _CGROUP_LIMITS):
         if path.exists() and (text := path.read_text().strip()).isdigit():
-            found.append(int(text))
-    return min(found)
+            limits.append(int(text))
+    return min(limits)
 
 
 def dry_run(config: Config, world_size: int, source: str, steps: int | None = None, *, verbose: bool = False) -> str:
@@ -102,14 +102,14 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
     """
     config, tokenizer, missing = planned_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
-    no_data, start, given = missing_data(config), config.checkpoint.init_from, config.data.distillation
+    no_data, start, distillation = missing_data(config), config.checkpoint.init_from, config.data.distillation
     missing += no_data
     if start is not None and (missing_start := missing_folder(start)) is not None:
         missing.append(f"checkpoint.init_from = {missing_start}")
     teacher: ModelSpec | None = None
-    if given is not None and (missing_teacher := missing_folder(given.teacher)) is not None:
+    if distillation is not None and (missing_teacher := missing_folder(distillation.teacher)) is not None:
         missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times are without it")
-    elif given is not None:
+    elif distillation is not None:
         check_frozen(config, world_size)
         teacher = teacher_of(config)
     memory_of = memory_under(plan, world_size, teacher)
@@ -134,12 +134,12 @@ def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelS
     """The planner's time of a step on the GPUs that most users have."""
     gpu = GPUS["h100-80gb"]
     try:
-        found = predict(model_outline(config, fp8, teacher), Cluster(gpu, world_size))
+        forecast = predict(model_outline(config, fp8, teacher), Cluster(gpu, world_size))
     except ValueError as error:  # a model of whose steps the planner knows no time
         return f"no predicted time of a step: {error}"
     return (
-        f"predicted on H100-80GB, 8 in a node: {found.seconds * 1e3:,.0f} ms a step, "
-        f"{found.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
+        f"predicted on H100-80GB, 8 in a node: {forecast.seconds * 1e3:,.0f} ms a step, "
+        f"{forecast.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
         "faster layouts)"
     )
 
@@ -194,8 +194,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
     outline = model_outline(config, fp8)
     parameters = [outline.parameters(span) for span in plan.layers]
-    in_model = sum(x.in_model for of_stage in parameters for x in of_stage)
-    memories = [state_memory(config, of_stage, data * p.context) for of_stage in parameters]
+    in_model = sum(x.in_model for stage_parameters in parameters for x in stage_parameters)
+    memories = [state_memory(config, stage_parameters, data * p.context) for stage_parameters in parameters]
     states = [(x.weights, x.gradients, x.masters + x.moments) for x in memories]
     unit, scale = memory_unit(size for state in states for size in state)
     lines = [
@@ -219,10 +219,10 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         "stage  layers    parameters/rank  weights  gradients  optimizer  ranks",
     ]
     per_rank = data * p.context * p.tensor
-    for stage, (of_stage, span, state) in enumerate(zip(parameters, plan.layers, states, strict=True)):
+    for stage, (stage_parameters, span, state) in enumerate(zip(parameters, plan.layers, states, strict=True)):
         rank, chunk = plan.placement.homes[stage]
         ranks = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}{f', chunk {chunk}' if p.virtual_pipeline > 1 else ''}"
-        on_rank = sum(x.elements for x in of_stage)
+        on_rank = sum(x.elements for x in stage_parameters)
         weights, gradients, optimizer = (size / scale for size in state)
         lines.append(
             f"{stage:>5}  {span.start:>3}-{span.stop - 1:<4} {on_rank:>16,} {weights:>8.2f} {gradients:>10.2f}"
@@ -234,8 +234,8 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
     experts = ("expert", "expert_data") if p.expert_ranks > 1 else ()
-    of_experts = ("expert_shard",) if experts and replicas else ()
-    names = ("tensor", *context, "data", *experts, *replicas, *of_experts, "pipeline", "amax", "model", *embedding)
+    expert_axes = ("expert_shard",) if experts and replicas else ()
+    names = ("tensor", *context, "data", *experts, *replicas, *expert_axes, "pipeline", "amax", "model", *embedding)
     width = max(10, *map(len, names))
     for name in names:
         members = next(g for g in groups[name] if 0 in g)
@@ -256,9 +256,11 @@ def _describe_shards(config: Config, data: int) -> str:
     """Over how many ranks FSDP shards what `data` ranks sum the gradients of."""
     others, experts = data_parallel_plans(config, data)
     apart = config.spec.has_experts and experts.ranks != others.ranks
-    of_experts = f", experts over {experts.weight_shards}" if apart else ""
+    expert_text = f", experts over {experts.weight_shards}" if apart else ""
     copies = f", in {others.replicas} replicas" if others.replicas > 1 else ""
-    return f"fsdp: weights, gradients and optimizer state sharded over {others.weight_shards} ranks{of_experts}{copies}"
+    return (
+        f"fsdp: weights, gradients and optimizer state sharded over {others.weight_shards} ranks{expert_text}{copies}"
+    )
 
 
 def describe_experts(config: Config, world_size: int) -> str:

@@ -10,12 +10,12 @@ from megafp8.distributed.collectives import all_gather_objects
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.training.errors import Diverged
 from megafp8.training.observer import StepMetrics
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 _LISTED = 5
 
 
-def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
+def _not_finite(trainer: RankTrainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
     """Names of those of `tensors`, on all ranks, that have elements which are not finite. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
     bad = [shard for (shard, _), is_finite in zip(tensors, finite) if not is_finite]
@@ -27,7 +27,7 @@ def _not_finite(trainer: Trainer, tensors: list[tuple[FlatShard, Tensor]]) -> st
     return ", ".join(names[:_LISTED]) + remainder if names else "none"
 
 
-def diverged(trainer: Trainer, metrics: StepMetrics, saved_step: int) -> Diverged:
+def diverged(trainer: RankTrainer, metrics: StepMetrics, saved_step: int) -> Diverged:
     """The error after too many skipped steps in a row. Collective.
 
     `metrics`: of the last of them, whose gradients are still in the buffer. `saved_step`: of the newest checkpoint, or

@@ -162,7 +162,7 @@ def report_failure(message: str, code: int, trace: str, *, follows: bool = False
     """
     message, trace = printable(redact(message)), printable(redact(trace))
     _report(message, code, trace, follows=follows)
-    notify.ended(notify.of_process(), code, message)
+    notify.ended(notify.process_subscription(), code, message)
 
 
 def _report(message: str, code: int, trace: str, *, follows: bool) -> None:

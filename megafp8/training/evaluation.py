@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 from megafp8.batch import Batch
 from megafp8.data.blend import Blend
 from megafp8.distributed import activity
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import RunInputs
 from megafp8.training.observer import Observer
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 TaskEvaluation = Callable[[int], Mapping[str, float]]
 """What `training.evaluate` asks for, after a step: its metrics by name. Collective."""
-MakeEvaluation = Callable[[Trainer, Inputs, Path], TaskEvaluation]
+MakeEvaluation = Callable[[RankTrainer, RunInputs, Path], TaskEvaluation]
 """The evaluation of a trainer's live model, whose files go to the run folder."""
 
 
@@ -32,7 +32,7 @@ class StepSource(Protocol):
         self, train: Blend, step: int, consumed_samples: int, position_of: Callable[[int], int]
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each step after the first `step`, which have read `consumed_samples` of
-        `train`. `position_of`: as of `Inputs.batches`. Collective."""
+        `train`. `position_of`: as of `RunInputs.batches`. Collective."""
         ...
 
 
@@ -41,13 +41,13 @@ class LiveUses(NamedTuple):
     what the config does not ask for."""
 
     evaluation: MakeEvaluation | None = None
-    rollouts: Callable[[Trainer, Inputs, Path], StepSource] | None = None
+    rollouts: Callable[[RankTrainer, RunInputs, Path], StepSource] | None = None
 
 
 class Evaluation(Observer):
     """Evaluates after the steps that the config names, and after `last_step`. `tasks`: as `training.evaluate` says."""
 
-    def __init__(self, trainer: Trainer, inputs: Inputs, last_step: int, tasks: TaskEvaluation | None) -> None:
+    def __init__(self, trainer: RankTrainer, inputs: RunInputs, last_step: int, tasks: TaskEvaluation | None) -> None:
         self._trainer, self._inputs, self._last_step, self._tasks = trainer, inputs, last_step, tasks
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:

@@ -32,9 +32,9 @@ from megafp8.distributed.collectives import all_reduce
 from megafp8.objectives import Objective
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import load_init
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import RunInputs
 from megafp8.training.teacher_logits import open_logits, passes
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.weights_digest import weights_digest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ LOGITS = "teacher_logits"
 """Key of a checkpoint's metadata: digest of the weights and config of a teacher whose logits are `precomputed`."""
 
 
-def open_frozen(trainer: Trainer, inputs: Inputs, saved: Mapping[str, Any] | None) -> dict[str, str]:
+def open_frozen(trainer: RankTrainer, inputs: RunInputs, saved: Mapping[str, Any] | None) -> dict[str, str]:
     """Load what the loss of a run compares with; returns what checkpoints record of it. Collective.
 
     `saved`: metadata of the checkpoint that has been loaded, None if the run begins. Raises TrainingError if the frozen
@@ -91,19 +91,19 @@ def _is_precomputed(config: Config) -> bool:
     return "precomputed" in (d.dpo and d.dpo.reference, d.distillation and d.distillation.logits)
 
 
-def _by_prefix(inputs: Inputs) -> dict[str, list[PackedDataset]]:
+def _by_prefix(inputs: RunInputs) -> dict[str, list[PackedDataset]]:
     """What the run reads of each data set."""
     members: dict[str, list[PackedDataset]] = {}
     blends = [x for x in (inputs.validation, *inputs.validation_sets.values()) if x is not None]
-    given = [x.train for x in inputs.data_sets] + [x for blend in (inputs.train, *blends) for x in blend.datasets]
-    for packed in given:
+    datasets = [x.train for x in inputs.data_sets] + [x for blend in (inputs.train, *blends) for x in blend.datasets]
+    for packed in datasets:
         assert isinstance(packed, PackedDataset)
         members.setdefault(packed.prefix, []).append(packed)
     return members
 
 
 def _of_data_set(
-    trainer: Trainer, inputs: Inputs, prefix: str, members: list[PackedDataset], digest: str, *, begins: bool
+    trainer: RankTrainer, inputs: RunInputs, prefix: str, members: list[PackedDataset], digest: str, *, begins: bool
 ) -> NDArray[np.float64]:
     """Log-probabilities of a data set's answers: of its file, or computed if the run `begins`. Collective."""
     path = Path(f"{prefix}.reference-{digest[:16]}.npz")
@@ -130,13 +130,13 @@ def _of_data_set(
     return values
 
 
-def _compute(trainer: Trainer, objective: Objective, packed: PackedDataset, values: NDArray[np.float64]) -> None:
+def _compute(trainer: RankTrainer, objective: Objective, packed: PackedDataset, values: NDArray[np.float64]) -> None:
     """Write the log-probabilities that this rank knows of the answers of `packed` to `values`. Collective."""
     for samples, _, outputs in passes(trainer, trainer, objective, packed):
         for indices, output in zip(samples, outputs):
-            for i, of_sample in zip(indices, output.cpu().numpy()):
+            for i, sample_output in zip(indices, output.cpu().numpy()):
                 documents = np.asarray(packed.documents_of(i)) + packed.documents.start
-                values[documents] = of_sample[: 2 * len(documents)].reshape(-1, 2)
+                values[documents] = sample_output[: 2 * len(documents)].reshape(-1, 2)
 
 
 def _read(path: Path, about: Mapping[str, str]) -> NDArray[np.float64] | None:

@@ -24,12 +24,12 @@ def teacher_of(config: Config) -> ModelSpec | None:
 
     Raises ConfigError if it cannot be read, or has another vocabulary.
     """
-    given = config.data.distillation
-    if given is None or not config.data.compares:
+    distillation = config.data.distillation
+    if distillation is None or not config.data.compares:
         return None
     from megafp8.conversion.formats import open_source  # a dry run without a teacher needs no format
 
-    key, folder, vocabulary = "data.distillation.teacher", given.teacher, config.spec.stem.vocab_size
+    key, folder, vocabulary = "data.distillation.teacher", distillation.teacher, config.spec.stem.vocab_size
     try:
         model = open_source(folder, config.spec.stem.vocab_multiple).model
     except ValueError as error:

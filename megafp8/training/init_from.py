@@ -27,7 +27,7 @@ from megafp8.checkpoint import collect_shards, latest, newest_readable
 from megafp8.config import Config, ConfigError, Problem, model_spec
 from megafp8.conversion import upcycle
 from megafp8.conversion.adapters import adapted_of, lora_of
-from megafp8.conversion.base import MasterWeights, Source
+from megafp8.conversion.base import CheckpointSource, MasterWeights
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.hf_tokenizer import find_tokenizer
@@ -39,7 +39,7 @@ from megafp8.data.tokenizers import Tokenizer, TokenizerKind, TokenizerSettingEr
 from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 _PROBE = "The 3 quick brown foxes' été: naïve Straße, 東京! def f(x_1):\n\treturn x_1 ** 2 != 0x1F  # ~3.14\n"
 _FILES: dict[TokenizerKind, str] = {
@@ -104,7 +104,7 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         raise ConfigError(source, problems)
 
 
-def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterator[Problem]:
+def _complete_lora(tree: dict[str, Any], opened: CheckpointSource, folder: str) -> Iterator[Problem]:
     """Complete the section lora by the adapters of `opened`, and yield what differs from them."""
     adapted, section = adapted_of(opened), tree.get("lora")
     if adapted is None or not isinstance(section, dict):
@@ -116,13 +116,15 @@ def _complete_lora(tree: dict[str, Any], opened: Source, folder: str) -> Iterato
         merge = f"megafp8 convert --load {folder} --save merged --to hf"
         yield Problem("data.dpo", "set", rule, f"begin anew from the merged model: {merge}")
     lora = lora_of(adapted)
-    given = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     for key, value in section.items():
-        if key in given and (sorted(value) if isinstance(value, list) else value) != given[key]:
-            rule = f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {given[key]!r}"
+        if key in adapters and (sorted(value) if isinstance(value, list) else value) != adapters[key]:
+            rule = (
+                f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {adapters[key]!r}"
+            )
             merge = f"megafp8 convert --load {folder} --save merged --to hf"
             yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
-    tree["lora"] = given | section
+    tree["lora"] = adapters | section
 
 
 def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
@@ -132,13 +134,13 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
         return
     with _as_error_of_init_from(folder):
         opened = _open(config, folder)
-    given = config.data.tokenizer
-    if tokenizer is None or given is None:
+    tokenizer_config = config.data.tokenizer
+    if tokenizer is None or tokenizer_config is None:
         return
-    file = _tokenizer_file(opened, given.kind)
+    file = _tokenizer_file(opened, tokenizer_config.kind)
     if file is not None:
         try:
-            theirs = build_tokenizer(**given.model_dump() | {"path": str(file)})
+            theirs = build_tokenizer(**tokenizer_config.model_dump() | {"path": str(file)})
             same = theirs.fingerprint == tokenizer.fingerprint or theirs.encode(_PROBE) == tokenizer.encode(_PROBE)
             why = ""
         except TokenizerSettingError as error:  # such as an end token that it does not have
@@ -146,10 +148,10 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
         if not same:
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with{why}"
             works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
-            raise ConfigError("config", [Problem("data.tokenizer.path", given.path, rule, works)])
+            raise ConfigError("config", [Problem("data.tokenizer.path", tokenizer_config.path, rule, works)])
 
 
-def _tokenizer_file(source: Source, kind: TokenizerKind) -> str | None:
+def _tokenizer_file(source: CheckpointSource, kind: TokenizerKind) -> str | None:
     """Return the source's tokenizer of a kind, or None; a Hugging Face folder may hold one of each kind."""
     files = {path.name: str(path) for path in source.tokenizer_files}
     if _FILES.get(kind) in files:
@@ -171,7 +173,7 @@ def _as_error_of_init_from(folder: str, source: str = "config") -> Iterator[None
 
 
 @torch.no_grad()
-def load_init(trainer: Trainer, folder: str) -> None:
+def load_init(trainer: RankTrainer, folder: str) -> None:
     """Load the weights in `folder` into an untrained trainer. Collective if weights are gathered in FP8."""
     state, model = trainer.optimizer.state(), trainer.config.spec
     with _as_error_of_init_from(folder):
@@ -198,7 +200,7 @@ def load_init(trainer: Trainer, folder: str) -> None:
     trainer.strategy.invalidate()
 
 
-def _open(config: Config, folder: str) -> Source:
+def _open(config: Config, folder: str) -> CheckpointSource:
     """The checkpoint that the run starts from; one with adapters as they are if the run trains them further."""
     source = open_source(folder, config.spec.stem.vocab_multiple)
     if config.checkpoint.init_optimizer:
@@ -207,7 +209,7 @@ def _open(config: Config, folder: str) -> Source:
     return source if config.lora is None else adapted_of(source) or source
 
 
-def _check_optimizer(config: Config, source: Source) -> None:
+def _check_optimizer(config: Config, source: CheckpointSource) -> None:
     """Raise ConfigError where `source` lacks optimizer state that a run of `config` has."""
     others = tuple(f"optimizer.{key}." for key in _NOT_NEEDED)
     needed = [name for name in tensor_kinds(config) if name.startswith("optimizer.") and not name.startswith(others)]

@@ -25,11 +25,11 @@ from megafp8.data.packing import BestFit
 from megafp8.data.preprocess import check_boundaries
 from megafp8.data.progress import (
     Conflict,
+    DataSource,
     Identity,
     ListedFiles,
     Progress,
     RecordedSource,
-    Source,
     combine,
     normalized,
     tell_apart,
@@ -70,10 +70,10 @@ class DataSet:
     validation: PackedDataset | None
     contents: str
 
-    def source(self, weight: float) -> Source:
+    def source(self, weight: float) -> DataSource:
         """Return this data set as it is in the record of the run's progress."""
         documents, packing, length = self.train.documents, self.train.packing.name, self.train.seq_length
-        return Source(self.prefix, self.contents, documents, self.dataset.num_documents, weight, packing, length)
+        return DataSource(self.prefix, self.contents, documents, self.dataset.num_documents, weight, packing, length)
 
     def listed_files(self) -> ListedFiles:
         """Return its files, for comparison with other data sets."""
@@ -102,10 +102,10 @@ class TextSet:
     train: TextSource
     validation: None = None
 
-    def source(self, weight: float) -> Source:
+    def source(self, weight: float) -> DataSource:
         """This text in the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
-        return Source(self.prefix, contents, range(0), 0, weight, "concatenate", length)
+        return DataSource(self.prefix, contents, range(0), 0, weight, "concatenate", length)
 
     def listed_files(self) -> ListedFiles:
         """Return its files, for comparison with other texts."""
@@ -133,10 +133,10 @@ class PromptSet:
     train: PromptSource
     validation: None = None
 
-    def source(self, weight: float) -> Source:
+    def source(self, weight: float) -> DataSource:
         """These prompts in the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
-        return Source(self.prefix, contents, range(0), 0, weight, "best_fit", length)
+        return DataSource(self.prefix, contents, range(0), 0, weight, "best_fit", length)
 
     @property
     def identity(self) -> Identity:
@@ -160,7 +160,7 @@ def _told_apart(data_sets: Sequence[AnySet], recorded: Sequence[RecordedSource] 
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
 
     `config`: of the present stage; `run`: as the user gave it, with all stages.
@@ -218,14 +218,14 @@ class Inputs:
         t = self.config.training
         read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset, share=share)
         if dataset.has_text:
-            given, streams = self.config.data.tokenizer, self.config.data.streams
-            assert given is not None, "config.checks"
+            tokenizer, streams = self.config.data.tokenizer, self.config.data.streams
+            assert tokenizer is not None, "config.checks"
             positions = self.positions if dataset is self.train else None
             read = partial(
                 text_batches,
                 dataset,
                 positions or StreamPositions(_streams_of(dataset)),
-                tokenizer=_settings(given),
+                tokenizer=_settings(tokenizer),
                 skip_errors=streams.skip_errors,
             )
         stream = read(
@@ -241,11 +241,11 @@ class Inputs:
         )
         return answering_stop(stream)
 
-    def at(self, step: int) -> Inputs:
+    def at(self, step: int) -> RunInputs:
         """The inputs of the stage of the run that the step after the first `step` is in."""
         return self if stage_at(self.run, step) == self.stage else open_inputs(self.run, "config", step)
 
-    def resumed(self, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+    def resumed(self, saved: Mapping[str, Any]) -> tuple[RunInputs, list[str]]:
         """Return these inputs at the position of a checkpoint, and descriptions of changes of the blend.
 
         `saved` is the metadata of the checkpoint.
@@ -260,7 +260,7 @@ class Inputs:
         named = replace(self, data_sets=_told_apart(self.data_sets, recorded.sources))
         return named._continued(recorded, saved)
 
-    def _continued(self, recorded: Progress, saved: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+    def _continued(self, recorded: Progress, saved: Mapping[str, Any]) -> tuple[RunInputs, list[str]]:
         """Return these inputs after what `recorded` says of the checkpoint with metadata `saved`: see `resumed`."""
         data, then = self.config.data, saved["config"]["data"]
         length_then = saved["config"]["training"]["seq_length"]
@@ -289,11 +289,11 @@ class Inputs:
 
     def _check_group_size(self, then: Mapping[str, Any], step: int) -> None:
         """Raise ConfigError if texts that were counted are not of as many prompts any more."""
-        given, before = self.config.data.grpo, then.get("grpo")
-        if given is not None and before is not None and given.group_size != before["group_size"]:
+        grpo, before = self.config.data.grpo, then.get("grpo")
+        if grpo is not None and before is not None and grpo.group_size != before["group_size"]:
             rule = f"the run has counted its texts by groups of {before['group_size']}"
             works = "set it as it was, or choose another name for a new run"
-            problem = Problem("data.grpo.group_size", given.group_size, rule, works)
+            problem = Problem("data.grpo.group_size", grpo.group_size, rule, works)
             raise ConfigError(f"checkpoint of step {step}", [problem])
 
     def _changed_text(self, conflict: Conflict, files: Mapping[str, Any]) -> Problem | None:
@@ -322,10 +322,10 @@ class Inputs:
         recorded = saved.get("data", {}).get("streams")
         if self.positions is None or recorded is None:
             return None if self.positions is None else replace(self.positions, samples=saved["consumed_samples"])
-        positions, given = StreamPositions.from_json(recorded), self.config.data.streams.canonical_streams
-        if given not in (None, positions.canonical_streams):
+        positions, streams = StreamPositions.from_json(recorded), self.config.data.streams.canonical_streams
+        if streams not in (None, positions.canonical_streams):
             rule = f"the run began with {positions.canonical_streams}, which decides the order of its samples"
-            problem = Problem("data.streams.canonical_streams", given, rule, "leave it out")
+            problem = Problem("data.streams.canonical_streams", streams, rule, "leave it out")
             raise ConfigError(f"checkpoint of step {saved['step']}", [problem])
         return positions
 
@@ -371,7 +371,7 @@ class Inputs:
             self.positions.positions = self.positions.joined(all_gather_objects(self.positions, group)).positions
 
 
-def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
+def open_inputs(config: Config, source: str, step: int = 0) -> RunInputs:
     """Open tokenizer and data sets, resolve `model.vocab_size`, and check that they match.
 
     `step`: number of steps of the run before its stage that is opened. Raises ValueError (ConfigError if a key of the
@@ -397,7 +397,7 @@ def open_inputs(config: Config, source: str, step: int = 0) -> Inputs:
     sets = _validation_sets(config, tokenizer)
     positions = StreamPositions(_streams_of(train)) if train.has_text else None
     stage = stage_at(run, step)
-    return Inputs(config, run, stage, tokenizer, data_sets, progress, train, validation, sets, objective, positions)
+    return RunInputs(config, run, stage, tokenizer, data_sets, progress, train, validation, sets, objective, positions)
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int, tokenizer: Tokenizer | None) -> None:
@@ -425,16 +425,16 @@ def _streams_of(blend: Blend) -> int:
 
 def _open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
     """The prompts of `data.train`. Raises ValueError as `open_inputs` does."""
-    given, length, (path,) = config.data.grpo, config.training.seq_length, config.data.train
-    assert given is not None
+    grpo, length, (path,) = config.data.grpo, config.training.seq_length, config.data.train
+    assert grpo is not None
     assert config.data.tokenizer is not None
     source = PromptSource(
         path,
         tokenizer,
         config.data.tokenizer.path,
-        key=given.prompt_key,
-        longest=length - given.max_tokens,
-        group_size=given.group_size,
+        key=grpo.prompt_key,
+        longest=length - grpo.max_tokens,
+        group_size=grpo.group_size,
         seed=config.seed,
         seq_length=length,
     )
@@ -466,9 +466,9 @@ def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
 
 def object_cache(config: Config) -> ObjectCache:
     """The local cache of data sets in object storage."""
-    given = config.data.object_cache
-    folder = default_cache() if given.folder is None else Path(given.folder)
-    return ObjectCache(folder, int(given.limit_gib * 2**30), max(1, int(given.block_mib * 2**20)))
+    cache = config.data.object_cache
+    folder = default_cache() if cache.folder is None else Path(cache.folder)
+    return ObjectCache(folder, int(cache.limit_gib * 2**30), max(1, int(cache.block_mib * 2**20)))
 
 
 def _packed(config: Config, dataset: IndexedDataset, documents: range, length: int | None = None) -> PackedDataset:
@@ -508,7 +508,7 @@ def _validation_sets(config: Config, tokenizer: Tokenizer | None) -> dict[str, B
 
 def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None:
     """The loss mask of a data set, which must have one if data.loss_on or data.dpo is given, and none otherwise."""
-    given, pairs = config.data.loss_on, config.data.dpo is not None
+    loss_on, pairs = config.data.loss_on, config.data.dpo is not None
     if pairs:
         if not dataset.has_loss_mask or not dataset.has_pairs:
             rule = f"{dataset.prefix} holds no pairs of answers"
@@ -518,20 +518,20 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
     if dataset.has_loss_mask and dataset.has_pairs:
         rule = f"{dataset.prefix} holds pairs of answers, of which one is preferred"
         raise ConfigError(dataset.prefix, [Problem("data.dpo", None, rule, "set data.dpo={}, or list other data")])
-    if given is None and dataset.has_loss_mask:
+    if loss_on is None and dataset.has_loss_mask:
         rule = f"{dataset.prefix} has a loss mask, which says what tokens are answers"
         works = "set data.loss_on=answers, or data.loss_on=all to learn questions too; both need data.packing=best_fit"
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", None, rule, works)])
-    if given is not None and not dataset.has_loss_mask:
+    if loss_on is not None and not dataset.has_loss_mask:
         rule = f"{dataset.prefix} has no loss mask, which says what tokens are answers"
         works = "write it by megafp8 preprocess --style chat or completion, or leave data.loss_on out"
-        raise ConfigError(dataset.prefix, [Problem("data.loss_on", given, rule, works)])
-    return dataset.loss_mask() if given is not None else None
+        raise ConfigError(dataset.prefix, [Problem("data.loss_on", loss_on, rule, works)])
+    return dataset.loss_mask() if loss_on is not None else None
 
 
 def _sources(
     train: Sequence[str] | Mapping[str, float], data_sets: Sequence[AnySet], list_weights: str
-) -> list[Source]:
+) -> list[DataSource]:
     """Return the data sets with their weights; those that are the same files are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
@@ -618,11 +618,11 @@ def planned_vocabulary(config: Config, source: str) -> tuple[Config, Tokenizer |
 
 def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
     """The tokenizer of the config, or None. Raises ConfigError if its keys do not work."""
-    given = config.data.tokenizer
-    if given is None:
+    settings = config.data.tokenizer
+    if settings is None:
         return None
     try:
-        return build_tokenizer(*_settings(given))
+        return build_tokenizer(*_settings(settings))
     except TokenizerSettingError as error:
         problem = Problem(f"data.tokenizer.{error.setting}", error.value, error.rule, error.works)
         raise ConfigError(source, [problem]) from error
@@ -635,31 +635,31 @@ def _settings(given: TokenizerConfig) -> TokenizerSettings:
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
     """Fill in `model.vocab_size`, and the settings of data.tokenizer that its files state. Raises ConfigError."""
-    given = config.spec.stem.vocab_size
+    vocab_size = config.spec.stem.vocab_size
     if tokenizer is None:
         return config
     assert config.data.tokenizer is not None
     settings = config.data.tokenizer.model_copy(update=tokenizer.settings._asdict())
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": settings})})
-    if given is None:
+    if vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
         return config.model_copy(update={"model": model})
-    if given < tokenizer.vocab_size:
+    if vocab_size < tokenizer.vocab_size:
         rule = f"smaller than the {tokenizer.vocab_size} tokens of data.tokenizer ({config.data.tokenizer})"
-        problem = Problem("model.vocab_size", given, rule, f"try {tokenizer.vocab_size}, or leave it out")
+        problem = Problem("model.vocab_size", vocab_size, rule, f"try {tokenizer.vocab_size}, or leave it out")
         raise ConfigError(source, [problem])
     return config
 
 
-def check_ranks_agree(inputs: Inputs, consumed_samples: int, group: ProcessGroup | None) -> None:
+def check_ranks_agree(inputs: RunInputs, consumed_samples: int, group: ProcessGroup | None) -> None:
     """Raise DataError, naming ranks and hosts, if ranks would not read the same data. Collective.
 
     Compares contents, sample indices of the current epoch, and the position in the data.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
     facts: dict[str, str] = {}
-    given = inputs.train.segment.given(consumed_samples)
-    for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, given):
+    counts = inputs.train.segment.given(consumed_samples)
+    for entry, packed, count in zip(inputs.progress.active, inputs.train.datasets, counts):
         facts[entry.prefix] = packed.fingerprint
         facts[f"the sample index of {entry.prefix}"] = packed.index_checksum(count)
     for packed in inputs.validation.datasets if inputs.validation is not None else []:
@@ -764,10 +764,10 @@ def describe_data(
     evaluated = t.eval_steps * t.global_batch_size
     if held_out:
         weights = tuple(weight for _, weight in held_out)
-        given = Segment.fresh(weights, config.seed).given(evaluated)
+        validation_counts = Segment.fresh(weights, config.seed).given(evaluated)
         rows += [
             (f"{x.prefix} (one evaluation)", x.validation, share, count)
-            for (x, _), share, count in zip(held_out, shares(weights), given)
+            for (x, _), share, count in zip(held_out, shares(weights), validation_counts)
             if x.validation is not None
         ]
     for name, blend in validation_sets.items():

@@ -21,7 +21,7 @@ from megafp8.checkpoint import (
     FolderLock,
     MemoryReader,
     NodeMemory,
-    Saved,
+    SavedCheckpoint,
 )
 from megafp8.config import end_of_stage, stage_at
 from megafp8.data.loader_processes import describe_overload
@@ -45,7 +45,7 @@ from megafp8.training.evaluation import LiveUses, StepSource, TaskEvaluation
 from megafp8.training.frozen import open_frozen
 from megafp8.training.history import History
 from megafp8.training.init_from import load_init
-from megafp8.training.inputs import Inputs, check_ranks_agree, describe_data
+from megafp8.training.inputs import RunInputs, check_ranks_agree, describe_data
 from megafp8.training.metrics import memory_gib, read_metrics, utc_now
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.observers import open_observers
@@ -65,7 +65,7 @@ from megafp8.training.state import (
     tensors,
     tokenizer_copy,
 )
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import run_folder
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _is_at(interval: int, step: int) -> bool:
 
 
 class Job:
-    """Training loop of a stage, around a `Trainer`. Collective: build it on every rank.
+    """Training loop of a stage, around a `RankTrainer`. Collective: build it on every rank.
 
     Args:
         inputs: Tokenizer and data of the stage.
@@ -114,7 +114,7 @@ class Job:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: RunInputs,
         parallel: ParallelState,
         reader: CheckpointReader | None,
         shared: Shared,
@@ -153,8 +153,8 @@ class Job:
         self.memory, self.memory_saver = memory, self._open_memory_saver(memory)
         self.savers = [saver for saver in (self.saver, self.memory_saver) if saver is not None]
 
-    def _build_trainer(self, reader: CheckpointReader | None) -> Trainer:
-        return Trainer(self.config, self.parallel, saved_choice(self.config, reader))
+    def _build_trainer(self, reader: CheckpointReader | None) -> RankTrainer:
+        return RankTrainer(self.config, self.parallel, saved_choice(self.config, reader))
 
     def _begin(self, reader: CheckpointReader | None, memory: NodeMemory | None) -> None:
         """Load the state from which this process trains. Collective."""
@@ -428,8 +428,8 @@ class Job:
             save_seconds=save_seconds,
             skipped_in_a_row=self.skipped_in_a_row,
             loss_scale=result.loss_scale,
-            mtp_loss=None if self.config.spec.head.binary else loss.more,
-            binary_loss=loss.more if self.config.spec.head.binary else None,
+            mtp_loss=None if self.config.spec.head.binary else loss.auxiliary,
+            binary_loss=loss.auxiliary if self.config.spec.head.binary else None,
             z_loss=loss.z_loss,
             index_loss=self.trainer.index_loss,
             max_attention_logit=self.trainer.max_attention_logit,
@@ -533,7 +533,7 @@ class Job:
         self.inputs.gather_positions(self.parallel.data.group)
         return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples) | self.frozen_record
 
-    def _log_saved(self, saved: Saved) -> None:
+    def _log_saved(self, saved: SavedCheckpoint) -> None:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self) -> None:

@@ -32,7 +32,7 @@ from megafp8.tensor_parallel.cross_entropy import LabelLosses
 
 
 @dataclass(frozen=True)
-class Loss:
+class BatchLoss:
     """Losses of a global batch.
 
     Attributes:
@@ -47,7 +47,7 @@ class Loss:
 
     mean: float
     tokens: int
-    more: float | None = None
+    auxiliary: float | None = None
     z_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class StepLoss(Protocol):
         """Return the number of losses of a micro-batch of whole sequences, float64 `[]`."""
         ...
 
-    def mean(self, report: Sequence[float]) -> Loss:
+    def mean(self, report: Sequence[float]) -> BatchLoss:
         """Return the losses of a global batch, given the sum of its reports."""
         ...
 
@@ -123,14 +123,14 @@ class LabelLoss:
         assert batch.loss_mask is not None
         return batch.loss_mask.sum(dtype=torch.float64)
 
-    def mean(self, report: Sequence[float]) -> Loss:
+    def mean(self, report: Sequence[float]) -> BatchLoss:
         loss, tokens, *further, z_loss = report
         count = max(tokens, 1.0)
         means = [loss_sum / max(number, 1.0) for loss_sum, number in zip(further[::2], further[1::2])]
-        return Loss(
+        return BatchLoss(
             loss / count,
             int(tokens),
-            more=sum(means) / len(means) if means else None,
+            auxiliary=sum(means) / len(means) if means else None,
             z_loss=z_loss / count if self.has_z_loss else None,
         )
 
@@ -155,11 +155,11 @@ class OwnLoss:
     def count(self, batch: Batch) -> Tensor:
         return self.objective.count(batch)
 
-    def mean(self, report: Sequence[float]) -> Loss:
+    def mean(self, report: Sequence[float]) -> BatchLoss:
         loss, number, *sums = report
         count = max(number, 1.0)
         metrics = {name: x / count for name, x in zip(self.objective.metrics, sums, strict=True)}
-        return Loss(loss / count, int(number), metrics=metrics)
+        return BatchLoss(loss / count, int(number), metrics=metrics)
 
 
 def token_output(output: Tensor | LabelLosses) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
-from megafp8.fp8.health import OPERANDS, Record, ReportWriter
+from megafp8.fp8.health import OPERANDS, Fp8Record, ReportWriter
 from megafp8.redaction import redact_tree
 from megafp8.text_file import DiskErrorsLogged, JsonLines, replace_text
 from megafp8.training.observer import Observer, StepMetrics
@@ -114,7 +114,7 @@ def counting(steps: Sequence[int]) -> list[bool]:
     return flags[::-1]
 
 
-def fp8_scalars(records: Sequence[Record]) -> dict[str, float]:
+def fp8_scalars(records: Sequence[Fp8Record]) -> dict[str, float]:
     """Scalars of a sampled step, without those that are not finite.
 
     `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` over the layers, `fp8/<layer>/<operand>/{snr_db,amax}`.
@@ -146,7 +146,7 @@ class ReopenedToRepeat(Observer):
     def __init__(self, make: Callable[[int], Observer], step: int) -> None:
         self._make, self._writer, self._step = make, make(step), step
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         if metrics.step <= self._step:
             self._writer.close()
             self._writer = self._make(metrics.step - 1)
@@ -163,7 +163,7 @@ class UnlessDiskFull(Observer):
     def __init__(self, what: str, writer: Observer) -> None:
         self._writer, self._errors_logged = writer, DiskErrorsLogged(what)
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         with self._errors_logged:
             self._writer.write(metrics, records)
 
@@ -178,7 +178,7 @@ class JsonlWriter(Observer):
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         self._lines.append(
             {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -196,14 +196,14 @@ class Fp8ReportWriter(Observer):
     def __init__(self, path: Path, step: int) -> None:
         self.report = ReportWriter(path, step)
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         self.report.write(records)
 
     def close(self) -> None:
         self.report.close()
 
 
-def scalars(metrics: StepMetrics, records: Sequence[Record]) -> dict[str, float]:
+def scalars(metrics: StepMetrics, records: Sequence[Fp8Record]) -> dict[str, float]:
     """All known numbers of a step by name, without the step itself."""
     values = {**metrics.as_dict(), **fp8_scalars(records)}
     return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
@@ -221,7 +221,7 @@ class TensorBoardWriter(Observer):
 
         return SummaryWriter(str(self._path), purge_step=self._purge_step)
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         for key, value in scalars(metrics, records).items():
             self._writer.add_scalar(key, value, metrics.step)
 
@@ -257,7 +257,7 @@ class WandbWriter(Observer):
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         self._step = max(self._step + 1, metrics.step)  # wandb ignores what is logged for a step that it has
         self.run.log({"step": metrics.step, **scalars(metrics, records)}, step=self._step)
 
@@ -315,7 +315,7 @@ class LogWriter(Observer):
         self._since: list[StepMetrics] = []
         self._bar = tqdm(total=last_step, initial=first_step, unit="step", file=sys.stderr) if bar else None
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         self._ends.append(self._clock())
         self._since.append(metrics)
         waited, seconds = metrics.data_seconds, metrics.step_seconds

@@ -70,13 +70,13 @@ def subscribe(config: Config) -> None:
         os.environ[_OF_PROCESS] = text
 
 
-def of_process() -> Subscription | None:
+def process_subscription() -> Subscription | None:
     """The subscription of this process, if it tells of its end itself."""
     text = os.environ.get(_OF_PROCESS)
     return None if text is None else Subscription(**json.loads(text))
 
 
-def of_file(path: Path) -> Subscription | None:
+def file_subscription(path: Path) -> Subscription | None:
     """The subscription that rank 0, on this node, has left for its agent."""
     try:
         return Subscription(**json.loads(path.read_text(encoding="utf-8")))
@@ -89,7 +89,7 @@ def started(step: int) -> threading.Thread | None:
     if os.environ.get("RANK", "0") != "0":
         return None
     file = os.environ.get(AGENT_FILE)
-    subscription = of_process() if file is None else of_file(Path(file))
+    subscription = process_subscription() if file is None else file_subscription(Path(file))
     if subscription is None:
         return None
     event = "restart" if subscription.restarted else "start"
@@ -155,12 +155,12 @@ def tell(
 
 def _run(command: str, text: str, environment: dict[str, str], seconds: float) -> str:
     """Run it; returns what went wrong."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
-        given.write(text.encode("utf-8", "backslashreplace"))
-        given.seek(0)
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as said:
+        stdin.write(text.encode("utf-8", "backslashreplace"))
+        stdin.seek(0)
         child = subprocess.Popen(
             ["/bin/sh", "-c", command],
-            stdin=given,
+            stdin=stdin,
             stdout=said,
             stderr=said,
             env=environment,

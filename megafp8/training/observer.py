@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from megafp8.batch import Batch
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Observer(AbstractContextManager["Observer"]):
         """The update of `step` is queued, or `skipped`; returns fields of its `StepMetrics`."""
         return {}
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         """A step is done, with these metrics and, if it was sampled, FP8 health `records`."""
 
     def check_state(self, step: int) -> None:

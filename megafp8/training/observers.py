@@ -13,7 +13,7 @@ from megafp8.training import expert_load
 from megafp8.training.consistency import ConsistencyCheck
 from megafp8.training.evaluation import Evaluation, TaskEvaluation
 from megafp8.training.expert_load import ExpertLoadMetrics
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import RunInputs
 from megafp8.training.metrics import Fp8ReportWriter, ReopenedToRepeat, UnlessDiskFull, open_writers
 from megafp8.training.observer import Observer
 from megafp8.training.pipeline_trace import PipelineTrace
@@ -24,12 +24,12 @@ from megafp8.training.resilience.recompute import RecomputeCheck
 from megafp8.training.resilience.spikes import LossSpikes
 from megafp8.training.resilience.stragglers import Stragglers
 from megafp8.training.section_times import SectionTimer
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 
 def open_observers(
-    trainer: Trainer,
-    inputs: Inputs,
+    trainer: RankTrainer,
+    inputs: RunInputs,
     folder: Path,
     step: int,
     last_step: int,
@@ -60,12 +60,12 @@ def open_observers(
     observers += [Evaluation(trainer, inputs, last_step, tasks), PipelineTrace(trainer, folder)]
     if is_main:
         observers += [SectionTimer(parallel.device), *_writers(trainer, folder, step)]
-    if config.training.replica_check_interval and several:
-        observers.append(ConsistencyCheck(trainer, step, config.training.replica_check_interval))
+    if config.training.consistency_check_interval and several:
+        observers.append(ConsistencyCheck(trainer, step, config.training.consistency_check_interval))
     return observers
 
 
-def _writers(trainer: Trainer, folder: Path, step: int) -> list[Observer]:
+def _writers(trainer: RankTrainer, folder: Path, step: int) -> list[Observer]:
     """The observers that write metrics, on rank 0; also writes the config to the run folder."""
     config, settings = trainer.config, trainer.config.model_dump(mode="json")
     name = "config.yaml" if not step else f"config-from-step-{step:08d}.yaml"

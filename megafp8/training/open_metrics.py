@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 from megafp8.training.goodput import Goodput, GoodputMeter, read_lines
 from megafp8.training.metrics import scalars
 from megafp8.training.observer import Observer, StepMetrics
@@ -170,7 +170,7 @@ class OpenMetricsWriter(Observer):
         self._thread.start()
         logger.info(f"metrics: http://localhost:{self.port}/metrics")
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         self._meter.add(metrics.as_dict())
         values = {f"objective/{k}" if k in metrics.objective else k: v for k, v in scalars(metrics, records).items()}
         values["step"] = metrics.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.pipeline_parallel.actions import Placement, Schedule
+from megafp8.pipeline_parallel.actions import Schedule, StagePlacement
 from megafp8.pipeline_parallel.check import check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.forward_only import forward_only
@@ -18,7 +18,7 @@ from megafp8.planner.stages import stages_of
 class PipelinePlan:
     """`layers` of each stage; `train` and `evaluate` are checked schedules with communication."""
 
-    placement: Placement
+    placement: StagePlacement
     layers: list[range]
     train: Schedule
     evaluate: Schedule
@@ -54,7 +54,7 @@ def describe_schedule(config: Config, plan: PipelinePlan) -> str:
     """A log line with bubble and memory, simulated with forward, input and weight gradients of equal duration."""
     p = config.parallel
     timeline = simulate(plan.train, plan.placement)
-    held_most = max(timeline.peak_held) / plan.placement.num_chunks
+    held_most = max(timeline.peak_saved) / plan.placement.num_chunks
     return (
         f"schedule: {p.schedule}, stages per rank: {p.virtual_pipeline}; simulated with forward, input gradients and "
         f"weight gradients equally long: bubble {timeline.bubble_fraction:.1%}, at most {held_most:g} micro-batches "

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 from megafp8.pipeline_parallel.trace import write_timeline
 from megafp8.text_file import DiskErrorsLogged
 from megafp8.training.observer import Observer, StepMetrics
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 class PipelineTrace(Observer):
     """Writes pipeline_trace.json in `folder` after the traced step."""
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
+    def __init__(self, trainer: RankTrainer, folder: Path) -> None:
         self._trainer, self._path = trainer, folder / "pipeline_trace.json"
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         timeline, self._trainer.timeline = self._trainer.timeline, None
         if timeline is not None and self._trainer.parallel.rank == 0:
             with DiskErrorsLogged(self._path.name):

@@ -41,13 +41,13 @@ class QkClip:
         device, at least 0. Does not wait."""
         tensor, device = self._parallel.tensor, self._parallel.device
         sizes = [len(recorded_a) * tensor.size for recorded_a in self.recorded]
-        of_all = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        self._largest = list(of_all.split(sizes))
+        all_values = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self._largest = list(all_values.split(sizes))
         for recorded_a, largest_a in zip(self.recorded, self._largest, strict=True):
             largest_a.view(tensor.size, -1)[tensor.rank] = recorded_a
         if self.recorded:
-            all_reduce(of_all, self._parallel.amax.group, "max")  # data × context × tensor: all tokens of a layer
-        largest = torch.cat([of_all, of_all.new_zeros(1)]).amax(0, keepdim=True)
+            all_reduce(all_values, self._parallel.amax.group, "max")  # data × context × tensor: all tokens of a layer
+        largest = torch.cat([all_values, all_values.new_zeros(1)]).amax(0, keepdim=True)
         return all_reduce(largest, self._parallel.pipeline.group, "max")
 
     def row_factors(self) -> dict[str, Tensor]:

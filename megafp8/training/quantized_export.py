@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megafp8.config import Config
 from megafp8.conversion.adapters import MergedSource
-from megafp8.conversion.base import Source, is_weight
+from megafp8.conversion.base import CheckpointSource, is_weight
 from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.model import without_mtp
 from megafp8.conversion.quantized_export import QuantizedExport
@@ -20,7 +20,7 @@ from megafp8.training.fp8_config import build_fp8
 
 
 def quantized_export(
-    source: Source,
+    source: CheckpointSource,
     form: FormName,
     activations: Activations | None = None,
     kv_cache: Mapping[int, tuple[float, float]] = MappingProxyType({}),
@@ -48,7 +48,7 @@ def quantized_export(
     return QuantizedExport(source, layers, form, activations, kv_cache)
 
 
-def config_of_run(source: Source) -> Config | None:
+def config_of_run(source: CheckpointSource) -> Config | None:
     """Return the config of the run that saved the source, without keys that no longer exist; None if not known."""
     settings = source.about.get("config") or {}
     if "training" not in settings:

@@ -13,11 +13,11 @@ from megafp8.checkpoint import FolderLock
 from megafp8.config import stage_at
 from megafp8.distributed import flight_recorder
 from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed, rejoin
-from megafp8.replicas.lighthouse import Place
+from megafp8.replicas.lighthouse import ReplicaEndpoint
 from megafp8.training import notify
 from megafp8.training.errors import TrainingError
 from megafp8.training.evaluation import LiveUses
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import RunInputs
 from megafp8.training.job import Job, Shared
 from megafp8.training.parallel import build_parallel
 from megafp8.training.process import StopRequest
@@ -30,7 +30,7 @@ from megafp8.training.state import checkpoint_folder
 from megafp8.training.validate import choose_device, run_folder
 
 
-def train(inputs: Inputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - immutable
+def train(inputs: RunInputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - immutable
     """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
 
     A stage ends with a checkpoint, from which the next one starts with groups and a trainer of its own: a stage is a
@@ -69,8 +69,8 @@ def train(inputs: Inputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - 
 
 
 def _train_stage(
-    inputs: Inputs, shared: Shared, place: Place | None, device: torch.device, *, first: bool
-) -> Inputs | None:
+    inputs: RunInputs, shared: Shared, place: ReplicaEndpoint | None, device: torch.device, *, first: bool
+) -> RunInputs | None:
     """Train the stage of `inputs`, which is the job's `first` or resumes; return the next one, if it is to follow.
 
     If the newest checkpoint is damaged, an older one may be of an earlier stage, which is then the next. Collective.
@@ -83,8 +83,8 @@ def _train_stage(
 
 
 def _train_watched_stage(
-    inputs: Inputs, shared: Shared, place: Place | None, parallel: ParallelState, *, first: bool
-) -> Inputs | None:
+    inputs: RunInputs, shared: Shared, place: ReplicaEndpoint | None, parallel: ParallelState, *, first: bool
+) -> RunInputs | None:
     """Train the stage of `inputs` on the groups of `parallel`: see `_train_stage`. Collective."""
     config = inputs.config
     reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)

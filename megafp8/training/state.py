@@ -67,12 +67,12 @@ from megafp8.optimizer.param_groups import is_hidden_matrix
 from megafp8.parallel_state import ParallelState
 from megafp8.planner.stages import stages_of
 from megafp8.spec import ModelSpec
-from megafp8.training.auto_filter import Choice, kept_choice
+from megafp8.training.auto_filter import FilterChoice, kept_choice
 from megafp8.training.describe import planned_stage
 from megafp8.training.history import History, changed_keys, leaves
 from megafp8.training.inputs import planned_vocabulary
 from megafp8.training.learning_rate import schedule_change, schedule_jump
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def checkpoint_folder(run: Path, elsewhere: str | None = None) -> AnyPath:
     return run / "checkpoints" if elsewhere is None else as_path(elsewhere) / run.name
 
 
-def weights(trainer: Trainer) -> dict[str, Rectangles]:
+def weights(trainer: RankTrainer) -> dict[str, Rectangles]:
     """Views of this rank's weights; of its shard of the masters if weights are sharded, or exist in FP8 only."""
     trainer.strategy.wait()
     filled = [param for param in trainer.strategy.params if param not in trainer.optimizer.released]
@@ -91,7 +91,7 @@ def weights(trainer: Trainer) -> dict[str, Rectangles]:
     return values | collect_shards(trainer.optimizer.released_values(), "model.")
 
 
-def tensors(trainer: Trainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
+def tensors(trainer: RankTrainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
     """Views of all state of this rank, by global name. `optimizer`: the optimizer's state, if already at hand."""
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, shards in (optimizer or trainer.optimizer.state()).items():
@@ -144,17 +144,17 @@ def tokenizer_copy(config: Config) -> dict[str, bytes]:
 
     Raises ValueError if it cannot be read.
     """
-    given = config.data.tokenizer
-    if given is None or given.path is None:
+    tokenizer = config.data.tokenizer
+    if tokenizer is None or tokenizer.path is None:
         return {}
-    path = Path(tokenizer_file(given.kind, given.path))
+    path = Path(tokenizer_file(tokenizer.kind, tokenizer.path))
     if not path.is_file():
         return {}  # a tiktoken encoding, whose name is in the config
     return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(path)}
 
 
 def metadata_of(
-    trainer: Trainer,
+    trainer: RankTrainer,
     step: int,
     fingerprint: str | None,
     data: Mapping[str, Any] | None,
@@ -184,7 +184,7 @@ def metadata_of(
 
 
 def save_state(
-    trainer: Trainer,
+    trainer: RankTrainer,
     run: Path,
     step: int,
     fingerprint: str | None,
@@ -198,8 +198,8 @@ def save_state(
 ) -> AnyPath:
     """Save a checkpoint after `step` steps. Collective.
 
-    `data`: progress in each data set (`Inputs.record`). `history`: of the run. `more`: further metadata. `files`: small
-    files to save with it, by path in the checkpoint. `keep_all`: remove no older checkpoint.
+    `data`: progress in each data set (`RunInputs.record`). `history`: of the run. `more`: further metadata. `files`:
+    small files to save with it, by path in the checkpoint. `keep_all`: remove no older checkpoint.
     """
     keep = trainer.config.checkpoint
     return save(
@@ -215,7 +215,7 @@ def save_state(
 
 
 def begin_save(
-    trainer: Trainer,
+    trainer: RankTrainer,
     saver: BackgroundSaver,
     step: int,
     fingerprint: str | None,
@@ -238,7 +238,7 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> Checkpoi
 
     It is the one that `find_checkpoint` will choose, unless the content of a data file is damaged. Raises
     IncompatibleCheckpoint as `check_same_run` does; DamagedCheckpoint if there are checkpoints and all are damaged.
-    `Inputs.resumed` compares the data sets.
+    `RunInputs.resumed` compares the data sets.
     """
     reader = newest_readable(checkpoint_folder(run, config.checkpoint.folder))
     if reader is not None:
@@ -446,7 +446,7 @@ def find_checkpoint(
     return reader
 
 
-def saved_choice(config: Config, reader: CheckpointReader | None) -> Choice | None:
+def saved_choice(config: Config, reader: CheckpointReader | None) -> FilterChoice | None:
     """The choice of fp8.auto_filter when the run of checkpoint `reader` began.
 
     None if there is no checkpoint, the choice was not saved, or a key of the fp8 section has changed.
@@ -461,7 +461,7 @@ def saved_choice(config: Config, reader: CheckpointReader | None) -> Choice | No
 
 
 @torch.no_grad()
-def load_state(trainer: Trainer, reader: CheckpointReader) -> int:
+def load_state(trainer: RankTrainer, reader: CheckpointReader) -> int:
     """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
     state = trainer.optimizer.state()
     wanted = tensors(trainer, state)

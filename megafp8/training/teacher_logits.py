@@ -43,8 +43,8 @@ from megafp8.objectives import Objective
 from megafp8.training.errors import TrainingError
 from megafp8.training.frozen_config import frozen_config, live
 from megafp8.training.init_from import load_init
-from megafp8.training.inputs import Inputs
-from megafp8.training.trainer import Trainer
+from megafp8.training.inputs import RunInputs
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.weights_digest import source_digest
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def passes(
-    trainer: Trainer, frozen: Trainer, objective: Objective, packed: PackedDataset
+    trainer: RankTrainer, frozen: RankTrainer, objective: Objective, packed: PackedDataset
 ) -> Iterator[tuple[list[list[int]], list[Batch], list[Tensor]]]:
     """Forward passes of `frozen` over all samples of an epoch. Collective.
 
@@ -72,7 +72,7 @@ def passes(
 
 
 def open_logits(
-    trainer: Trainer, inputs: Inputs, members: Mapping[str, Sequence[PackedDataset]], known: str | None
+    trainer: RankTrainer, inputs: RunInputs, members: Mapping[str, Sequence[PackedDataset]], known: str | None
 ) -> str:
     """Let the loss of `trainer` read the teacher's logits of all data sets; returns the teacher's digest. Collective.
 
@@ -108,36 +108,36 @@ def open_logits(
     return digest
 
 
-def _teacher_digest(trainer: Trainer) -> str:
+def _teacher_digest(trainer: RankTrainer) -> str:
     """Digest of the teacher's weights and its config. Collective."""
-    config, given = live(trainer.config), trainer.config.data.distillation
+    config, distillation = live(trainer.config), trainer.config.data.distillation
     frozen = frozen_config(config)
-    assert given is not None
+    assert distillation is not None
     assert frozen is not None
-    source, parallel = open_source(given.teacher, config.spec.stem.vocab_multiple), trainer.parallel
-    of_weights = source_digest(source, DTYPES[config.training.precision], parallel.device, parallel.world.group)
-    return hashlib.sha256(f"{of_weights} {frozen.model.model_dump_json()}".encode()).hexdigest()
+    source, parallel = open_source(distillation.teacher, config.spec.stem.vocab_multiple), trainer.parallel
+    weights_digest = source_digest(source, DTYPES[config.training.precision], parallel.device, parallel.world.group)
+    return hashlib.sha256(f"{weights_digest} {frozen.model.model_dump_json()}".encode()).hexdigest()
 
 
 def _path(config: Config, prefix: str, members: Sequence[PackedDataset], digest: str) -> Path:
-    given, t = config.data.distillation, config.training
-    assert given is not None
+    distillation, t = config.data.distillation, config.training
+    assert distillation is not None
     documents = sorted({(x.documents.start, x.documents.stop) for x in members})
-    facts = [digest, members[0].dataset.fingerprint, documents, t.seq_length, t.precision, given.top_k]
+    facts = [digest, members[0].dataset.fingerprint, documents, t.seq_length, t.precision, distillation.top_k]
     return Path(f"{prefix}.teacher-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.npy")
 
 
-def _load_teacher(trainer: Trainer) -> Trainer:
-    given, frozen = trainer.config.data.distillation, frozen_config(live(trainer.config))
-    assert given is not None
+def _load_teacher(trainer: RankTrainer) -> RankTrainer:
+    keys, frozen = trainer.config.data.distillation, frozen_config(live(trainer.config))
+    assert keys is not None
     assert frozen is not None
     try:
         check_layout(frozen, trainer.parallel.world_size)
     except ConfigError as error:
-        which = f"the teacher, {given.teacher}, in the layout of the run, which computes its logits as no other run has"
+        which = f"the teacher, {keys.teacher}, in the layout of the run, which computes its logits as no other run has"
         raise ConfigError(which, error.problems) from error
-    teacher = Trainer(frozen, trainer.parallel, frozen=True)
-    load_init(teacher, given.teacher)
+    teacher = RankTrainer(frozen, trainer.parallel, frozen=True)
+    load_init(teacher, keys.teacher)
     return teacher
 
 
@@ -145,10 +145,12 @@ class _Format:
     """How a row of the file is stored, in numpy and in torch."""
 
     def __init__(self, config: Config) -> None:
-        given = config.data.distillation
-        assert given is not None
+        distillation = config.data.distillation
+        assert distillation is not None
         self.dtype = DTYPES[config.training.precision]
-        self.row = np.dtype([("ids", "<i4", (given.top_k,)), ("logits", f"<i{self.dtype.itemsize}", (given.top_k,))])
+        self.row = np.dtype(
+            [("ids", "<i4", (distillation.top_k,)), ("logits", f"<i{self.dtype.itemsize}", (distillation.top_k,))]
+        )
 
     def rows(self, batch: Batch, output: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The places of the tokens of a micro-batch, and their rows. `output`: `[2, s, b, k]`, logits and ids."""
@@ -169,7 +171,7 @@ class _Format:
 
 
 def _compute(
-    trainer: Trainer, teacher: Trainer, objective: Objective, members: Sequence[PackedDataset], path: Path
+    trainer: RankTrainer, teacher: RankTrainer, objective: Objective, members: Sequence[PackedDataset], path: Path
 ) -> None:
     """Write the file of a data set, complete or not at all. Collective."""
     logger.info(f"computing the logits of the teacher for {path}")
@@ -199,9 +201,9 @@ def _compute(
     file = on_first(create)
     for packed in {(x.documents.start, x.documents.stop): x for x in members}.values():
         for _, batches, outputs in passes(trainer, teacher, objective, packed):
-            found = [stored.rows(batch, output) for batch, output in zip(batches, outputs)]
-            for of_rank in gather_objects(found if trainer.parallel.tensor.is_first else [], group) or []:
-                for places, rows in of_rank:
+            stored_rows = [stored.rows(batch, output) for batch, output in zip(batches, outputs)]
+            for rank_rows in gather_objects(stored_rows if trainer.parallel.tensor.is_first else [], group) or []:
+                for places, rows in rank_rows:
                     file[places - first_place] = rows
     on_first(finish)
 

@@ -27,7 +27,7 @@ from megafp8.distributed import activity
 from megafp8.distributed.collectives import all_gather_objects, all_reduce
 from megafp8.dtypes import DTYPES
 from megafp8.expert_parallel.own_rows import RowBound
-from megafp8.fp8.health import Record, Statistics
+from megafp8.fp8.health import Fp8Record, Statistics
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.build import build_stage
 from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
@@ -45,14 +45,14 @@ from megafp8.pipeline_parallel.simulate import Timeline
 from megafp8.pipeline_parallel.trace import Stopwatch
 from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.tensor_parallel.lora import without_adapters
-from megafp8.training.auto_filter import Choice, choose
+from megafp8.training.auto_filter import FilterChoice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.frozen_config import frozen_config
 from megafp8.training.learning_rate import schedule_of
-from megafp8.training.loss import LabelLoss, Loss, OwnLoss, ReferenceStage, StepLoss, TrainedStage
+from megafp8.training.loss import BatchLoss, LabelLoss, OwnLoss, ReferenceStage, StepLoss, TrainedStage
 from megafp8.training.overlap import build_expert_overlap, build_tp_overlap
 from megafp8.training.pipeline import PipelinePlan, plan_pipeline
 from megafp8.training.qk_clip import QkClip
@@ -76,7 +76,7 @@ class Passes(NamedTuple):
     amaxes: Sequence[Tensor] = ()
 
 
-class Trainer:
+class RankTrainer:
     """Model stages of one rank, with optimizer and pipeline engine. Collective: build it on every rank.
 
     Args:
@@ -104,7 +104,7 @@ class Trainer:
         self,
         config: Config,
         parallel: ParallelState,
-        choice: Choice | None = None,
+        choice: FilterChoice | None = None,
         *,
         frozen: bool = False,
     ) -> None:
@@ -116,7 +116,7 @@ class Trainer:
         self.fp8 = build_fp8(config, parallel)
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
         self.fp8.leave_out(self.auto_filter.layers)
-        self.fp8_records: list[Record] = []
+        self.fp8_records: list[Fp8Record] = []
         self.row_bound = RowBound(parallel.device)
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         self.auxiliary_loss_grad = torch.ones((), device=parallel.device)
@@ -202,7 +202,7 @@ class Trainer:
                 # Each graph has FP8 copies of its own in its memory.
                 module.state.freeze_weight(keep_copies=self.graphs is None)
         other = None if self.loss is None else frozen_config(config)
-        self.frozen = None if other is None else Trainer(other, parallel, frozen=True)
+        self.frozen = None if other is None else RankTrainer(other, parallel, frozen=True)
         self.compared: Config | None = None
         if self.loss is not None and config.data.compares:
             self.compared = config if self.frozen is None else self.frozen.config
@@ -344,7 +344,7 @@ class Trainer:
         *,
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
-    ) -> tuple[Loss, StepResult]:
+    ) -> tuple[BatchLoss, StepResult]:
         """Run one optimizer step on this rank's micro-batches of the global batch.
 
         On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
@@ -383,7 +383,7 @@ class Trainer:
         sampled: bool,
         before_update: Callable[[], None],
         loss_limit: float | None,
-    ) -> tuple[Loss, StepResult]:
+    ) -> tuple[BatchLoss, StepResult]:
         """Update the weights from the gradients of `passes`, whose results are summed over all ranks: see `train_step`.
 
         `sampled`: the FP8 report samples this step.
@@ -555,7 +555,7 @@ class Trainer:
         total[-1] = self.row_bound.exceeded
         return total
 
-    def _gather_fp8_records(self, statistics: Statistics) -> list[Record]:
+    def _gather_fp8_records(self, statistics: Statistics) -> list[Fp8Record]:
         """Return the records of this step: of all stages on rank 0, none elsewhere."""
         assert self.fp8.recorder is not None
         self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
@@ -566,7 +566,7 @@ class Trainer:
         return [record for stage in stages for record in stage] if parallel.is_first_stage else []
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Loss:
+    def evaluate(self, batches: Sequence[Batch]) -> BatchLoss:
         """Return the loss of a global batch without training or dropout; FP8 statistics stay as they are."""
         batches = [replace(batch, samples=None) for batch in batches]
         if self.graphs is None or self.fp8.calibrating:

@@ -27,7 +27,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.frozen_config import check_frozen
 from megafp8.training.history import History
 from megafp8.training.init_from import check_init
-from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.inputs import RunInputs, open_inputs
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.replicas.membership import check_shares, own_place
 from megafp8.training.resilience.node_memory import memory_folder
@@ -36,7 +36,7 @@ from megafp8.training.state import check_next_stage, check_resume, checkpoint_fo
 _PROBE_BYTES = 1 << 16
 
 
-def validate(config: Config, world_size: int, source: str) -> Inputs:
+def validate(config: Config, world_size: int, source: str) -> RunInputs:
     """Open the inputs of a run that passed `check_layout`, and check all else. Raises ValueError.
 
     With `deterministic`, switches this process to deterministic algorithms.
@@ -58,7 +58,7 @@ def validate(config: Config, world_size: int, source: str) -> Inputs:
     return inputs
 
 
-def _check_streams(inputs: Inputs, world_size: int, source: str) -> None:
+def _check_streams(inputs: RunInputs, world_size: int, source: str) -> None:
     """Raise ConfigError if ranks would not have the same canonical streams in each step."""
     if inputs.positions is not None:
         problems = [*canonical_streams_problem(inputs.config, world_size, inputs.positions.canonical_streams)]
@@ -74,7 +74,7 @@ def newest_step(config: Config) -> int:
 
 
 def _check_later_stages(
-    inputs: Inputs, reader: CheckpointReader | None, world_size: int, device: str, source: str
+    inputs: RunInputs, reader: CheckpointReader | None, world_size: int, device: str, source: str
 ) -> None:
     """Raise ValueError if a stage that is to come cannot begin after the one before it.
 
@@ -126,7 +126,7 @@ def run_folder(config: Config) -> Path:
     return Path(config.run_dir) / config.name
 
 
-def check_run(inputs: Inputs) -> CheckpointReader | None:
+def check_run(inputs: RunInputs) -> CheckpointReader | None:
     """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
     config, folder = inputs.config, run_folder(inputs.config)
     needed = (
@@ -169,7 +169,7 @@ def check_run(inputs: Inputs) -> CheckpointReader | None:
     return reader
 
 
-def _check_replicas(inputs: Inputs) -> None:
+def _check_replicas(inputs: RunInputs) -> None:
     """Raise ValueError if this process cannot be of one of the replicas that the config asks for."""
     replicas = inputs.config.resilience.replicas
     if replicas is None:

@@ -16,25 +16,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint import Rectangles
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.distributed.collectives import all_gather_objects, rank, size
 from megafp8.distributed.sharding import Shape
 from megafp8.dtypes import DTYPES
 from megafp8.training.state import weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 Sums = dict[tuple[str, Shape, Shape], int]
 """By name, offset and shape of a rectangle."""
 
 
-def weights_digest(trainer: Trainer) -> str:
+def weights_digest(trainer: RankTrainer) -> str:
     """SHA-256 of the names and sums of all weights, in training.precision. Collective."""
     dtype, group = DTYPES[trainer.config.training.precision], trainer.parallel.world.group
     return _digest(sums_of_bits(weights(trainer), dtype), group)
 
 
 @torch.no_grad()
-def source_digest(source: Source, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> str:
+def source_digest(
+    source: CheckpointSource, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None
+) -> str:
     """`weights_digest` of the weights of `source`, of which each rank reads some, one after the other. Collective."""
     sums: Sums = {}
     names = sorted(name for name in source.tensors if name.startswith("model."))
@@ -46,8 +48,8 @@ def source_digest(source: Source, dtype: torch.dtype, device: torch.device, grou
 def _digest(sums: Sums, group: ProcessGroup | None) -> str:
     totals: dict[str, int] = {}
     everything: Sums = {}
-    for of_rank in all_gather_objects(sums, group):
-        everything |= of_rank
+    for rank_sums in all_gather_objects(sums, group):
+        everything |= rank_sums
     for (name, _, _), value in everything.items():
         totals[name] = (totals.get(name, 0) + value) % 2**64
     return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()

@@ -20,10 +20,10 @@ from benchmarks.profiling import Kernel, by_name, outside, step_profile, union
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.data.samples import next_token_batch
 from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.simulate import Times, simulate
+from megafp8.pipeline_parallel.simulate import StageTimes, simulate
 from megafp8.training.describe import planned_stage
 from megafp8.training.pipeline import plan_pipeline
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -66,7 +66,7 @@ def test_a_simulated_timeline_is_simulated_again(schedule: str) -> None:
     """From its own spans, whatever each stage takes."""
     overrides = ["parallel.tensor=1", "parallel.pipeline=4", f"parallel.schedule={schedule}"]
     plan = plan_pipeline(load_config(ROOT / "configs/llama3-8b.yaml", overrides), 8)
-    times = [Times(1.0, 1.5, 0.5), Times(2.0, 1.0, 1.0), Times(0.5, 1.0, 2.0), Times(4.0, 3.0, 1.0)]
+    times = [StageTimes(1.0, 1.5, 0.5), StageTimes(2.0, 1.0, 1.0), StageTimes(0.5, 1.0, 2.0), StageTimes(4.0, 3.0, 1.0)]
     measured = simulate(plan.train, plan.placement, times)
     assert simulated_bubble(plan, measured) == pytest.approx(measured.bubble_fraction)
 
@@ -94,14 +94,14 @@ def test_lines_that_cannot_run_say_why_and_the_others_go_on(
     arguments += ["--layouts", "pipeline=1", "--micro-batches", "1", "--warmup", "1", "--steps", "1", "--rounds", "2"]
     tiny = [option for option in TINY if "groups" not in option and "ffn" not in option]
     arguments += ["--json", str(report), "--set", *tiny, "training.micro_batch_size=1", "device=cpu"]
-    build = bench_step.Trainer.__init__
+    build = bench_step.RankTrainer.__init__
 
-    def refuse(trainer: Trainer, config: Config, *rest: Any) -> None:
+    def refuse(trainer: RankTrainer, config: Config, *rest: Any) -> None:
         if config.fp8.recipe == "current":
             raise ValueError("found when\nthe trainer is built")
         build(trainer, config, *rest)
 
-    monkeypatch.setattr(bench_step.Trainer, "__init__", refuse)
+    monkeypatch.setattr(bench_step.RankTrainer, "__init__", refuse)
     assert bench_step.main(arguments) == 0
     rows = {row["variant"]: row for row in json.loads(report.read_text())["rows"]}
     assert rows["fp32"]["first_loss"] == pytest.approx(math.log(128), rel=0.05)

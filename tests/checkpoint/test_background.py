@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint import BackgroundSaver, Destination, Saved, complete_checkpoints, load, save
+from megafp8.checkpoint import BackgroundSaver, Destination, SavedCheckpoint, complete_checkpoints, load, save
 from megafp8.checkpoint import dcp as dcp_module
 from megafp8.checkpoint.dcp import plan_save, write_items
 from megafp8.checkpoint.rectangles import Rectangle, Rectangles
@@ -22,7 +22,7 @@ from tests.world import World
 CPU = torch.device("cpu")
 
 
-def _saver(folder: Path, reports: list[Saved], **options: Any) -> BackgroundSaver:
+def _saver(folder: Path, reports: list[SavedCheckpoint], **options: Any) -> BackgroundSaver:
     return BackgroundSaver(Destination(folder, options.pop("group", None), **options), CPU, reports.append)
 
 
@@ -237,7 +237,7 @@ def test_copies_from_the_gpu_overlap_with_computing(tmp_path: Path) -> None:
     state = {f"model.{i}": torch.randn(2048, 2048, device=device) for i in range(8)}
     state |= {"fp8.scale": torch.ones(16, device=device), "model.turned": torch.randn(512, 256, device=device).T}
     expected = {name: tensor.cpu() for name, tensor in state.items()}
-    reports: list[Saved] = []
+    reports: list[SavedCheckpoint] = []
     with BackgroundSaver(Destination(tmp_path, None), device, reports.append) as saver:
         for step in range(1, 4):
             saver.save(step, state, {}, changes_early=lambda name: name.startswith("fp8."))

@@ -14,7 +14,7 @@ from megafp8.checkpoint import (
     BackgroundSaver,
     Destination,
     FolderLock,
-    Saved,
+    SavedCheckpoint,
     clean_incomplete,
     complete_checkpoints,
     latest,
@@ -41,7 +41,7 @@ def save_forever(folder: str, done: str, background: bool) -> None:
     """Save step after step, slowly, keeping two; the file `done` gets a line for each step reported as saved."""
     slow_down()
 
-    def report(saved: Saved) -> None:
+    def report(saved: SavedCheckpoint) -> None:
         with open(done, "a") as lines:
             lines.write(f"{int(saved.path.name.removeprefix('step_'))}\n")
 
@@ -52,7 +52,7 @@ def save_forever(folder: str, done: str, background: bool) -> None:
                 saver.save(step, tensors(step), {})
                 saver.wait_copied()
             else:
-                report(Saved(save(folder, step, tensors(step), {}, keep_last=2, lock=lock), 0.0, 0.0))
+                report(SavedCheckpoint(save(folder, step, tensors(step), {}, keep_last=2, lock=lock), 0.0, 0.0))
 
 
 def _check_all_load(folder: Path) -> int:

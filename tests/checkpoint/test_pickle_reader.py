@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.checkpoint.pickle_reader import Global, PickleError, Record, check_tree, read_pickle
+from megafp8.checkpoint.pickle_reader import Global, PickledObject, PickleError, check_tree, read_pickle
 
 SHARED = ["x", 2.5]
 PLAIN = {
@@ -34,7 +34,7 @@ def test_plain_data(protocol: int) -> None:
 
 def test_names_are_records_and_only_the_callers_functions_are_called() -> None:
     found = read_pickle(pickle.dumps([Fraction(1, 3), pathlib.Path, pathlib.PurePosixPath("/etc")]))
-    assert isinstance(found[0], Record)
+    assert isinstance(found[0], PickledObject)
     assert (found[0].of, found[0].arguments) == (
         ("fractions", "Fraction"),
         ("1/3",) if len(found[0].arguments) == 1 else (1, 3),

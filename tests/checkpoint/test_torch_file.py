@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import write_at
-from megafp8.checkpoint.pickle_reader import Global, Record
+from megafp8.checkpoint.pickle_reader import Global, PickledObject
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile, as_bytes, reserve, seal, tensor_starts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -47,7 +47,7 @@ def test_plain_content_is_read_and_everything_else_is_inert(tmp_path: Path) -> N
     content = TorchFile(tmp_path / "f.pt").content
     found = content.pop("other")
     assert content == plain
-    assert isinstance(found["path"], Record)
+    assert isinstance(found["path"], PickledObject)
     assert found["call"] == Global("argparse", "ArgumentParser")
     assert (found["args"].of, found["args"].state) == (("argparse", "Namespace"), {"n": 1})
 

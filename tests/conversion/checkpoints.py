@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megafp8.checkpoint import save
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.formats import FORMATS as ALL_FORMATS
 from megafp8.conversion.target import Sink
 
@@ -72,7 +72,7 @@ def everything() -> dict[str, Tensor]:
     return state
 
 
-def convert(source: Source, sink: Sink) -> Path:
+def convert(source: CheckpointSource, sink: Sink) -> Path:
     """The whole of `source`; the path of the result."""
     for name in sink.begin(source, {}):
         sink.write(name, source.read(name))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import RopeScaling
-from megafp8.conversion.base import Source, TensorInfo
+from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.model import model_tensors
 from megafp8.distributed.sharding import Init, ParamShard
 from megafp8.spec import ModelSpec
@@ -931,7 +931,7 @@ def tokens() -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(3))
 
 
-class RandomSource(Source):
+class RandomSource(CheckpointSource):
     """A model of ours with random weights that depend on their names only."""
 
     def __init__(self, model: ModelSpec, path: Path = Path("random"), dtype: torch.dtype = torch.float32) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
@@ -62,7 +62,7 @@ def _types() -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(source: Source, tp: int) -> tuple[Tensor, Tensor | None]:
+def our_logits(source: CheckpointSource, tp: int) -> tuple[Tensor, Tensor | None]:
     """Logits `[b, s, v]` of `tokens()`, and of the binary head."""
     state, model = initialize_model_parallel(tp), source.model
     context = BuildContext(

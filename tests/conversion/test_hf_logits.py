@@ -19,7 +19,7 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.checkpoint import Rectangles, collect
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.conversion.load import load_weights
@@ -45,13 +45,13 @@ def _weights_of_loss() -> Tensor:
     return torch.randn(B, S, V, generator=torch.Generator().manual_seed(5))
 
 
-def our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> Tensor | None:
+def our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> Tensor | None:
     """Logits `[b, s, v]` of `tokens()` by the model in `source` over the ranks of this job; on the last stage."""
     with torch.no_grad():
         return _our_logits(source, tp, pp, ep)[1]
 
 
-def _our_logits(source: Source, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage, Tensor | None]:
+def _our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage, Tensor | None]:
     """This rank's stage, and the logits on the last one."""
     state = initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     model, ids_bs = source.model, tokens()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
@@ -52,7 +52,7 @@ def tokens(n: int) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(source: Source, tp: int) -> Tensor:
+def our_logits(source: CheckpointSource, tp: int) -> Tensor:
     """`[b, d, v]`, of a model in two stages, both of which are here."""
     state, model = initialize_model_parallel(tp), source.model
     context = BuildContext(state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, tp > 1)

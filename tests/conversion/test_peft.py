@@ -23,7 +23,7 @@ from megafp8.parallel_state import initialize_distributed, initialize_model_para
 from megafp8.tensor_parallel.lora import is_lora
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.state import save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.conversion.families import make_theirs, tokens
 from tests.conversion.test_hf_logits import our_logits
 from tests.marks import slow_but
@@ -55,9 +55,9 @@ def _config(
     return load_config(file, [], complete_model)
 
 
-def _trainer(config: Config) -> tuple[Trainer, Any]:
+def _trainer(config: Config) -> tuple[RankTrainer, Any]:
     parallel = initialize_model_parallel(config.parallel.tensor, device=initialize_distributed("cpu"))
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     assert config.checkpoint.init_from is not None
     load_init(trainer, config.checkpoint.init_from)
     return trainer, parallel

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.target import JOURNAL_FILE, Journal, Sink
 
 KEY = {"source": "a → b"}
@@ -102,7 +102,7 @@ sys.stdin.read()
 
 
 class _Sink(Sink):
-    def begin(self, source: Source, options: object) -> list[str]:
+    def begin(self, source: CheckpointSource, options: object) -> list[str]:
         assert self._open_journal(source, [], {})
         return []
 
@@ -141,5 +141,5 @@ def test_nothing_is_deleted_or_overwritten_through_a_symlink(
     sink = _Sink(tmp_path / "target")
     link(sink.hidden, elsewhere)
     with pytest.raises(ValueError, match=r"\.target\.converting.* is a symbolic link"):
-        sink.begin(cast(Source, SimpleNamespace(tensors={}, path=tmp_path)), {})
+        sink.begin(cast(CheckpointSource, SimpleNamespace(tensors={}, path=tmp_path)), {})
     assert [(file.name, file.read_text()) for file in elsewhere.iterdir()] == [("precious", "kept\n")]

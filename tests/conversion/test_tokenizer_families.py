@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from megafp8.config import model_spec
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_tokenizer import export_tokenizer, find_tokenizer
 from megafp8.data.indexed_dataset import IndexedDataset
@@ -30,7 +30,7 @@ from megafp8.data.styles import Document
 from megafp8.data.styles.completion import completion_encoder
 from megafp8.data.styles.text import Texts
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, build_tokenizer
-from megafp8.inference.load import Layout, open_checkpoint
+from megafp8.inference.load import InferenceLayout, open_checkpoint
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import SMALL, RandomSource
 from tools import preprocess_data
@@ -275,7 +275,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run_of(folder: Path, family: Family, **settings: Any) -> Source:
+def _run_of(folder: Path, family: Family, **settings: Any) -> CheckpointSource:
     """Return a checkpoint of a run with the tokenizer in `folder`."""
     source = RandomSource(model_spec(SMALL | {"max_position_embeddings": 64}))
     source.tokenizer_files = [file for file in folder.iterdir() if file.name != "generation_config.json"]
@@ -283,7 +283,7 @@ def _run_of(folder: Path, family: Family, **settings: Any) -> Source:
     return source
 
 
-def _exported(folder: Path, source: Source) -> Any:
+def _exported(folder: Path, source: CheckpointSource) -> Any:
     """Return what AutoTokenizer loads of the tokenizer that is exported from `source`."""
     from transformers import AutoTokenizer
 
@@ -319,7 +319,7 @@ def test_tokens_around_a_document(name: str, tmp_path: Path, weights: Path) -> N
 
     model = shutil.copytree(weights, tmp_path / "model")
     shutil.copytree(folder, model, dirs_exist_ok=True)
-    opened = open_checkpoint(model, Layout(), device="cpu")
+    opened = open_checkpoint(model, InferenceLayout(), device="cpu")
     assert set(_names(tokenizer, opened.end_tokens)) == {family.end, *family.stops}
     assert _names(tokenizer, opened.start_tokens) == family.start
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.data.packing import BestFit, Concatenation, Packing, Span
+from megafp8.data.packing import BestFit, Concatenation, DocumentSpan, Packing
 
 
-def epoch(packing: Packing, seed: int = 0) -> list[list[Span]]:
+def epoch(packing: Packing, seed: int = 0) -> list[list[DocumentSpan]]:
     index = packing.make_index(np.random.default_rng(seed))
     assert [(x.dtype, len(x)) for x in index] == [(np.dtype(dtype), length) for dtype, length in packing.layout]
     return [list(packing.spans(index, place)) for place in range(packing.samples)]
@@ -42,7 +42,10 @@ def check(lengths: list[int], s: int, seed: int) -> None:
     whole = {document for document, n in enumerate(lengths) if 2 <= n <= s + 1}
     assert {span.document for span in spans if span.length == lengths[span.document]} == whole
     assert all(
-        sample == [Span(span.document, span.skip, s + 1)] for sample in samples for span in sample if span.length > s
+        sample == [DocumentSpan(span.document, span.skip, s + 1)]
+        for sample in samples
+        for span in sample
+        if span.length > s
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megafp8.data.packing import PackingName
-from megafp8.data.samples import PackedDataset, Position
+from megafp8.data.samples import PackedDataset, SamplePosition
 from tests.data.datasets import write_dataset
 
 SEED = 5
@@ -34,7 +34,7 @@ class Reader:
         self.documents = [list(range(a, b)) for a, b in zip([0, *ends], ends)]
         self.dataset = write_dataset(folder / "tokens", self.documents)
         self.options: dict[str, Any] = {"cache_dir": folder / "cache", "packing": packing, "context": context}
-        self.context, self.position, self.count = context, Position(), 0
+        self.context, self.position, self.count = context, SamplePosition(), 0
         self.read: list[Counter[int]] = []
         """How often each token was predicted, by epoch."""
 
@@ -91,11 +91,11 @@ def test_without_a_change_nothing_is_different(tmp_path: Path) -> None:
     reader = Reader(tmp_path, np.random.default_rng(1), "concatenate", context=False)
     packed = reader.with_length(8)
     spe = packed.samples_per_epoch
-    assert packed.position_after(2 * spe) == Position(2 * spe, 2)
-    assert packed.position_after(2 * spe + 3) == Position(2 * spe + 3, 2, ((8, 3, False),))
+    assert packed.position_after(2 * spe) == SamplePosition(2 * spe, 2)
+    assert packed.position_after(2 * spe + 3) == SamplePosition(2 * spe + 3, 2, ((8, 3, False),))
     assert packed.epochs(spe // 2) == spe // 2 / spe
-    later = packed.at(Position(2 * spe, 2))
+    later = packed.at(SamplePosition(2 * spe, 2))
     assert all((later[i] == packed[i]).all() for i in range(2 * spe, 3 * spe))
     # A length that is changed and, before a sample was read, changed back, leaves the rest of the epoch.
     there = reader.with_length(16).at(packed.position_after(3)).position_after(3)
-    assert there == Position(3, 0, ((8, 3, False),))
+    assert there == SamplePosition(3, 0, ((8, 3, False),))

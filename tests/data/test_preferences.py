@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megafp8.data.indexed_dataset import IndexedDataset
-from megafp8.data.styles import Tokens
+from megafp8.data.styles import TokenizedRecord
 from megafp8.data.styles.registry import STYLES
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
 from tests.data.test_chats import CHATML, write_tokenizer
@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
 
 
-def _tokens(path: Path, record: dict[str, Any]) -> Tokens:
+def _tokens(path: Path, record: dict[str, Any]) -> TokenizedRecord:
     style = STYLES["preference"]
     flags = argparse.Namespace(tokenizer_path=str(path), chat_template=None, no_append_eod=False)
     names = style.names(("prompt", "chosen", "rejected"), list(record))

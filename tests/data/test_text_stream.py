@@ -23,7 +23,7 @@ from megafp8.data import DataError, text_source
 from megafp8.data.blend import Blend, Segment
 from megafp8.data.samples import PackedDataset
 from megafp8.data.styles import Document
-from megafp8.data.text_source import Position, TextSource
+from megafp8.data.text_source import TextPosition, TextSource
 from megafp8.data.text_stream import StreamPositions, batches
 from megafp8.data.tokenizers import TokenizerSettings
 from megafp8.objectives.next_token import NextToken
@@ -73,7 +73,7 @@ def source(path: str, streams: int = STREAMS, seq_length: int = S) -> TextSource
 
 def epoch_of(text: TextSource, stream: int, epoch: int = 0) -> list[str]:
     """The texts of a stream in one epoch."""
-    documents = text.documents(stream, Position(epoch))
+    documents = text.documents(stream, TextPosition(epoch))
     return [x.text or "" for _, x in itertools.takewhile(lambda pair: pair[0].epoch == epoch, documents)]
 
 
@@ -85,7 +85,7 @@ def test_each_epoch_has_each_document_once(tmp_path: Path, kind: str) -> None:
         assert Counter(itertools.chain(*epoch)) == Counter(TEXTS)
         assert all(epoch), "a stream without text"
     assert epochs[0] != epochs[1], "epochs have the same order"
-    every = [*itertools.islice(text.documents(3, Position()), 100)]
+    every = [*itertools.islice(text.documents(3, TextPosition()), 100)]
     for position, document in every[::20]:
         assert next(text.documents(3, position)) == (position, document), "a position leads elsewhere"
 
@@ -142,7 +142,7 @@ def test_samples_are_windows_of_their_stream(tmp_path: Path, kind: str) -> None:
     assert int(documents) == sum(row[:-1].count(END) + (row[-2] != END) for row in rows(first).values())
     found = [rows(first), *(rows(step) for step in itertools.islice(whole, 60))]
     for stream in range(STREAMS):
-        documents_of_stream = itertools.islice(text.documents(stream, Position()), 400)
+        documents_of_stream = itertools.islice(text.documents(stream, TextPosition()), 400)
         tokens = [[*(document.text or "").encode(), END] for _, document in documents_of_stream]
         joined = list(itertools.chain(*tokens))
         for number, step in enumerate(found):
@@ -239,7 +239,7 @@ def test_a_stop_ends_reading_in_the_middle_of_a_sample(
 ) -> None:
     """A stream that goes on without text for a sample, which no error ends."""
 
-    def without_end(self: TextSource, stream: int, at: Position) -> Iterator[tuple[Position, Document]]:
+    def without_end(self: TextSource, stream: int, at: TextPosition) -> Iterator[tuple[TextPosition, Document]]:
         while True:
             yield at, Document("x", "")
 

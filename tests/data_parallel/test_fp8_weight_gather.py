@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import group as groups
 
-from megafp8.data_parallel.fp8_weight_gather import Collective, Fp8Weight, Fp8WeightGather, SymmetricMemory
+from megafp8.data_parallel.fp8_weight_gather import (
+    CollectiveTransport,
+    Fp8WeightGather,
+    GatheredWeight,
+    SymmetricTransport,
+)
 from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
 from tests.distributed.test_symmetric_memory import map_files
 from tests.tiny_model import CPU, set_specs
@@ -68,15 +73,17 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
 
         shards = [sharded.row_shards[param] for param in unit]
         matrices = [shard for shard in shards if shard.global_shape in SHAPES]
-        blocks.append([Fp8Weight(shard, torch.uint8, set_gathered(i)) for i, shard in enumerate(matrices)])
+        blocks.append([GatheredWeight(shard, torch.uint8, set_gathered(i)) for i, shard in enumerate(matrices)])
     weights = [weight for block in blocks for weight in block]
     map_files(group, folder)
-    transport = {"collective": Collective, "symmetric": SymmetricMemory}[name]([w.nbytes for w in weights], group, CPU)
+    transport = {"collective": CollectiveTransport, "symmetric": SymmetricTransport}[name](
+        [w.nbytes for w in weights], group, CPU
+    )
     gather = Fp8WeightGather(blocks, transport, group.size(), CPU)
     expected = []
     for step in range(2):
         gather.synchronize()
-        for i, (own, weight) in enumerate(zip(gather.own, weights, strict=True)):
+        for i, (own, weight) in enumerate(zip(gather.shards, weights, strict=True)):
             m = weight.rows.padded_rows
             own.view(m, -1).copy_(torch.arange(m)[:, None] + m * group.rank() + 10 * i + 100 * step)
         gather.synchronize()

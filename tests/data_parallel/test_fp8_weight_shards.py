@@ -259,7 +259,7 @@ def test_experts_compute_with_what_was_gathered(
             states, (master.to(torch.bfloat16), Released(master.shape, torch.bfloat16, torch.device("cpu")))
         ):
             inputs = x.clone().requires_grad_(), nn.Parameter(weight)
-            y = grouped_linear(inputs[0], inputs[1], RowGroups.of(ends, len(x)), state)
+            y = grouped_linear(inputs[0], inputs[1], RowGroups.from_ends(ends, len(x)), state)
             assert (state.joint_quantizers(*inputs) is not None) == at_once
             found.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
         weights.record_amaxes()

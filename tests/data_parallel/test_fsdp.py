@@ -184,7 +184,7 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
     reduced: list[list[int]] = []
     all_reduce_async = collectives.all_reduce_async
 
-    def counted(x: Tensor, group: ProcessGroup | None, *op: Any) -> collectives.Work:
+    def counted(x: Tensor, group: ProcessGroup | None, *op: Any) -> collectives.CollectiveWork:
         assert group is parallel.fsdp_replicate.group
         assert x.dtype == reduce_dtype
         reduced[-1].append(x.numel())

@@ -23,7 +23,7 @@ def _record_starts(buffer: GradBuffer, monkeypatch: pytest.MonkeyPatch) -> list[
     found: list[int] = []
     starts = [bucket.start for bucket in buffer.layout.buckets]
 
-    def all_reduce_async(x: torch.Tensor, group: object) -> collectives.Work:
+    def all_reduce_async(x: torch.Tensor, group: object) -> collectives.CollectiveWork:
         found.append(starts.index(x.storage_offset()))
         return collectives.DONE
 

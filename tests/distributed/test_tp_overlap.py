@@ -15,7 +15,7 @@ from megafp8.distributed.tp_overlap import (
     NO_COMM,
     Collective,
     Product,
-    Replicated,
+    ReplicatedTokens,
     TPOverlap,
     default_overlap,
     ring_steps,
@@ -58,7 +58,7 @@ def _overlap(name: str, group: ProcessGroup, folder: str) -> TPOverlap:
     max_chunks = 2 if name.endswith("pairs") else 4
     if name.startswith("symmetric"):
         return symmetric_on_cpu(group, folder, max_chunks)
-    return {"replicated": Replicated, "collective": Collective, "chunks": InChunks}[name](group)
+    return {"replicated": ReplicatedTokens, "collective": Collective, "chunks": InChunks}[name](group)
 
 
 def _chunks(name: str, t: int, rank: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.expert_parallel.exchange import exchange
+from megafp8.expert_parallel.exchange import plan_dispatch
 from tests.world import World
 
 
@@ -29,7 +29,7 @@ def _exchanged(case: str) -> None:
     # A row says where it comes from: (rank, expert, which one).
     own = [[rank, e, i] for e in range(experts) for i in range(everyone[rank][e])]
     rows = torch.tensor(own, dtype=torch.float64).view(-1, 3).requires_grad_()
-    plan = exchange(everyone[rank], group)
+    plan = plan_dispatch(everyone[rank], group)
     arrived = plan.to_experts(rows, None)
     expected = [
         [r, e, i] for e in (2 * rank, 2 * rank + 1) for r in range(ranks) for i in range(everyone[r][e])

@@ -23,7 +23,7 @@ from megafp8.fp8 import E4M3, E5M2, Format, health
 from megafp8.fp8.health import (
     EXACT_DB,
     Advice,
-    Record,
+    Fp8Record,
     Recorder,
     ReportWriter,
     advice,
@@ -186,7 +186,7 @@ def test_what_is_not_finite_becomes_null(granularity: Granularity, broken: float
     recorder.observe("a", "input", x, ScaledTensor(scaled(x).data, torch.ones(granularity.grid(2, 32)), granularity))
     (record,) = recorder.end_step()
     saturated = 0.0 if math.isnan(broken) else 0.015625
-    assert record == Record(1, "a", "input", amax=None, scale=1.0, underflow=0.0, saturated=saturated, snr_db=None)
+    assert record == Fp8Record(1, "a", "input", amax=None, scale=1.0, underflow=0.0, saturated=saturated, snr_db=None)
     writer = ReportWriter(tmp_path / "r", 0)
     writer.write([record])
     writer.close()
@@ -217,7 +217,7 @@ def test_every_nth_step_and_each_tensors_first_micro_batch() -> None:
         (3, "b", "input", 3.0), (3, "a", "input", 6.0), (3, "a", "grad_output", 8.0),
         (6, "b", "input", 6.0), (6, "a", "input", 12.0), (6, "a", "grad_output", 8.0),
     ]  # fmt: skip
-    assert found[0] == Record(3, "b", "input", amax=3.0, scale=1.0, underflow=0.0, saturated=0.0, snr_db=EXACT_DB)
+    assert found[0] == Fp8Record(3, "b", "input", amax=3.0, scale=1.0, underflow=0.0, saturated=0.0, snr_db=EXACT_DB)
 
 
 def test_figures_have_six_digits() -> None:
@@ -267,10 +267,10 @@ def test_observing_waits_for_nothing_on_a_gpu_and_finds_the_same() -> None:
         np.testing.assert_allclose(found.tolist(), statistics(x, q).tolist(), rtol=3e-7, atol=1e-4)
 
 
-RECORD = Record(100, "layers.0.mlp.down", "input", amax=3.5, scale=128.0, underflow=0.01, saturated=0.0, snr_db=31.5)
+RECORD = Fp8Record(100, "layers.0.mlp.down", "input", amax=3.5, scale=128.0, underflow=0.01, saturated=0.0, snr_db=31.5)
 
 
-def write(path: Path, step: int, *records: Record) -> None:
+def write(path: Path, step: int, *records: Fp8Record) -> None:
     writer = ReportWriter(path, step)
     writer.write(records)
     writer.close()
@@ -322,10 +322,10 @@ def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
         ReportWriter(path, 500)
 
 
-def healthy(steps: int = 12, layers: int = 4) -> list[Record]:
+def healthy(steps: int = 12, layers: int = 4) -> list[Fp8Record]:
     """A report in which nothing is amiss."""
     return [
-        Record(
+        Fp8Record(
             step,
             f"layers.{i}.{kind}",
             operand,
@@ -342,7 +342,7 @@ def healthy(steps: int = 12, layers: int = 4) -> list[Record]:
     ]
 
 
-def changed(layer: str, operand: str, first_step: int = 0, last_step: int = 10**9, **figures: Any) -> list[Record]:
+def changed(layer: str, operand: str, first_step: int = 0, last_step: int = 10**9, **figures: Any) -> list[Fp8Record]:
     """The healthy report with one tensor's figures replaced in some steps."""
     return [
         replace(r, **figures) if (r.layer, r.operand) == (layer, operand) and first_step <= r.step <= last_step else r

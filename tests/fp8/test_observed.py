@@ -15,7 +15,7 @@ from megafp8.fp8 import (
     Fp8Manager,
     Fp8Recipe,
 )
-from megafp8.fp8.health import OPERANDS, Record, Recorder
+from megafp8.fp8.health import OPERANDS, Fp8Record, Recorder
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.numerics.recipes import NVFP4Scaling
@@ -53,7 +53,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def check(record: Record, operand: str, values: Tensor, cast: QuantizedTensor) -> None:
+def check(record: Fp8Record, operand: str, values: Tensor, cast: QuantizedTensor) -> None:
     """The record is of `values`, and of these as they were cast."""
     assert cast.rowwise is not None
     error = values - cast.rowwise.dequantize(torch.float64)

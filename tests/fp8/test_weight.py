@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megafp8 import fp8
 from megafp8.fp8 import E4M3, Fp8Weight
-from megafp8.fp8.weight import WeightFormat, converting_modules
+from megafp8.fp8.weight import Fp8WeightFormat, converting_modules
 from megafp8.numerics.tensor import BLOCK_128X128, TENSOR
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread
 
@@ -35,7 +35,7 @@ DECODED = np.array([decode(code, E4M3) for code in range(256)])
 
 
 def weight(name: str = "current", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    how = WeightFormat.of(RECIPES[name][0], "layer")
+    how = Fp8WeightFormat.from_recipe(RECIPES[name][0], "layer")
     assert how is not None
     return nn.Parameter(Fp8Weight.cast(spread(N, K, seed).to(dtype), how))
 
@@ -246,7 +246,7 @@ def test_conversions_give_plain_tensors_but_within_a_module() -> None:
 def test_errors() -> None:
     for recipe in (fp8.RowwiseScaling(), fp8.MXFP8Scaling(), fp8.NVFP4Scaling()):
         with pytest.raises(ValueError, match=rf"{recipe.name} scaling casts a weight once for each orientation"):
-            WeightFormat.of(recipe, "layer")
+            Fp8WeightFormat.from_recipe(recipe, "layer")
     w = weight()
     with pytest.raises(ValueError, match=r"is \[144, 160\], and what is assigned to its data \[2, 2\]"):
         w.data = torch.zeros(2, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megafp8.gemm.cublaslt import AlgorithmFile, CublasLt, available
-from megafp8.gemm.cublaslt_problem import Problem, arranged
+from megafp8.gemm.cublaslt_problem import GemmProblem, arranged
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -190,7 +190,7 @@ def test_tuning_adds_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(CublasLt, "_fastest", lambda *_: pytest.fail("timed again"))
     check_tn(CublasLt(torch.device("cuda"), autotune=True, cache_file=path), a, b, FP32, True, True)
     assert path.read_bytes() == stored
-    problem = Problem(
+    problem = GemmProblem(
         512, 768, 1024, a_dtype=E5M2, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
         out_dtype=FP32, accumulate=True, fast=True,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def test_tuning_adds_once_and_is_remembered(tmp_path: Path, monkeypatch: pytest.
 @needs_hopper
 def test_an_algorithm_the_library_refuses_is_an_error(tmp_path: Path) -> None:
     lt = CublasLt(torch.device("cuda"), autotune=True, cache_file=tmp_path / "algorithms.json")
-    problem = Problem(
+    problem = GemmProblem(
         64, 64, 64, a_dtype=E4M3, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
         out_dtype=BF16, accumulate=False, fast=False,
     )  # fmt: skip

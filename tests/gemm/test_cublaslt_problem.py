@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.gemm.cublaslt_problem import Problem, arranged, is_arranged, scale_inv_strides
+from megafp8.gemm.cublaslt_problem import GemmProblem, arranged, is_arranged, scale_inv_strides
 from megafp8.numerics.tensor import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
-PROBLEM = Problem(
+PROBLEM = GemmProblem(
     32, 48, 64, a_dtype=E4M3, a_order="mk", a_scaling="tensor", b_dtype=E4M3, b_order="nk", b_scaling="tensor",
     out_dtype=BF16, accumulate=False, fast=True,
 )  # fmt: skip
@@ -21,13 +21,13 @@ def scaled(r: int, c: int, granularity: Granularity, dtype: torch.dtype = E4M3) 
 
 
 def test_every_field_of_a_problem_tells_in_its_name() -> None:
-    other = Problem(
+    other = GemmProblem(
         1, 2, 3, a_dtype=E5M2, a_order="km", a_scaling="row", b_dtype=E5M2, b_order="kn", b_scaling="row",
         out_dtype=FP32, accumulate=True, fast=False, bias=True,
         scaled=True,
     )  # fmt: skip
-    changed = [PROBLEM._replace(**{name: getattr(other, name)}) for name in Problem._fields]
-    assert len({str(p) for p in (PROBLEM, *changed)}) == 1 + len(Problem._fields)
+    changed = [PROBLEM._replace(**{name: getattr(other, name)}) for name in GemmProblem._fields]
+    assert len({str(p) for p in (PROBLEM, *changed)}) == 1 + len(GemmProblem._fields)
     assert str(PROBLEM) == "m=32 n=48 k=64 mk:float8_e4m3fn:tensor nk:float8_e4m3fn:tensor =:bfloat16 fast"
 
 
@@ -77,8 +77,8 @@ def test_the_problem_of_quantized_operands(granularity: Granularity, fast: bool)
     a, b = arranged(scaled(32, 256, granularity, E5M2)), arranged(scaled(48, 256, granularity))
     name = granularity.name
     for use_fast_accum in (False, True):
-        problem = Problem.of_scaled(a, b, torch.zeros(32, 48), accumulate=True, use_fast_accum=use_fast_accum)
-        expected = Problem(
+        problem = GemmProblem.from_scaled(a, b, torch.zeros(32, 48), accumulate=True, use_fast_accum=use_fast_accum)
+        expected = GemmProblem(
             32, 48, 256, a_dtype=E5M2, a_order="mk", a_scaling=name, b_dtype=E4M3, b_order="nk", b_scaling=name,
             out_dtype=FP32, accumulate=True, fast=fast and use_fast_accum,
         )  # fmt: skip
@@ -88,8 +88,8 @@ def test_the_problem_of_quantized_operands(granularity: Granularity, fast: bool)
 def test_the_problem_of_operands_without_scales() -> None:
     """The orders of dy [t, m] and x [t, n] as a weight's gradient takes them, and of a row-major product."""
     dy, x = torch.zeros(8, 32, dtype=BF16), torch.zeros(8, 48, dtype=BF16)
-    problem = Problem.of_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True, scaled=False)
-    assert problem == Problem(
+    problem = GemmProblem.from_unscaled(dy.t(), x, torch.zeros(32, 48), accumulate=True, scaled=False)
+    assert problem == GemmProblem(
         32,
         48,
         8,
@@ -103,10 +103,10 @@ def test_the_problem_of_operands_without_scales() -> None:
         accumulate=True,
         fast=False,
     )
-    problem = Problem.of_unscaled(
+    problem = GemmProblem.from_unscaled(
         dy, torch.zeros(48, 32, dtype=BF16).t(), torch.zeros(8, 48), accumulate=False, scaled=False
     )
-    assert problem == Problem(
+    assert problem == GemmProblem(
         8,
         48,
         32,
@@ -128,7 +128,7 @@ def test_operands_that_do_not_fit(wrong: str) -> None:
     b = arranged(scaled(48, 384 if wrong == "k" else 256, BLOCK_1X128))
     out = torch.zeros(32, 64 if wrong == "out" else 48)
     with pytest.raises(AssertionError):
-        Problem.of_scaled(a, b, out, accumulate=False, use_fast_accum=False)
+        GemmProblem.from_scaled(a, b, out, accumulate=False, use_fast_accum=False)
 
 
 def test_1x128_scales_lie_block_after_block() -> None:

@@ -20,7 +20,7 @@ from megafp8.inference.options import CacheOptions
 from megafp8.inference.scoring import Request, Scorer
 from megafp8.parallel_state import ParallelState, destroy_model_parallel
 from megafp8.training.state import save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.conversion.families import make_theirs, tokens
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
@@ -129,7 +129,7 @@ def _of_live_and_checkpoint(config: Config, folder: str) -> tuple[list[tuple[lis
     return pairs, waited
 
 
-def _gradients(trainers: Sequence[Trainer], config: Config, parallel: ParallelState) -> list[list[Tensor]]:
+def _gradients(trainers: Sequence[RankTrainer], config: Config, parallel: ParallelState) -> list[list[Tensor]]:
     """Losses of a micro-batch and gradients of each model; all forward passes come before all backward passes."""
     batch = batches(0, config, parallel)[0]
     losses_sb = []
@@ -149,7 +149,7 @@ def _of_two_models(config: Config) -> tuple[list[list[Tensor]], list[list[Tensor
     usual, parallel = start(config)
     invariant_config = config.model_copy(update={"inference": config.inference.model_copy(update=INVARIANT)})
     alone = _gradients([usual], config, parallel)
-    invariant = Trainer(invariant_config, parallel)
+    invariant = RankTrainer(invariant_config, parallel)
     alone += _gradients([invariant], config, parallel)
     return alone, _gradients([usual, invariant], config, parallel)
 

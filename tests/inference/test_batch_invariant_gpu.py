@@ -15,7 +15,7 @@ import torch
 from megafp8.batch import Batch
 from megafp8.config import Fp8Config, with_keys
 from megafp8.inference import Generator, SamplingOptions
-from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.load import InferenceLayout, build_model, config_of
 from megafp8.inference.model import Model
 from megafp8.inference.options import CacheOptions
 from megafp8.parallel_state import destroy_model_parallel
@@ -36,7 +36,9 @@ def built(model: ModelSpec, recipe: str, *, default: bool) -> Model:
     """With random weights, the same each time, and amaxes as after training."""
     fp8 = Fp8Config() if recipe in ("fp32", "bf16") else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-    made = build_model(config_of(model, Layout(), fp8, dtype, cuda=True, batch_invariant=True), default=default)
+    made = build_model(
+        config_of(model, InferenceLayout(), fp8, dtype, cuda=True, batch_invariant=True), default=default
+    )
     initialize_parameters(made.stages[0], seed=0)
     for history in made.fp8.state_dict().values():
         history.fill_(4.0)

@@ -18,7 +18,7 @@ from megafp8.conversion.native import NativeSink, NativeSource
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.generator import CacheOptions
-from megafp8.inference.load import Layout, live_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, live_model, open_checkpoint
 from megafp8.inference.model import Model
 from megafp8.inference.scoring import Request, Scorer
 from megafp8.training.state import checkpoint_folder, save_state
@@ -151,12 +151,12 @@ def test_fp8_needs_its_scales_and_is_said(
     assert "fp8=False" in message
     assert bare == high
     assert 1e-4 < max(abs(a - b) for a, b in zip(fp8, high, strict=True)) < 0.3
-    open_checkpoint(tmp_path, Layout(), device="cpu", fp8=False)
+    open_checkpoint(tmp_path, InferenceLayout(), device="cpu", fp8=False)
     assert not caplog.records
-    open_checkpoint(tmp_path, Layout(), device="cpu")
+    open_checkpoint(tmp_path, InferenceLayout(), device="cpu")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    open_checkpoint(tmp_path, Layout(tensor=2), device="cpu")
+    open_checkpoint(tmp_path, InferenceLayout(tensor=2), device="cpu")
     (line,) = caplog.messages  # of the first rank
     assert "computes in FP8 (delayed), as in training, so log-probabilities differ" in line
     assert "--no-fp8 (fp8=False in Python) computes in " in line
@@ -221,15 +221,15 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     convert(RandomSource(model_spec({**SMALL, "max_position_embeddings": 64})), HfSink(tmp_path))
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"state no end-of-document token .* special tokens are <s>, </s>"):
-        open_checkpoint(tmp_path, Layout(), device="cpu")
+        open_checkpoint(tmp_path, InferenceLayout(), device="cpu")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert open_checkpoint(tmp_path, Layout(), device="cpu").start_tokens == []
+    assert open_checkpoint(tmp_path, InferenceLayout(), device="cpu").start_tokens == []
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     library.save(str(tmp_path / "tokenizer.json"))
-    opened = open_checkpoint(tmp_path, Layout(), device="cpu")
+    opened = open_checkpoint(tmp_path, InferenceLayout(), device="cpu")
     assert (opened.start_tokens, opened.end_tokens) == ([1], [2])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert open_checkpoint(tmp_path, Layout(), device="cpu").end_tokens == [2, 7, 9]
+    assert open_checkpoint(tmp_path, InferenceLayout(), device="cpu").end_tokens == [2, 7, 9]
 
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}

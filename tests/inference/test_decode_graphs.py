@@ -14,7 +14,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.attention import PackedStep
 from megafp8.inference.decode_graphs import DecodeGraphs, padded_size
 from megafp8.inference.generator import CacheOptions
-from megafp8.inference.load import Layout, load_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk, GrowingSequence
 from megafp8.parallel_state import destroy_model_parallel
@@ -72,7 +72,7 @@ def test_sizes(count: int, multiple: int, size: int) -> None:
 def test_equals_eager_steps(tmp_path: Path, name: str, stored: Any) -> None:
     """Of four texts, a number for which steps of both have the same shapes."""
     make_theirs(name).save_pretrained(tmp_path)
-    model = load_model(open_checkpoint(tmp_path, Layout(), device="cuda", dtype=torch.bfloat16))
+    model = load_model(open_checkpoint(tmp_path, InferenceLayout(), device="cuda", dtype=torch.bfloat16))
     options = [
         SamplingOptions(max_tokens=9, ignore_end=True, temperature=temperature, seed=3, top_k=top_k)
         for temperature, top_k in ((0.0, 0), (1.0, 0), (0.8, 5), (0.0, 0))

@@ -62,17 +62,17 @@ def _our_results(
 
     from megafp8.inference import Generator
     from megafp8.inference.harness import HarnessModel, metrics_of, run_tasks
-    from megafp8.inference.load import Layout, load_model, open_checkpoint
+    from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
     from megafp8.inference.scoring import Scorer
 
-    opened = open_checkpoint(folder, Layout(**layout), device="cpu", dtype=torch.float32)
+    opened = open_checkpoint(folder, InferenceLayout(**layout), device="cpu", dtype=torch.float32)
     model = load_model(opened)
     assert opened.tokenizer is not None
     assert opened.bos is not None
     assert opened.eos is not None
     adapter = HarnessModel(
         Scorer(model, max_length=length, max_batch_tokens=512),
-        lambda: Generator.of(opened, model, max_length=length),
+        lambda: Generator.from_model(opened, model, max_length=length),
         opened.tokenizer,
         added_tokens=opened.added_tokens,
         bos=opened.bos,

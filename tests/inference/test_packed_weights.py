@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.inference import Generator, SamplingOptions, staged_weights
-from megafp8.inference.load import Layout, load_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.linear.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs, packs_int8
 from megafp8.numerics.sources import ACTIVATION_SOURCES
 from megafp8.ops.activation import activation
@@ -73,7 +73,7 @@ def test_no_gradients(world2: World, tmp_path: Path, in_training: bool) -> None:
 
 
 def _check_gradients(folder: Path, in_training: bool) -> None:
-    model = load_model(open_checkpoint(folder, Layout(), device="cpu"))
+    model = load_model(open_checkpoint(folder, InferenceLayout(), device="cpu"))
     model = replace(model, in_training=in_training)
     seen: list[bool] = []
     model.stages[0].blocks[0].register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
@@ -120,7 +120,7 @@ def test_texts(world2: World, tmp_path: Path, dtype: torch.dtype, weights: str |
 
 def _linear_layers(folder: Path, dtype: torch.dtype, weights: Any) -> list[tuple[str, int, int]]:
     """The kind of weight of each linear layer, the elements of its parameter, and those of the embedding."""
-    opened = open_checkpoint(folder, Layout(), device="cpu", dtype=dtype, weights=weights)
+    opened = open_checkpoint(folder, InferenceLayout(), device="cpu", dtype=dtype, weights=weights)
     (stage,) = load_model(opened).stages
     layers = [m for m in stage.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     assert stage.embedding is not None
@@ -143,7 +143,7 @@ def test_parameters_are_freed(world2: World, tmp_path: Path, weights: str | None
 
 
 def _perplexity(folder: Path, dtype: torch.dtype, weights: Any, ids_bs: Tensor) -> float:
-    (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", dtype=dtype, weights=weights)).stages
+    (stage,) = load_model(open_checkpoint(folder, InferenceLayout(), device="cpu", dtype=dtype, weights=weights)).stages
     with torch.inference_mode():
         return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).cross_entropy.mean()))
 

@@ -15,8 +15,8 @@ import torch
 
 from megafp8.data.documents import find_files
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megafp8.inference.load import Layout, load_model, open_checkpoint
-from megafp8.inference.perplexity import Loss, documents_of_data_set, documents_of_files, loss_of
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
+from megafp8.inference.perplexity import DocumentLoss, documents_of_data_set, documents_of_files, loss_of
 from megafp8.inference.scoring import Scorer
 from tests.inference.small_model import save_small
 from tests.inference.test_generator import LAYOUTS
@@ -40,8 +40,8 @@ def write_data(folder: Path) -> tuple[str, str]:
     return str(file), prefix
 
 
-def _losses(folder: Path, layout: dict[str, int], file: str, prefix: str) -> dict[str, Loss]:
-    opened = open_checkpoint(folder / "model", Layout(**layout), device="cpu", dtype=torch.float32)
+def _losses(folder: Path, layout: dict[str, int], file: str, prefix: str) -> dict[str, DocumentLoss]:
+    opened = open_checkpoint(folder / "model", InferenceLayout(**layout), device="cpu", dtype=torch.float32)
     tokenizer, vocab_size = opened.tokenizer, opened.source.model.stem.vocab_size
     assert tokenizer is not None
     assert vocab_size is not None
@@ -62,7 +62,7 @@ def _losses(folder: Path, layout: dict[str, int], file: str, prefix: str) -> dic
         "some": loss_of(scorer, documents(dataset, range(1, 3)), start, STRIDE),
         "concatenated": loss_of(scorer, documents(dataset), start, STRIDE, concatenated_by=[EOD, BOS]),
         "masked": loss_of(scorer, documents(masked), start, STRIDE),
-        "progress": Loss(0, sum(seen), None, None, 0.0),
+        "progress": DocumentLoss(0, sum(seen), None, None, 0.0),
     }
 
 
@@ -108,12 +108,12 @@ def test_losses_are_those_of_transformers(world2: World, tmp_path: Path, split: 
     words, sizes = (sum(map(count, TEXTS)) for count in (lambda x: len(x.split()), lambda x: len(x.encode())))
     assert abs(together - sum(nats)) > 1
     expected = {
-        "file": Loss(3, 197, words, sizes, sum(nats)),
-        "data set": Loss(3, 197, words, sizes, sum(nats)),
-        "some": Loss(2, 77, 1 + 25, 77, nats[1] + nats[2]),
-        "concatenated": Loss(3, 197, words, sizes, together),
-        "masked": Loss(1, 70, None, None, of_mask),
-        "progress": Loss(0, 197, None, None, 0.0),
+        "file": DocumentLoss(3, 197, words, sizes, sum(nats)),
+        "data set": DocumentLoss(3, 197, words, sizes, sum(nats)),
+        "some": DocumentLoss(2, 77, 1 + 25, 77, nats[1] + nats[2]),
+        "concatenated": DocumentLoss(3, 197, words, sizes, together),
+        "masked": DocumentLoss(1, 70, None, None, of_mask),
+        "progress": DocumentLoss(0, 197, None, None, 0.0),
     }
     layout = LAYOUTS[split]
     ranks = layout.get("tensor", 1) * layout.get("pipeline", 1)

@@ -33,7 +33,7 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.kv_cache_scales import KeyValueAmax, Scales, read_scales, write_scales
-from megafp8.inference.load import Layout, load_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.inference.scoring import Request, Scorer
 from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.training.quantized_export import quantized_export
@@ -356,7 +356,7 @@ def test_folders_of_transformers(world2: World, tmp_path: Path, scales: str) -> 
 
 def _measured(folder: Path, layout: dict[str, int]) -> dict[int, Scales]:
     """What the model in a folder has for keys and values where it reads `TOKENS` but the last."""
-    model = load_model(open_checkpoint(folder, Layout(**layout), device="cpu", dtype=torch.float32))
+    model = load_model(open_checkpoint(folder, InferenceLayout(**layout), device="cpu", dtype=torch.float32))
     amax = KeyValueAmax(model.spec)
     scorer = Scorer(model, max_length=32, on_keys=amax)
     list(scorer.score(Request(row[:1], row[1:]) for row in TOKENS.tolist()))

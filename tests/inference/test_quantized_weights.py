@@ -17,7 +17,7 @@ from megafp8.conversion.hf_sink import HfSink
 from megafp8.conversion.hf_source import HfSource
 from megafp8.distributed.sharding import spec_of
 from megafp8.inference import Generator, SamplingOptions
-from megafp8.inference.load import Layout, load_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
 from megafp8.training.quantized_export import quantized_export
 from tests.conversion import smollm2
@@ -79,7 +79,7 @@ def test_texts_are_those_of_dequantized_weights(
 
 def _bytes(folder: Path) -> tuple[int, int, int]:
     """Of a model's parameters, of its quantized weights, and of its embedding."""
-    (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", weights="int8")).stages
+    (stage,) = load_model(open_checkpoint(folder, InferenceLayout(), device="cpu", weights="int8")).stages
     packed = {m.state.packed_weight for m in stage.modules() if getattr(m, "state", None) is not None}
     assert stage.embedding is not None
     return (
@@ -125,7 +125,9 @@ def test_bad_formats_are_refused(tmp_path: Path) -> None:
 
 
 def _perplexity(folder: Path, weights: WeightFormatName | None, ids_bs: Tensor) -> float:
-    (stage,) = load_model(open_checkpoint(folder, Layout(), device="cpu", dtype=torch.float32, weights=weights)).stages
+    (stage,) = load_model(
+        open_checkpoint(folder, InferenceLayout(), device="cpu", dtype=torch.float32, weights=weights)
+    ).stages
     with torch.no_grad():
         return math.exp(float(stage(None, Batch(ids_bs[:, :-1], ids_bs[:, 1:])).cross_entropy.mean()))
 
@@ -171,7 +173,7 @@ def test_folders_in_fp8_are_taken_as_they_are(world2: World, tmp_path: Path, for
 
 def _has_values_of(folder: Path, layout: dict[str, int]) -> bool:
     """Whether the quantized weights of all layers of blocks have the folder's values, bit for bit."""
-    opened = open_checkpoint(folder, Layout(**layout), device="cpu", dtype=torch.float32, weights="fp8")
+    opened = open_checkpoint(folder, InferenceLayout(**layout), device="cpu", dtype=torch.float32, weights="fp8")
     (stage,) = load_model(opened).stages
     equal = True
     for name, module in stage.named_modules():

@@ -16,7 +16,7 @@ from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, load_config
 from megafp8.distributed.sharding import Shape
 from megafp8.dtypes import DTYPES
-from megafp8.inference.load import Layout, build_model, config_of, live_model
+from megafp8.inference.load import InferenceLayout, build_model, config_of, live_model
 from megafp8.inference.refit import Refit
 from megafp8.inference.staged_weights import StagedWeights, tensors_of
 from megafp8.inference.weight_transfer import TwoJobs
@@ -24,7 +24,7 @@ from megafp8.parallel_state import initialize_distributed
 from megafp8.prove.local_ranks import LocalRanks
 from megafp8.training.parallel import build_parallel
 from megafp8.training.state import weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.weights_digest import sums_of_bits
 from tests.ports import free_port
 
@@ -58,8 +58,8 @@ class Sender(NamedTuple):
         return load_config("configs/llama3-8b.yaml", [*SMALL, *keys])
 
 
-def _one_job(config: Config, layout: Layout) -> tuple[Sums, Sums]:
-    trainer = Trainer(config, build_parallel(config, initialize_distributed(config.device)))
+def _one_job(config: Config, layout: InferenceLayout) -> tuple[Sums, Sums]:
+    trainer = RankTrainer(config, build_parallel(config, initialize_distributed(config.device)))
     model, live = live_model(trainer, layout)
     live(always=True)
     _negate(trainer)
@@ -69,7 +69,7 @@ def _one_job(config: Config, layout: Layout) -> tuple[Sums, Sums]:
     return sums
 
 
-def _two_jobs(config: Config, sender: Sender, layout: Layout, port: int) -> tuple[Sums, Sums]:
+def _two_jobs(config: Config, sender: Sender, layout: InferenceLayout, port: int) -> tuple[Sums, Sums]:
     """Let the first ranks be the trainer's job, and the others the generator's."""
     rank, size, within = dist.get_rank(), dist.get_world_size(), timedelta(seconds=SECONDS)
     trains = rank < sender.ranks
@@ -86,7 +86,7 @@ def _two_jobs(config: Config, sender: Sender, layout: Layout, port: int) -> tupl
     trainer = staged = None
     offered, wanted = dict[str, Rectangles](), dict[str, Rectangles]()
     if trains:
-        trainer = Trainer(config, build_parallel(config, device))
+        trainer = RankTrainer(config, build_parallel(config, device))
         offered = _tensors(trainer)
     else:
         dtype = DTYPES[config.training.precision]
@@ -109,12 +109,12 @@ def _two_jobs(config: Config, sender: Sender, layout: Layout, port: int) -> tupl
     return sums
 
 
-def _tensors(trainer: Trainer) -> dict[str, Rectangles]:
+def _tensors(trainer: RankTrainer) -> dict[str, Rectangles]:
     return weights(trainer) | as_rectangles(trainer.fp8.state_dict())
 
 
 @torch.no_grad()
-def _negate(trainer: Trainer) -> None:
+def _negate(trainer: RankTrainer) -> None:
     for tensor in weights(trainer).values():
         for part in tensor.parts:
             if part.view.is_floating_point():
@@ -136,7 +136,7 @@ def _totals(sums: Sequence[Sums]) -> dict[str, int]:
     return totals
 
 
-def _check(device: str, cases: Sequence[tuple[Sender, Layout, bool]]) -> None:
+def _check(device: str, cases: Sequence[tuple[Sender, InferenceLayout, bool]]) -> None:
     """Refit in each case, in one job or (True) in two, and compare the bits of all tensors."""
     with LocalRanks(on_gpus=device == "cuda") as processes:
         for sender, layout, two_jobs in cases:
@@ -152,20 +152,20 @@ def _check(device: str, cases: Sequence[tuple[Sender, Layout, bool]]) -> None:
 
 
 def test_over_gloo() -> None:
-    _check("cpu", [(Sender(tensor=2), Layout(1, 1), False), (Sender(), Layout(1, 1), True)])
+    _check("cpu", [(Sender(tensor=2), InferenceLayout(1, 1), False), (Sender(), InferenceLayout(1, 1), True)])
 
 
 NCCL = {
     2: [
-        (Sender(data=2), Layout(2, 1), False), (Sender(pipeline=2), Layout(2, 1), False),
-        (Sender(data=2, fsdp=True), Layout(2, 1), False), (Sender(tensor=2), Layout(1, 1), False),
-        (Sender(), Layout(1, 1), True),
+        (Sender(data=2), InferenceLayout(2, 1), False), (Sender(pipeline=2), InferenceLayout(2, 1), False),
+        (Sender(data=2, fsdp=True), InferenceLayout(2, 1), False), (Sender(tensor=2), InferenceLayout(1, 1), False),
+        (Sender(), InferenceLayout(1, 1), True),
     ],
     4: [
-        (Sender(tensor=4), Layout(2, 1), False), (Sender(2, 1, 2), Layout(4, 1), False),
-        (Sender(2, 2), Layout(1, 1), False), (Sender(data=4, fsdp=True), Layout(2, 1), False),
-        *((Sender(tensor=2), layout, True) for layout in (Layout(2, 1), Layout(1, 2))),
-        (Sender(data=2), Layout(2, 1), True),
+        (Sender(tensor=4), InferenceLayout(2, 1), False), (Sender(2, 1, 2), InferenceLayout(4, 1), False),
+        (Sender(2, 2), InferenceLayout(1, 1), False), (Sender(data=4, fsdp=True), InferenceLayout(2, 1), False),
+        *((Sender(tensor=2), layout, True) for layout in (InferenceLayout(2, 1), InferenceLayout(1, 2))),
+        (Sender(data=2), InferenceLayout(2, 1), True),
     ],
 }  # fmt: skip
 """Cases by the number of GPUs."""

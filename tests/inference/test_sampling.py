@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.inference.sampling import Chosen, Row, SamplingOptions, VocabShard, choose, stream_of
+from megafp8.inference.sampling import Chosen, SamplingOptions, SamplingRow, VocabShard, choose, stream_of
 from tests.marks import slow_but
 from tests.world import World
 
@@ -36,8 +36,8 @@ def logits(n: int, v: int = V, dtype: torch.dtype = torch.float32) -> Tensor:
     return (3 * torch.randn(n, v, generator=torch.Generator().manual_seed(v))).to(dtype).float()
 
 
-def rows(options: Sequence[SamplingOptions], seed: int = 0) -> list[Row]:
-    return [Row(x, stream_of(seed, [i], 0), TOKENS) for i, x in enumerate(options)]
+def rows(options: Sequence[SamplingOptions], seed: int = 0) -> list[SamplingRow]:
+    return [SamplingRow(x, stream_of(seed, [i], 0), TOKENS) for i, x in enumerate(options)]
 
 
 def their_probabilities(options: SamplingOptions, logits_v: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def test_distributions(kind: str) -> None:
     p = their_probabilities(options, logits_v)
     counts = torch.zeros(V, dtype=torch.float64)
     for start in range(0, n, 2000):
-        own = [Row(options, stream_of(start + i, [], 0), TOKENS) for i in range(2000)]
+        own = [SamplingRow(options, stream_of(start + i, [], 0), TOKENS) for i in range(2000)]
         chosen = choose(VocabShard(logits_v.expand(2000, -1), V, None), own).tokens
         counts += torch.bincount(chosen, minlength=V)
     assert counts[p == 0].sum() == 0, "a token that was to be left out"
@@ -80,7 +80,7 @@ def test_distributions(kind: str) -> None:
     assert chi_square_p_value(statistic, int(there.sum()) - 1) > 1e-3
 
 
-def _rank_choices(logits_nv: Tensor, given: Sequence[Row], vocab_size: int) -> Chosen:
+def _rank_choices(logits_nv: Tensor, given: Sequence[SamplingRow], vocab_size: int) -> Chosen:
     group = dist.group.WORLD
     own = logits_nv.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
     return choose(VocabShard(own, vocab_size, group), given, vocab_size - 3)
@@ -119,7 +119,7 @@ def test_noise_differs_by_all_that_it_is_a_function_of() -> None:
     """Of equal probabilities each choice is another, with the odds of 1 : 600 that they are equal."""
     flat = torch.zeros(1, V)
     streams = [stream_of(0, [1], 0), stream_of(1, [1], 0), stream_of(0, [2], 0), stream_of(0, [1], 1)]
-    given = [Row(ALL, stream, TOKENS) for stream in streams] + [Row(ALL, streams[0], [*TOKENS, 1])]
+    given = [SamplingRow(ALL, stream, TOKENS) for stream in streams] + [SamplingRow(ALL, streams[0], [*TOKENS, 1])]
     found = [int(choose(VocabShard(flat, V, None), [row]).tokens) for row in given]
     assert len(set(found)) == len(found)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.inference.load import Layout, load_model, open_checkpoint
+from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.inference.scoring import Request, Score, Scorer, windows
 from tests.conversion.families import THEIRS, make_theirs, tokens
 from tests.inference.test_generator import EXPERTS, LAYOUTS, QUICK
@@ -32,7 +32,7 @@ REQUESTS = [
 
 
 def scorer(path: Path, max_length: int = LENGTH, max_batch_tokens: int = 40, **layout: int) -> Scorer:
-    model = load_model(open_checkpoint(path, Layout(**layout), device="cpu"))
+    model = load_model(open_checkpoint(path, InferenceLayout(**layout), device="cpu"))
     return Scorer(model, max_length=max_length, max_batch_tokens=max_batch_tokens)
 
 

@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megafp8.kernels import latent_heads as kernels
-from megafp8.kernels.launch import Kernel
+from megafp8.kernels.launch import TritonKernel
 
 
-def compiled(kernel: Kernel, rotates: bool, scales: bool) -> Any:
+def compiled(kernel: TritonKernel, rotates: bool, scales: bool) -> Any:
     """A kernel for heads of DeepSeek-V3's widths in bf16."""
     constants, jit = kernels.constants(kernel, 128, 64, 128, rotates, scales, False), kernel.jit
     launch = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}

@@ -15,7 +15,7 @@ kernels = pytest.importorskip("megafp8.kernels.dropout")
 def some_dropout(shape: tuple[int, int]) -> Dropout:
     """Of `[n, c]`, at positions and of samples that need all their bits."""
     n = torch.arange(shape[0], device=DEVICE)
-    dropout = DropoutStream.of(0.3, 1234, "layers.0.mlp").at(TokenPlaces(2**32 - 1 - 97 * n, n * 10**12 + 3))
+    dropout = DropoutStream.from_seed(0.3, 1234, "layers.0.mlp").at(TokenPlaces(2**32 - 1 - 97 * n, n * 10**12 + 3))
     assert dropout is not None
     return dropout
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megafp8.numerics import sources
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.recipes import mxfp8, nvfp4
-from megafp8.numerics.sources import Plain, Source
+from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.stochastic_rounding import NoiseClock, TensorNoise
 from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.philox import philox_of_words
@@ -47,11 +47,11 @@ def check_same(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
             assert torch.equal(bits(ours.data), bits(theirs.data))
 
 
-def check_mxfp8(source: Source, fmt: Format, wanted: dict[str, bool] = BOTH) -> None:
+def check_mxfp8(source: MatrixSource, fmt: Format, wanted: dict[str, bool] = BOTH) -> None:
     check_same(kernels.cast_mxfp8(source, fmt, **wanted), mxfp8.cast_mxfp8(source, fmt, **wanted))
 
 
-def check_nvfp4(source: Source, kind: str, wanted: dict[str, bool] = BOTH) -> None:
+def check_nvfp4(source: MatrixSource, kind: str, wanted: dict[str, bool] = BOTH) -> None:
     """`kind`: input, weight or grad_output."""
     transformed = wanted["columnwise"] and kind != "weight"
     amaxes = nvfp4.nvfp4_amaxes(source, transformed=transformed)

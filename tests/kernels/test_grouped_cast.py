@@ -16,13 +16,13 @@ from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.recipes.blockwise import cast_1x128
 from megafp8.numerics.recipes.rowwise import cast_rows
-from megafp8.numerics.sources import Gathered, Plain, Source, SwiGLU, SwiGLUGrad
+from megafp8.numerics.sources import Gathered, MatrixSource, Plain, SwiGLU, SwiGLUGrad
 from tests.marks import slow_but
 
 EVERY_SIZES = [[3, 0, 130, 16], [0, 0, 9], [257]]
 
 
-def _source(kind: str, rows: int) -> Source:
+def _source(kind: str, rows: int) -> MatrixSource:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 72, generator=generator) * 3
     if kind == "plain":
@@ -41,7 +41,7 @@ def test_casts_and_amaxes(kind: str, sizes: list[int]) -> None:
     experts = len(sizes)
     source, groups = (
         _source(kind, sum(sizes)),
-        RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), sum(sizes)),
+        RowGroups.from_ends(torch.tensor(sizes).cumsum(0, dtype=torch.int32), sum(sizes)),
     )
     assert groups.padded_ends_e[-1] <= groups.capacity
     amax_e = reference.amax_of_groups(source, groups)
@@ -92,7 +92,7 @@ CASES = pytest.mark.parametrize(
 def test_casts_by_blocks(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
     """Data and scales are those of each expert's rows alone."""
     x = torch.randn(sum(sizes), 200, generator=torch.Generator().manual_seed(5)) * 3
-    groups = RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
+    groups = RowGroups.from_ends(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
     options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
     rowwise, columnwise = module.cast_groups_1x128(Plain(x), fmt, groups, **options)
     assert rowwise.scale_inv.stride(0) == columnwise.scale_inv.stride(0) == 1
@@ -117,7 +117,7 @@ def test_an_activation_casts_by_blocks(kind: str) -> None:
     """The same bits as of the values; a gated gradient has two parts in a row."""
     x, grad = torch.randn(12, 256, generator=torch.Generator().manual_seed(6)).bfloat16() * 3, torch.ones(12, 128)
     source = SwiGLU(x) if kind == "swiglu" else SwiGLUGrad(x, grad)
-    groups = RowGroups.of(torch.tensor([3, 3, 12], dtype=torch.int32), len(x))
+    groups = RowGroups.from_ends(torch.tensor([3, 3, 12], dtype=torch.int32), len(x))
     options: dict[str, Any] = {"power_of_two": True, "eps": 1e-4, "rowwise": True, "columnwise": True}
     found, expected = (module.cast_groups_1x128(source, E4M3, groups, **options) for module in (kernels, reference))
     for (data, scale_inv, *_), (expected_data, expected_scale_inv, *_) in zip(found, expected, strict=True):
@@ -134,7 +134,7 @@ def test_an_activation_casts_by_blocks(kind: str) -> None:
 def test_casts_by_rows(sizes: list[int], fmt: Format, power_of_two: bool, module: ModuleType) -> None:
     """Data and scales are those of each expert's rows alone."""
     x = torch.randn(sum(sizes), 72, generator=torch.Generator().manual_seed(5)) * 3
-    groups = RowGroups.of(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
+    groups = RowGroups.from_ends(torch.tensor(sizes).cumsum(0, dtype=torch.int32), len(x))
     options: dict[str, Any] = {"power_of_two": power_of_two, "eps": 1e-4, "rowwise": True, "columnwise": True}
     rowwise, columnwise = module.cast_groups_rows(Plain(x), fmt, groups, **options, token_group=None)
     start = place = 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8.kernels import grouped_gemm_cuda, grouped_gemm_hopper
 from megafp8.kernels.grouped_cast import cast_groups, cast_groups_1x128
 from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
-from megafp8.kernels.grouped_gemm_cuda import Kernel
+from megafp8.kernels.grouped_gemm_cuda import CudaKernel
 from megafp8.kernels.quantize import cast_128x128
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import RowGroups, row_slices
@@ -75,7 +75,7 @@ def _check_pair(granularity: Granularity, sizes: Sequence[Sequence[int]], p: int
     operands, expected = [], torch.zeros(len(sizes[0]), p, q, dtype=torch.float64, device=device)
     for of_micro_batch in sizes:
         ends = torch.tensor(of_micro_batch, device=device).cumsum(0, dtype=torch.int32)
-        groups, m = RowGroups.of(ends, sum(of_micro_batch)), sum(of_micro_batch)
+        groups, m = RowGroups.from_ends(ends, sum(of_micro_batch)), sum(of_micro_batch)
         a, b = (
             _columnwise_operand(torch.randn(m, width, device=device).bfloat16(), groups, granularity)
             for width in (p, q)
@@ -126,7 +126,7 @@ def test_products_of_blocks(sizes: list[int], k: int, n: int, fmt: Format) -> No
     """All three, with more and fewer tiles than multiprocessors; wgrad added and written, also without rows."""
     torch.manual_seed(len(sizes))
     ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
-    groups, e, m = RowGroups.of(ends, sum(sizes)), len(sizes), sum(sizes)
+    groups, e, m = RowGroups.from_ends(ends, sum(sizes)), len(sizes), sum(sizes)
     x8, x = _cast(torch.randn(m, k, device="cuda").bfloat16(), E4M3, groups)
     dy8, dy = _cast(torch.randn(m, n, device="cuda").bfloat16(), fmt, groups)
     w8 = cast_128x128(
@@ -191,7 +191,7 @@ def test_rows_of_experts_with_one_scale(
     """fprop and dgrad, in bf16 and fp32, where rows behind the last expert's are reserved."""
     torch.manual_seed(k)
     ends, m, e = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32), sum(sizes), len(sizes)
-    groups = RowGroups.of(ends, m + 30)
+    groups = RowGroups.from_ends(ends, m + 30)
     x8, dy8 = (
         _cast_experts(torch.randn(m + 30, width, device="cuda").bfloat16(), fmt, groups)
         for width, fmt in ((k, E4M3), (n, E5M2))
@@ -232,7 +232,7 @@ def test_sums_of_experts_with_one_scale(
     before = torch.randn(len(sizes), p, q, device="cuda")
     expected, made = torch.zeros_like(before, dtype=torch.float64), []
     for own in filter(None, (earlier_sizes, sizes)):
-        groups = RowGroups.of(torch.tensor(own, device="cuda").cumsum(0, dtype=torch.int32), sum(own))
+        groups = RowGroups.from_ends(torch.tensor(own, device="cuda").cumsum(0, dtype=torch.int32), sum(own))
         a, b = (
             _cast_experts(torch.randn(sum(own), width, device="cuda").bfloat16(), fmt, groups).required_columnwise
             for width, fmt in ((p, E5M2), (q, E4M3))
@@ -258,7 +258,7 @@ def test_experts_with_one_scale_in_a_graph(fast: bool) -> None:
     """A replay reads the ends that are there, and computes a row's bits whatever rows other experts have."""
     torch.manual_seed(0)
     ends, m, k, n = torch.tensor([300, 300, 640], dtype=torch.int32, device="cuda"), 640, 400, 528
-    groups = RowGroups.of(ends, m)
+    groups = RowGroups.from_ends(ends, m)
     x8 = _cast_experts(torch.randn(m, k, device="cuda").bfloat16(), E4M3, groups).required_rowwise
     matrices = torch.randn(3 * n, k, device="cuda").bfloat16()
     w8 = _cast_experts(matrices, E4M3, RowGroups.equal(3, n, torch.device("cuda"))).required_rowwise
@@ -285,7 +285,7 @@ EDGES = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 448
 def _operands(sizes: Sequence[int], k: int, n: int, *, columnwise: bool) -> tuple[ScaledTensor, ScaledTensor, Tensor]:
     """Rows and matrices with scales that are powers of two and differ from block to block, and ends of experts."""
     ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
-    groups, e, m = RowGroups.of(ends, sum(sizes)), len(sizes), sum(sizes)
+    groups, e, m = RowGroups.from_ends(ends, sum(sizes)), len(sizes), sum(sizes)
     rows, columns = (k, n) if columnwise else (n, k)
     x = torch.randn(m, k, device="cuda") * torch.randn(m, k // 128, device="cuda").exp2().repeat_interleave(128, 1)
     blocks = torch.randn(e * rows // 128, columns // 128, device="cuda").exp2()
@@ -346,7 +346,7 @@ def test_cuda_kernel_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def _sums_operands(sizes: Sequence[int], p: int, q: int) -> tuple[ScaledTensor, ScaledTensor, Tensor]:
     """Columnwise operands with scales that are powers of two and differ from block to block, and padded ends."""
     ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
-    groups, m = RowGroups.of(ends, sum(sizes)), sum(sizes)
+    groups, m = RowGroups.from_ends(ends, sum(sizes)), sum(sizes)
     values = [torch.randn(m, c, device="cuda") * torch.randn(m, c, device="cuda").exp2() for c in (p, q)]
     a, b = (
         cast_groups_1x128(
@@ -444,7 +444,7 @@ def test_cuda_kernel_compiles(kernel: str, formats: tuple[str, ...]) -> None:
     assert "C75" not in log  # "wgmma serialized"
 
 
-def _counted_units(kernel: Kernel, checks: str, lines: Sequence[str], folder: Path) -> list[list[int]]:
+def _counted_units(kernel: CudaKernel, checks: str, lines: Sequence[str], folder: Path) -> list[list[int]]:
     """Numbers that the C++ program `checks`, compiled with the part of a kernel's source that deals tiles out, prints
     for each of `lines`."""
     source = kernel.source
@@ -485,7 +485,7 @@ def test_cuda_kernel_computes_each_tile_once(tmp_path: Path) -> None:
     ],
     ids=["wide", "narrow"],
 )
-def test_cuda_sums_compute_each_tile_once(kernel: Kernel, units: list[list[int]], tmp_path: Path) -> None:
+def test_cuda_sums_compute_each_tile_once(kernel: CudaKernel, units: list[list[int]], tmp_path: Path) -> None:
     """The same of sums over rows, with `grouped_sums_units.cpp`."""
     draw = random.Random(0)
     cases = [(4096, 7168, 66, 1, [0] * 8, [32] * 8), (1536, 2048, 66, 0, [4] * 128, [4] * 128)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megafp8.kernels import hyper_connections as kernel
 from megafp8.numerics import hyper_connections_reference as reference
-from megafp8.numerics.hyper_connections_reference import Rule, Weights
+from megafp8.numerics.hyper_connections_reference import HyperConnectionRule, Weights
 from tests.kernels import DEVICE, noise
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -36,7 +36,7 @@ def _same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("n", "iterations", "mixes"), [(3, 3, True), (2, 1, False)])
 def test_reading_streams_and_gradients(n: int, iterations: int, mixes: bool) -> None:
-    rule, m = Rule(n, iterations, 1e-3, 1e-5), n * (n + 2) if mixes else n
+    rule, m = HyperConnectionRule(n, iterations, 1e-3, 1e-5), n * (n + 2) if mixes else n
     x, fn = noise(R, n * H, dtype=DTYPE), noise(m, n * H, scale=0.3, seed=1, dtype=DTYPE)
     base, scale = noise(m, seed=2, dtype=DTYPE), noise(3 if mixes else 1, seed=3, dtype=DTYPE)
     y, w, products, inverse = kernel.project_and_read(x, fn, base, scale, rule)

@@ -15,7 +15,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megafp8.kernels import launch
-from megafp8.kernels.launch import BoundKernel, Kernel, launch_key
+from megafp8.kernels.launch import BoundKernel, TritonKernel, launch_key
 
 
 def copy_kernel(x, y, bias, n, offset, eps, BLOCK, ADD):
@@ -132,7 +132,7 @@ def test_hooks_are_told_of_every_launch(jit: FakeJit, hook: str, monkeypatch: py
 def test_kernels_are_bound_once_and_forget_when_shapes_never_repeat(
     jit: FakeJit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = Kernel(copy_kernel)
+    kernel = TritonKernel(copy_kernel)
     assert kernel.bind(BLOCK=128, ADD=True) is kernel.bind(BLOCK=128, ADD=True)
     assert kernel.bind(BLOCK=128, ADD=True) is not kernel.bind(BLOCK=128, ADD=False)
     monkeypatch.setattr(launch, "_MAX_KEYS", 2)
@@ -144,7 +144,7 @@ def test_kernels_are_bound_once_and_forget_when_shapes_never_repeat(
 
 @pytest.mark.gpu
 def test_direct_launches_compute_what_tritons_do() -> None:
-    kernel = Kernel(add_kernel).bind(BLOCK=256)
+    kernel = TritonKernel(add_kernel).bind(BLOCK=256)
     memory = torch.randn(4096, device="cuda")
     for first in (0, 1, 0, 1, 2, 4, 1, 4):  # aligned to 16 bytes, and not, in turn
         for n in (1, 16, 1000, 1, 16, 1000):

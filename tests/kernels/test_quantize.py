@@ -19,7 +19,7 @@ from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.recipes.blockwise import cast_1x128, cast_128x128
 from megafp8.numerics.recipes.rowwise import amaxes as both_amaxes
 from megafp8.numerics.recipes.rowwise import cast_rows
-from megafp8.numerics.sources import Plain, Source
+from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.tensor import QuantizedTensor
 from tests.kernels import DEVICE, every_bf16, noise
 from tests.marks import slow_but
@@ -30,7 +30,7 @@ reference = SimpleNamespace(**vars(casts), **of_recipes)
 
 FORMATS = [E4M3, E5M2]
 SHAPES = [(1, 1), (3, 200), (130, 66), (0, 16), (16, 0), (128, 256)]  # the last: whole tiles only
-SourceOf = Callable[[int, int, torch.dtype], Source]
+SourceOf = Callable[[int, int, torch.dtype], MatrixSource]
 
 
 def bits(x8: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def bits(x8: Tensor) -> Tensor:
 
 
 def norm(centered: bool) -> SourceOf:
-    def make(r: int, c: int, dtype: torch.dtype) -> Source:
+    def make(r: int, c: int, dtype: torch.dtype) -> MatrixSource:
         mean, bias = (noise(r, seed=1), noise(c, seed=1)) if centered else (None, None)
         source = sources.ZeroCenteredNormalized if centered else sources.Normalized
         return source(noise(r, c, scale=3, dtype=dtype), noise(r).abs(), noise(c, dtype=dtype), mean, bias)
@@ -86,12 +86,12 @@ def check_same(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
             assert torch.equal(bits(a.data), bits(e.data))
 
 
-def check_values(source: Source) -> None:
+def check_values(source: MatrixSource) -> None:
     actual, expected = kernels.materialize(source), reference.materialize(source)
     assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
-def check_tensor(source: Source, value: float, fmt: Format) -> None:
+def check_tensor(source: MatrixSource, value: float, fmt: Format) -> None:
     """One scale for the tensor, its amax, and its values."""
     scale = torch.tensor(value, device=DEVICE)
     inverse = scale.reciprocal()
@@ -112,7 +112,7 @@ def check_tensor(source: Source, value: float, fmt: Format) -> None:
         check_values(source)
 
 
-def check_blocks(source: Source, cast: str, fmt: Format = E4M3, **options: Any) -> None:
+def check_blocks(source: MatrixSource, cast: str, fmt: Format = E4M3, **options: Any) -> None:
     options = {"power_of_two": False, "eps": 0.0, **BOTH, **options}
     check_same(getattr(kernels, cast)(source, fmt, **options), getattr(reference, cast)(source, fmt, **options))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.sampling import Row, VocabShard, choose, stream_of
+from megafp8.inference.sampling import SamplingRow, VocabShard, choose, stream_of
 from tests.marks import slow_but
 
 
@@ -25,7 +25,7 @@ def test_equals_pytorch(columns: int, first: int, monkeypatch: pytest.MonkeyPatc
         SamplingOptions(temperature=temperature, min_p=min_p)
         for temperature, min_p in ((1.0, 0.0), (0.3, 0.0), (2.0, 0.1), (1.0, 1.0), (0.0, 0.0))
     ]
-    rows = [Row(each, stream_of(i, [i], 0), [0] * (3 + i)) for i, each in enumerate(options)]
+    rows = [SamplingRow(each, stream_of(i, [i], 0), [0] * (3 + i)) for i, each in enumerate(options)]
     shard = VocabShard(x_nv, first + columns, None)
     shard.first = first
     shard.logits = x_nv

@@ -147,7 +147,7 @@ def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k:
         total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
         loss = None if top_k is None else IndexLoss(0.3, None, total)
         group: Any = PlannedGroup()
-        attend = compressed_attention.CompressedAttention(4, rate, top_k, 0.3, group, loss)
+        attend = compressed_attention.CompressedCoreAttention(4, rate, top_k, 0.3, group, loss)
         q, kv, entries, index_q, index_k, weights, sink = own = [x.clone().requires_grad_() for x in tensors]
         index = None if top_k is None else Index(index_q, index_k, weights)
         y = attend(q, kv, entries, index, sink, first, stop)

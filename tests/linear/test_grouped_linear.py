@@ -73,7 +73,7 @@ def test_output_and_gradients(sizes: list[int], dtype: torch.dtype, rtol: float,
         options: Any = {"data_parallel_group": None, "bucket_elements": 1000, "device": torch.device("cpu")}
         buffer = GradBuffer([weight], **options, wgrads=store)
         buffer.clear()
-    y = grouped_linear(x, weight, RowGroups.of(ends, len(x)))
+    y = grouped_linear(x, weight, RowGroups.from_ends(ends, len(x)))
     if sink == "later":
         with store.collect() as wgrads:
             y.backward(dy)
@@ -131,7 +131,7 @@ def test_in_fp8_each_expert_is_a_layer_of_its_own(recipe: str, sink: bool) -> No
             for param in (weight, *single):
                 spec = ParamSpec(unsharded("w", tuple(param.shape)), Init("zeros"), replicated_over_tp=False)
                 GradBuffer([set_spec(param, spec)], **options)
-        y = grouped_linear(x, weight, RowGroups.of(ends, len(x)), state)
+        y = grouped_linear(x, weight, RowGroups.from_ends(ends, len(x)), state)
         y.backward(dy)
         parts = [part.detach().requires_grad_() for part in x.split(sizes)]
         for e, (x_e, dy_e) in enumerate(zip(parts, dy.split(sizes), strict=True)):
@@ -237,7 +237,7 @@ def test_gradients_of_two_micro_batches_at_once(
                     for width in (k, n)
                 )
                 ends = torch.tensor(of_micro_batch, device=device).cumsum(0, dtype=torch.int32)
-                grouped_linear(x.requires_grad_(), weight, RowGroups.of(ends, len(x)), state).backward(dy)
+                grouped_linear(x.requires_grad_(), weight, RowGroups.from_ends(ends, len(x)), state).backward(dy)
             buffer.finish()
             manager.end_step()
             found.append(main_grad_of(weight).clone())
@@ -273,7 +273,7 @@ class _Steps:
         if self.device.type == "cuda" and not host_waits:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            y = grouped_linear(x, weight, RowGroups.of(ends, len(x)), self.state)
+            y = grouped_linear(x, weight, RowGroups.from_ends(ends, len(x)), self.state)
             y.backward(dy)
         finally:
             if self.device.type == "cuda":
@@ -308,7 +308,7 @@ def test_the_activation_quantizes_for_both_layers(
 
     x, dout = random(sum(sizes), h), random(sum(sizes), h)
     up, down = (nn.Parameter(random(len(sizes) * n, k) * 0.2) for n, k in ((2 * f, h), (h, f)))
-    groups = RowGroups.of(torch.tensor(sizes, device=device).cumsum(0, dtype=torch.int32), sum(sizes))
+    groups = RowGroups.from_ends(torch.tensor(sizes, device=device).cumsum(0, dtype=torch.int32), sum(sizes))
     between, results = Neighbor("swiglu", "per_tensor or blocks"), []
     for fused in (False, True):
         manager = Fp8Manager(recipe, amax_group=None)

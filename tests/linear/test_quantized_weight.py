@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import group
 
 from megafp8.linear import quantized_weight
-from megafp8.linear.quantized_weight import WEIGHT_FORMATS, WeightFormat, WeightFormatName, quantize_weight
+from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeightFormat, WeightFormatName, quantize_weight
 from tests.world import World
 
 
@@ -19,7 +19,7 @@ def heavy_tailed(n: int, k: int) -> Tensor:
     return 0.02 * normal / others.square().mean(0).sqrt()
 
 
-def naive(w_nk: Tensor, form: WeightFormat) -> Tensor:
+def naive(w_nk: Tensor, form: QuantizedWeightFormat) -> Tensor:
     """The numbers nearest to w where the largest magnitude of a row or group is the largest of the format; float64."""
     w = w_nk.double().view(len(w_nk), -1, form.group or w_nk.shape[1])
     largest = {"int8": 127, "fp8": 448, "int4": 7}[form.kind]

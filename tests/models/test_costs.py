@@ -37,7 +37,7 @@ from megafp8.models.recurrent import RecurrentMixer
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.planner.outline import ModelOutline, model_outline
 from megafp8.section import Section
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.compositions.draw import FOLDER
 from tests.compositions.values import choices_of, drawable, section, type_of
 from tests.marks import slow_but
@@ -179,7 +179,7 @@ def measured(cases: list[tuple[str, ...]]) -> list[Measured]:
         config = load_config(FOLDER / f"{file}.yaml", words)
         p, t = config.parallel, config.training
         parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=_CPU)
-        trainer = Trainer(config, parallel)
+        trainer = RankTrainer(config, parallel)
         (stage,) = trainer.stages
         samples = torch.arange(t.micro_batch_size)
         tokens = torch.arange(len(samples) * t.seq_length).view(len(samples), -1) % config.spec.stem.rows

@@ -14,7 +14,7 @@ from megafp8.distributed.sharding import Init
 from megafp8.fp8 import Fp8Manager
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.router import Router
-from megafp8.numerics.hyper_connections_reference import Rule
+from megafp8.numerics.hyper_connections_reference import HyperConnectionRule
 from megafp8.ops.hyper_connections import collapse, connect, mix
 
 N, H, B, S = 4, 6, 2, 5
@@ -22,7 +22,7 @@ CONFIG = DeepseekV4Config(
     hidden_size=H, hc_mult=N, hc_sinkhorn_iters=5, hc_eps=1e-3, num_hidden_layers=2, num_experts_per_tok=2,
     n_routed_experts=8, vocab_size=20,
 )  # fmt: skip
-RULE = Rule(N, 5, 1e-3, CONFIG.rms_norm_eps)
+RULE = HyperConnectionRule(N, 5, 1e-3, CONFIG.rms_norm_eps)
 
 
 def _randomized(module: Any) -> list[Tensor]:

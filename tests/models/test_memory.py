@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.batch import Batch
-from megafp8.inference.load import Layout, build_model, config_of
+from megafp8.inference.load import InferenceLayout, build_model, config_of
 from megafp8.parallel_state import destroy_model_parallel
 from megafp8.tensor_parallel.random import initialize_parameters
 from tests.training.presets import *  # noqa: F403
@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.parametrize("recipe", CASES)
 def test_a_forward_pass_without_backward_is_freed(recipe: str) -> None:
     run = run_of(CASES[recipe], fp8={"recipe": recipe})
-    (stage,) = build_model(config_of(run.spec, Layout(), run.fp8, torch.bfloat16, cuda=False)).stages
+    (stage,) = build_model(config_of(run.spec, InferenceLayout(), run.fp8, torch.bfloat16, cuda=False)).stages
     initialize_parameters(stage, seed=0)
     ids = torch.arange(65).unsqueeze(0)
     alive = []

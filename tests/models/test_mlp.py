@@ -16,7 +16,7 @@ from megafp8.linear.state import Quantizers
 from megafp8.models.context import BuildContext
 from megafp8.models.mlp import MLP
 from megafp8.numerics.quantizers import Quantizer
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.parallel_state import initialize_model_parallel
 from megafp8.plan import Neighbor
@@ -42,7 +42,7 @@ class Spy:
         quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else Spy(quantizer, self.kinds)
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         self.kinds.append(source.kind)
         return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
 

@@ -23,7 +23,7 @@ from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import E4M3, E5M2
 from megafp8.models.context import BuildContext, PlannedGroup
 from megafp8.models.mlp import MLP
-from megafp8.models.norms import RMSNorm
+from megafp8.models.norms import RMSNormPart
 from megafp8.nn.base import default_device
 from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.plan import Neighbor
@@ -88,7 +88,7 @@ def test_layernorm_mlp_is_the_norm_and_mlp_of_a_gpt(recipe: str, activation: str
     manager = fp8.Fp8Manager(RECIPES[recipe], amax_group=None)
     group = cast(ProcessGroup, PlannedGroup(1))
     context = BuildContext(group, manager, torch.float32, torch.device("cpu"), False)
-    norm = RMSNorm("norm", H, context, eps=1e-5, sees_a_slice=False)
+    norm = RMSNormPart("norm", H, context, eps=1e-5, sees_a_slice=False)
     mlp = MLP("mlp", config.spec.layers[0].ffn, config.spec, context, input=Neighbor("norm", "any"))
     manager.materialize(torch.device("cpu"))
     pairs = {"layer_norm_weight": norm.weight, "fc1_weight": mlp.up.weight, "fc1_bias": mlp.up.bias,

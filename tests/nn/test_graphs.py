@@ -65,7 +65,7 @@ class Loop(NamedTuple):
 
     @property
     def precision(self) -> Precision:
-        return Precision.of(self.recipe != "none", False, RECIPES[self.recipe], None)
+        return Precision.from_settings(self.recipe != "none", False, RECIPES[self.recipe], None)
 
 
 def trained(modules: Modules, loop: Loop) -> dict[str, Tensor | None]:
@@ -462,7 +462,7 @@ def test_calibration_and_what_needs_no_gradient_are_eager() -> None:
     module, other, loop = mlp(), mlp(), Loop()
     for parameter in other.parameters():
         parameter.requires_grad_(False)
-    calibrating = Precision.of(False, True, None, None)
+    calibrating = Precision.from_settings(False, True, None, None)
     samples, replays = [(loop.batch(0),), (loop.batch(0).requires_grad_(),)], list[int]()
     graph([module, other], samples, [{}] * 2, [calibrating] * 2, 1, new_capture=lambda: TapeCapture(replays))
     for seed in range(4):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup, group
 
 from megafp8.numerics.step import end_step
-from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise, noise_key, uniform
+from megafp8.numerics.stochastic_rounding import CastNoise, NoiseClock, TensorNoise, noise_key, uniform
 from megafp8.philox import Key, key_of
 from tests.test_philox import philox_by_hand
 from tests.world import World
@@ -20,8 +20,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CPU = torch.device("cpu")
 
 
-def made_noise(name: str, step: int = 0, microbatch: int = 0, seed: int = 0, part: str = "rows") -> Noise:
-    return Noise(key_of(seed, name, part), torch.tensor(step), torch.tensor(microbatch))
+def made_noise(name: str, step: int = 0, microbatch: int = 0, seed: int = 0, part: str = "rows") -> CastNoise:
+    return CastNoise(key_of(seed, name, part), torch.tensor(step), torch.tensor(microbatch))
 
 
 def uniform_by_hand(r: int, c: int, key: Key, step: int = 0, microbatch: int = 0) -> list[list[float]]:
@@ -38,7 +38,7 @@ def uniform_by_hand(r: int, c: int, key: Key, step: int = 0, microbatch: int = 0
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 12), (0, 8), (8, 0)])
 def test_equals_python_integers(shape: tuple[int, int], key: Key, device: str) -> None:
     step, microbatch = (torch.tensor(number, device=device) for number in (2**32 - 1, 7))
-    noise = uniform(*shape, Noise(key, step, microbatch))
+    noise = uniform(*shape, CastNoise(key, step, microbatch))
     assert noise.dtype == torch.float32
     assert noise.shape == shape
     assert noise.tolist() == uniform_by_hand(*shape, key, 2**32 - 1, 7)

@@ -240,7 +240,7 @@ def test_values_narrower_than_keys(name: str, kind: str, narrow_values: bool, mo
     s, t, mask = MASKS[name]
     scores, sink_a = scores_of(kind, s, t, 4), torch.tensor([-3.0, 0.0, 1.0, 40.0]).double()
     *qkv, do = inputs(s, t, 4, 2, 6, torch.float64, "cpu", w=4)
-    choice = module.Choice("reference", "", narrow_values=narrow_values)
+    choice = module.KernelChoice("reference", "", narrow_values=narrow_values)
     monkeypatch.setattr(module, "choose", lambda *_, **__: choice)
     for sink in (None, sink_a):
         o, _, gradients = twin(*qkv, allowed(s, t, mask), do, scores=scores, sink_a=sink)

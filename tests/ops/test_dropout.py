@@ -15,7 +15,9 @@ P, C = 0.3, 64
 
 
 def stream(samples: Tensor, s: int = 64, name: str = "layers.0.mlp", seed: int = 1234, p: float = P) -> Dropout:
-    dropout = DropoutStream.of(p, seed, name).at(TokenPlaces.of(torch.arange(s).unsqueeze(1), samples))
+    dropout = DropoutStream.from_seed(p, seed, name).at(
+        TokenPlaces.from_positions(torch.arange(s).unsqueeze(1), samples)
+    )
     assert dropout is not None
     return dropout
 
@@ -50,9 +52,9 @@ def test_masks_stay_what_they_were() -> None:
 
 
 def test_no_dropout() -> None:
-    places = TokenPlaces.of(torch.arange(2).unsqueeze(1), torch.arange(3))
-    assert DropoutStream.of(0.0, 1, "x").at(places) is None
-    assert DropoutStream.of(0.5, 1, "x").at(None) is None
+    places = TokenPlaces.from_positions(torch.arange(2).unsqueeze(1), torch.arange(3))
+    assert DropoutStream.from_seed(0.0, 1, "x").at(places) is None
+    assert DropoutStream.from_seed(0.5, 1, "x").at(None) is None
     x = torch.randn(2, 3, C)
     assert add(None, x, None) is x
     assert not add(None, x, stream(torch.arange(3), 2, p=1 - 1e-12)).any()

@@ -11,7 +11,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.groups import RowGroups, cast_groups_1x128
-from megafp8.numerics.sources import Plain, Source
+from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.tensor import QuantizedTensor
 from megafp8.ops.permute import by_expert, combine, expert_input, permute
 
@@ -49,7 +49,7 @@ class _ByBlocks:
 
     def for_sharded_input(self, group: object) -> None: ...
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": True, "eps": 0.0}
         return cast_groups_1x128(source, E4M3, self._groups, **options)
 
@@ -76,7 +76,7 @@ def test_what_experts_take_quantized(own: int) -> None:
     permutation = permutation._replace(num_rows=ends_e[-1:])
     x_nh, dy_nh = (torch.randn(n, h, generator=generator).bfloat16() for _ in range(2))
     weights_nk = torch.rand(n, k, generator=generator).requires_grad_()
-    quantizer = _ByBlocks(RowGroups.of(ends_e, n * k))
+    quantizer = _ByBlocks(RowGroups.from_ends(ends_e, n * k))
     x_nh.requires_grad_()
     rows = expert_input(x_nh, permutation, InputFormat(quantizer))
     assert isinstance(rows, LinearInput)

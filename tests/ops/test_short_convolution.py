@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.ops.short_convolution import Part, _Convolved, convolve, convolve_parts, last_inputs
+from megafp8.ops.short_convolution import ChannelGroup, _Convolved, convolve, convolve_parts, last_inputs
 from tests.kernels import DEVICE
 
 
@@ -40,13 +40,15 @@ def test_last_inputs_are_of_the_last_document(starts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("s", "b", "parts", "k", "documents", "bias"),
     [
-        pytest.param(37, 2, [Part(2, 8, norm=True), Part(3, 4)], 4, True, False, marks=pytest.mark.slow),
-        (70, 1, [Part(1, 16)], 3, False, True),
-        pytest.param(2, 2, [Part(1, 4, norm=True)], 4, True, True, marks=pytest.mark.slow),
-        (33, 1, [Part(1, 6), Part(2, 3, norm=True)], 2, True, True),
+        pytest.param(
+            37, 2, [ChannelGroup(2, 8, norm=True), ChannelGroup(3, 4)], 4, True, False, marks=pytest.mark.slow
+        ),
+        (70, 1, [ChannelGroup(1, 16)], 3, False, True),
+        pytest.param(2, 2, [ChannelGroup(1, 4, norm=True)], 4, True, True, marks=pytest.mark.slow),
+        (33, 1, [ChannelGroup(1, 6), ChannelGroup(2, 3, norm=True)], 2, True, True),
     ],
 )
-def test_kernels(s: int, b: int, parts: list[Part], k: int, documents: bool, bias: bool) -> None:
+def test_kernels(s: int, b: int, parts: list[ChannelGroup], k: int, documents: bool, bias: bool) -> None:
     """Values and all gradients, in fp32; the inputs are a slice of a wider tensor."""
     torch.manual_seed(0)
     n = sum(part.heads * part.width for part in parts)

@@ -14,7 +14,7 @@ from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.optimizer import mixed_precision
 from megafp8.optimizer.layer_norms import KINDS, in_order
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
@@ -36,12 +36,12 @@ CASES = [
 QUICK = [CASES[1], DP2 | FSDP]
 
 
-def _flat(trainer: Trainer, of: Callable[[FlatShard], Tensor]) -> list[Shard]:
+def _flat(trainer: RankTrainer, of: Callable[[FlatShard], Tensor]) -> list[Shard]:
     """A tensor of each shard of this rank, and which elements of which global tensors it has."""
     return [found for shard in trainer.optimizer.shards for found in _located("", shard, of(shard).detach())]
 
 
-def _master(trainer: Trainer) -> Callable[[FlatShard], Tensor]:
+def _master(trainer: RankTrainer) -> Callable[[FlatShard], Tensor]:
     """The fp32 values of a shard, however they are stored."""
     masters = dict(trainer.optimizer.state().get("master", []))
     return lambda shard: masters.get(shard, trainer.optimizer.master_of(shard))

@@ -17,7 +17,7 @@ from megafp8.distributed.sharding import FlatShard, Init, ParamShard, ParamSpec,
 from megafp8.distributed.sharding import unsharded as whole
 from megafp8.optimizer import matrices as matrix_optimizer
 from megafp8.optimizer.config import OptimizerConfig
-from megafp8.optimizer.matrices import Part, assign_owners, batches
+from megafp8.optimizer.matrices import MatrixPart, assign_owners, batches
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.muon import Muon, newton_schulz
 from megafp8.optimizer.param_groups import is_hidden_matrix
@@ -304,14 +304,14 @@ def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: boo
 
 
 def test_owners_hold_parts_and_have_equal_work() -> None:
-    rows = [[(Part(f"m{i}", (r * 4, 0), (4, 8)), (16, 8)) for i in range(8)] for r in range(4)]
+    rows = [[(MatrixPart(f"m{i}", (r * 4, 0), (4, 8)), (16, 8)) for i in range(8)] for r in range(4)]
     matrices = assign_owners(rows, math.prod)
     assert [sum(m.owner == rank for m in matrices) for rank in range(4)] == [2, 2, 2, 2]
     assert all(m.sender(part) == ranks[0] for m in matrices for part, ranks in m.holders.items())
     of_one = assign_owners(
-        [[], [(Part("m", (0, 0), (2, 2)), (2, 2))], [(Part("m", (0, 0), (2, 2)), (2, 2))]], math.prod
+        [[], [(MatrixPart("m", (0, 0), (2, 2)), (2, 2))], [(MatrixPart("m", (0, 0), (2, 2)), (2, 2))]], math.prod
     )
-    assert of_one[0].owner == of_one[0].sender(Part("m", (0, 0), (2, 2))) == 1
+    assert of_one[0].owner == of_one[0].sender(MatrixPart("m", (0, 0), (2, 2))) == 1
     assert [[m.name for m in batch] for batch in batches(matrices, 4, 128)] == [
         ["m0", "m1", "m2", "m3"],
         ["m4", "m5", "m6", "m7"],
@@ -322,4 +322,4 @@ def test_owners_hold_parts_and_have_equal_work() -> None:
 
 def test_parts_that_leave_a_hole_are_an_error() -> None:
     with pytest.raises(AssertionError, match="m: parts do not add up"):
-        assign_owners([[(Part("m", (0, 0), (2, 4)), (4, 4))]], math.prod)
+        assign_owners([[(MatrixPart("m", (0, 0), (2, 4)), (4, 4))]], math.prod)

@@ -13,7 +13,7 @@ from megafp8.distributed.sharding import Init, ParamSpec, spec_of, stack_rows, u
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.muon import Muon
-from megafp8.optimizer.param_groups import ParamGroup, Rates, check_groups, is_hidden_matrix, rates_of
+from megafp8.optimizer.param_groups import ParamGroup, ParamRates, check_groups, is_hidden_matrix, rates_of
 from megafp8.training.describe import planned_stage
 from tests.tiny_model import CPU, make_buffer, make_param
 from tests.training.presets import *  # noqa: F403
@@ -40,12 +40,12 @@ def test_the_first_group_that_fits_counts() -> None:
     ]
     check_groups(MODEL, groups)
     found = [rates_of(spec, 0.1, groups) for spec in MODEL]
-    assert found == [Rates(0.5, 0.1), Rates(2.0, 0.3), Rates(0.5, 0.1), Rates(2.0, 0.3)]
-    assert [rates_of(spec, 0.1, []) for spec in MODEL] == [Rates(1.0, 0.1)] * 3 + [Rates(1.0, 0.0)]
+    assert found == [ParamRates(0.5, 0.1), ParamRates(2.0, 0.3), ParamRates(0.5, 0.1), ParamRates(2.0, 0.3)]
+    assert [rates_of(spec, 0.1, []) for spec in MODEL] == [ParamRates(1.0, 0.1)] * 3 + [ParamRates(1.0, 0.0)]
 
 
 def test_a_group_without_decay_leaves_norms_without() -> None:
-    assert rates_of(MODEL[3], 0.1, [ParamGroup(match=["*norm*"], learning_rate_scale=0.5)]) == Rates(0.5, 0.0)
+    assert rates_of(MODEL[3], 0.1, [ParamGroup(match=["*norm*"], learning_rate_scale=0.5)]) == ParamRates(0.5, 0.0)
 
 
 @pytest.mark.parametrize(

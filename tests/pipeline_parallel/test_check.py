@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement, v_placement
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement, loop_placement, v_placement
 from megafp8.pipeline_parallel.check import check_compute, check_schedule
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.forward_only import forward_only
@@ -33,7 +33,7 @@ def test_any_order_that_can_be_carried_out_gets_communication_that_ends(
 ) -> None:
     """Schedules as a user may write them: stages anywhere, and at each moment some rank does something it can do."""
     homes = data.draw(st.permutations(range(p * v)))
-    placement = Placement(tuple(tuple(homes[r * v : (r + 1) * v]) for r in range(p)))
+    placement = StagePlacement(tuple(tuple(homes[r * v : (r + 1) * v]) for r in range(p)))
     compute: Schedule = [[] for _ in range(p)]
     last = placement.num_stages - 1
     possible = {(Kind.FORWARD, 0, i) for i in range(m)}

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
-from megafp8.pipeline_parallel.actions import COMPUTE, Placement, loop_placement, v_placement
+from megafp8.pipeline_parallel.actions import COMPUTE, StagePlacement, loop_placement, v_placement
 from megafp8.pipeline_parallel.communication import with_communication
 from megafp8.pipeline_parallel.engine import PipelineEngine, StageOutput
 from megafp8.pipeline_parallel.forward_only import forward_only
@@ -85,7 +85,9 @@ class _Stage:
         return StageOutput(loss, report=loss.item())
 
 
-def _train(name: str, placement: Placement, m: int, rows: int = ROWS, device: torch.device = CPU) -> dict[str, Any]:
+def _train(
+    name: str, placement: StagePlacement, m: int, rows: int = ROWS, device: torch.device = CPU
+) -> dict[str, Any]:
     state = initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks, device=device)
     groups, wgrads = (state.pipeline, state.pipeline_backward), WgradStore()
     engine = PipelineEngine(*groups, placement, (rows, WIDTH), torch.float64, device, wgrads)
@@ -110,7 +112,7 @@ def _train(name: str, placement: Placement, m: int, rows: int = ROWS, device: to
 
 
 def _assert_equals_whole_model(
-    ranks: list[dict[str, Any]], placement: Placement, m: int, seed: int = 0, rows: int = ROWS
+    ranks: list[dict[str, Any]], placement: StagePlacement, m: int, seed: int = 0, rows: int = ROWS
 ) -> None:
     losses, expected = _whole_model(m, seed, rows)
     last = placement.homes[-1][0]
@@ -140,7 +142,7 @@ QUICK = [
     ("name", "placement", "m"), slow_but(CASES, *QUICK), ids=lambda x: str(getattr(x, "stages", x))
 )
 def test_losses_and_gradients_are_those_of_the_whole_model(
-    world4: World, name: str, placement: Placement, m: int
+    world4: World, name: str, placement: StagePlacement, m: int
 ) -> None:
     ranks = world4.run(_train, name, placement, m, ranks=placement.num_ranks, timeout=60)
     _assert_equals_whole_model(ranks, placement, m)
@@ -165,7 +167,7 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
     _assert_equals_whole_model([ranks[1], ranks[3]], placement, 3, seed=1)
 
 
-def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
+def _evaluate(placement: StagePlacement, m: int) -> tuple[list[Any], bool]:
     state = initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks)
     engine = PipelineEngine(
         state.pipeline, state.pipeline_backward, placement, shape=(ROWS, WIDTH), dtype=torch.float64, device=CPU
@@ -189,7 +191,7 @@ def _evaluate(placement: Placement, m: int) -> tuple[list[Any], bool]:
     [loop_placement(1), loop_placement(4), loop_placement(2, 3), loop_placement(4, 2), v_placement(2), v_placement(4)],
     ids=lambda x: x.stages,
 )
-def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, placement: Placement, m: int) -> None:
+def test_an_evaluation_reports_in_order_and_builds_no_graph(world4: World, placement: StagePlacement, m: int) -> None:
     ranks = world4.run(_evaluate, placement, m, ranks=placement.num_ranks, timeout=60)
     reports, with_grad = ranks.pop(placement.homes[-1][0])
     assert ranks == [([], False)] * (placement.num_ranks - 1)
@@ -251,7 +253,9 @@ def test_an_error_in_a_stage_propagates() -> None:
         _alone().run(one_f_one_b(loop_placement(1), 2)[0], [stage], _microbatches(2), backward=True)
 
 
-def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: int, rows: int, folder: Path) -> None:
+def _nccl_rank(
+    local_rank: int, port: int, name: str, placement: StagePlacement, m: int, rows: int, folder: Path
+) -> None:
     os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(placement.num_ranks), LOCAL_RANK=str(local_rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     device = initialize_distributed("cuda", timeout_seconds=60)
@@ -266,7 +270,7 @@ def _nccl_rank(local_rank: int, port: int, name: str, placement: Placement, m: i
     [(name, place_stages(name, p, record.least_chunks)) for p in (2, 4) for name, record in SCHEDULES.items()],
     ids=lambda x: str(getattr(x, "stages", x)),
 )
-def test_over_nccl(tmp_path: Path, name: str, placement: Placement, m: int) -> None:
+def test_over_nccl(tmp_path: Path, name: str, placement: StagePlacement, m: int) -> None:
     """Tensors of 10 MB: a send of that size ends only when its receive runs, so a wrong order would hang here."""
     p = placement.num_ranks
     if torch.cuda.device_count() < p:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule, loop_placement
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement, loop_placement
 from megafp8.pipeline_parallel.registry import (
     SCHEDULES,
     place_stages,
@@ -98,12 +98,12 @@ def test_a_missing_csv(tmp_path: Path) -> None:
         training_schedule(str(tmp_path / "absent.csv"), loop_placement(2), 1)
 
 
-def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
+def all_forwards_first(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """GPipe."""
     return [[Action(kind, i) for kind in (F, B) for i in range(num_microbatches)] for _ in placement.stages]
 
 
-def nonsense(placement: Placement, num_microbatches: int) -> list[str]:
+def nonsense(placement: StagePlacement, num_microbatches: int) -> list[str]:
     return ["F0"]
 
 

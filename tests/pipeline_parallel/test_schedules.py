@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, loop_placement, v_placement
+from megafp8.pipeline_parallel.actions import Action, Kind, StagePlacement, loop_placement, v_placement
 from megafp8.pipeline_parallel.forward_only import forward_only
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from megafp8.pipeline_parallel.schedules.interleaved import interleaved
@@ -56,7 +56,7 @@ from tests.pipeline_parallel.notation import lines_of
         ),
     ],
 )  # fmt: skip
-def test_schedules_by_hand(name: str, placement: Placement, m: int, lines: list[str]) -> None:
+def test_schedules_by_hand(name: str, placement: StagePlacement, m: int, lines: list[str]) -> None:
     assert lines_of(SCHEDULES[name].build(placement, m)) == lines
 
 

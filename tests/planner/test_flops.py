@@ -16,7 +16,7 @@ from megafp8.models.costs import pairs_of
 from megafp8.parallel_state import ParallelState, destroy_model_parallel
 from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
 from megafp8.training.parallel import build_parallel
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.config.test_config import MINIMAL
 from tests.training.presets import DELTA_NET, KIMI_DELTA, MAMBA2
 
@@ -96,7 +96,7 @@ def test_products_of_a_step_are_those_that_the_counter_sees(
 ) -> None:
     training = {**MINIMAL["training"], "global_batch_size": 1, "precision": "fp32"}
     config = Config.model_validate({**MINIMAL, "model": {**MINIMAL["model"], **model}, "training": training})
-    trainer = Trainer(config, alone)
+    trainer = RankTrainer(config, alone)
     tokens = torch.randint(512, (1, 33 + config.model.mtp_num_layers))
     labels = tokens[:, 1:33].contiguous()
     with FlopCounterMode(display=False) as counter:

@@ -13,8 +13,8 @@ from megafp8.planner.goodput import (
     LLAMA3,
     PARTS,
     Fault,
-    Job,
     Saves,
+    SimulatedJob,
     best_interval,
     expected_goodput,
     random_faults,
@@ -25,7 +25,7 @@ from megafp8.planner.goodput import (
 
 MINUTE, HOUR = 60.0, 3600.0
 
-FT_HSDP_RESTART = Job(step=1.0, saves=Saves(1.0), restart=9 * MINUTE)
+FT_HSDP_RESTART = SimulatedJob(step=1.0, saves=Saves(1.0), restart=9 * MINUTE)
 """10 minutes, of which 60 s are detection; no steps are lost, as in the paper's arithmetic, (18 - 10) / 18."""
 FT_HSDP_REPLICAS = replace(FT_HSDP_RESTART, replicas=12, replica_restart=9 * MINUTE, regroup=2 * MINUTE)
 """3 minutes of stall, in which the failed step is repeated, then 7 without a replica: (8 + 7 * 11 / 12) / 18."""
@@ -63,7 +63,7 @@ def even_faults(apart: float, number: int, detection: float = 60.0) -> tuple[lis
 
 def soak() -> tuple[float, float]:
     """Seconds from faults to next steps of the soak's schedule: simulated, and measured (number times median)."""
-    job = Job(SOAK_STEP, Saves(2 * SOAK_STEP), SOAK_RESTART)
+    job = SimulatedJob(SOAK_STEP, Saves(2 * SOAK_STEP), SOAK_RESTART)
     faults, at = [], 0.0
     for kind in SOAK.values():
         for _ in range(kind.number):
@@ -79,7 +79,7 @@ def soak() -> tuple[float, float]:
     [(600.0, 5.0, 300.0, 2 * HOUR), (60.0, 0.5, 600.0, 1080.0), (1800.0, 30.0, 60.0, 20 * HOUR)],
 )
 def test_restarts_follow_dalys_formula(interval: float, stall: float, restart: float, mtbf: float) -> None:
-    job, rates = Job(step=1.0, saves=Saves(interval, stall), restart=restart), {"job": 1 / mtbf}
+    job, rates = SimulatedJob(step=1.0, saves=Saves(interval, stall), restart=restart), {"job": 1 / mtbf}
     found = simulate(job, random_faults(rates, 10_000 * mtbf, 1), 10_000 * mtbf)
     assert found.goodput == pytest.approx(expected_goodput(job, rates), abs=0.005)
     assert sum(found.seconds.values()) == pytest.approx(10_000 * mtbf)
@@ -87,7 +87,7 @@ def test_restarts_follow_dalys_formula(interval: float, stall: float, restart: f
 
 def test_replicas_follow_the_first_order_formula() -> None:
     saves = Saves(200.0, 0.1, 30.0, 5.0)
-    job = Job(10.0, saves, 100.0, (), 8, 6, 150.0, 10.0, 60.0, check=200.0, planned=300.0)
+    job = SimulatedJob(10.0, saves, 100.0, (), 8, 6, 150.0, 10.0, 60.0, check=200.0, planned=300.0)
     rates = {"node": 1 / (5 * HOUR), "job": 1 / (40 * HOUR), "silent": 1 / (200 * HOUR), "planned": 1 / (30 * HOUR)}
     seconds = 20_000 * HOUR
     found = simulate(job, random_faults(rates, seconds, 1, detection=15.0), seconds)
@@ -95,7 +95,7 @@ def test_replicas_follow_the_first_order_formula() -> None:
     assert found.faults["node"] == pytest.approx(4000, rel=0.05)
 
 
-def second_by_second(job: Job, faults: list[Fault], seconds: int) -> dict[str, float]:
+def second_by_second(job: SimulatedJob, faults: list[Fault], seconds: int) -> dict[str, float]:
     """The same parts for whole numbers of seconds, without stalls of saves, spares and planned stops."""
     parts, done, newest, stalls = dict.fromkeys(PARTS, 0.0), [], 0, []
     back: dict[int, int] = {}
@@ -156,7 +156,7 @@ def second_by_second(job: Job, faults: list[Fault], seconds: int) -> dict[str, f
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_it_is_a_simulation_second_by_second(seed: int, replicas: int) -> None:
     draws = random.Random(seed)
-    job = Job(
+    job = SimulatedJob(
         step=7.0,
         saves=Saves(70.0, duration=20.0),
         restart=31.0,
@@ -175,7 +175,7 @@ def test_it_is_a_simulation_second_by_second(seed: int, replicas: int) -> None:
 
 
 def test_corruption_is_found_by_the_next_comparison_and_nothing_since_counts() -> None:
-    job = Job(step=10.0, saves=Saves(300.0), restart=50.0, check=100.0)
+    job = SimulatedJob(step=10.0, saves=Saves(300.0), restart=50.0, check=100.0)
     found = simulate(job, [Fault(420.0, "silent")], 1000.0)  # found at 500, saved at 300
     assert found.seconds["repeated"] == pytest.approx(200.0)
     found = simulate(job, [Fault(560.0, "silent")], 1000.0)  # found at 600, before it is saved
@@ -184,7 +184,7 @@ def test_corruption_is_found_by_the_next_comparison_and_nothing_since_counts() -
 
 
 def test_without_spares_a_job_waits_for_repairs() -> None:
-    job = Job(step=1.0, saves=Saves(10.0), restart=10.0, spares=1, repair=1000.0)
+    job = SimulatedJob(step=1.0, saves=Saves(10.0), restart=10.0, spares=1, repair=1000.0)
     faults = [Fault(100.0), Fault(300.0)]  # the second waits until 1100
     found = simulate(job, faults, 2000.0)
     assert found.seconds["waiting"] == pytest.approx(800.0)
@@ -205,7 +205,7 @@ def test_spares_needed_is_a_quantile() -> None:
 
 def test_the_best_interval_is_youngs_where_stalls_are_short_and_no_shorter_than_a_save() -> None:
     rates = {"node": 1 / (10 * HOUR)}
-    job = Job(step=1.0, saves=Saves(1.0, stall=2.0), restart=60.0)
+    job = SimulatedJob(step=1.0, saves=Saves(1.0, stall=2.0), restart=60.0)
     steps = best_interval(job, rates)
     assert steps == pytest.approx(young_interval(job, rates), rel=0.02)  # 379 s
     shifted = [

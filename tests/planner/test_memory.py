@@ -43,7 +43,7 @@ from megafp8.training.fp8_config import build_fp8
 from megafp8.training.frozen_config import teacher_of
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.state import save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
 from tests.world import World
@@ -178,7 +178,7 @@ def _config(*overrides: str) -> Config:
     return load_config(CONFIG, [*TINY, *overrides])
 
 
-def _trainer(config: Config) -> Trainer:
+def _trainer(config: Config) -> RankTrainer:
     p = config.parallel
     parallel = initialize_model_parallel(
         p.tensor,
@@ -188,10 +188,10 @@ def _trainer(config: Config) -> Trainer:
         fsdp_replicas=p.fsdp_replicas,
         device=_CPU,
     )
-    return Trainer(config, parallel)
+    return RankTrainer(config, parallel)
 
 
-def _saved(trainer: Trainer, forward: Any) -> int:
+def _saved(trainer: RankTrainer, forward: Any) -> int:
     """Bytes that autograd saves in `forward`, without parameters, constants and rotary tables."""
     found: dict[int, tuple[int, Tensor]] = {}
 
@@ -487,7 +487,7 @@ def _loss_of_a_teacher(overrides: list[str]) -> tuple[int, int]:
     t, columns = config.training, config.spec.stem.rows // config.parallel.tensor
     z_sbv, u_sbv = (torch.randn(t.seq_length, t.micro_batch_size, columns).bfloat16() for _ in range(2))
     labels = torch.zeros(t.micro_batch_size, t.seq_length, dtype=torch.int64)
-    reference = loss.of_reference(u_sbv, Batch(labels, labels))
+    reference = loss.reference_output(u_sbv, Batch(labels, labels))
     with _Storages(z_sbv, reference) as storages:
         loss(z_sbv.requires_grad_(), replace(Batch(labels, labels), reference=reference))
     return storages.peak, loss_memory(config, labels.numel()).computed

@@ -22,7 +22,7 @@ from megafp8.optimizer.step import OptimizerStep
 from megafp8.pipeline_parallel.engine import StageOutput
 from megafp8.training.history import History
 from megafp8.training.loss import TrainedStage
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 """By name."""
@@ -141,12 +141,12 @@ def sampler_shifted_on_resume() -> Iterator[None]:
 @fault
 def rank_hangs() -> Iterator[None]:
     """The last rank waits for a message that nobody sends."""
-    passes = Trainer.run_passes
+    passes = RankTrainer.run_passes
 
-    def hanging(self: Trainer, *args: Any, **options: Any) -> Any:
+    def hanging(self: RankTrainer, *args: Any, **options: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
             dist.recv(torch.empty(1), src=0, tag=77)
         return passes(self, *args, **options)
 
-    with patch.object(Trainer, "run_passes", hanging):
+    with patch.object(RankTrainer, "run_passes", hanging):
         yield

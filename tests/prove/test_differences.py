@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megafp8.prove.proof import EXACT, Difference, steps_apart, worst
-from megafp8.prove.runs import Compared, Record, Step
+from megafp8.prove.runs import Compared, RunResult, Step
 
 ROWS = tuple((((i, 0), (1, 3)),) for i in range(2))
 """Parts of a tensor of two rows, that of each rank."""
@@ -48,8 +48,8 @@ def test_small_tensors_are_held_to_a_share_of_the_largest_of_their_kind() -> Non
 
 def test_the_first_step_that_differs_is_named() -> None:
     expected = [Step(4.0, 0.0, 1.0), Step(3.0, 0.0, 2.0)]
-    same, other = Record(0, list(expected)), Record(1, [expected[0], Step(3.3, 0.0, 4.0)])
+    same, other = RunResult(0, list(expected)), RunResult(1, [expected[0], Step(3.3, 0.0, 4.0)])
     assert steps_apart([same], expected) == Difference(0.0, "")
     assert steps_apart([same, other], expected) == Difference(1.0, "loss 1 of rank 1")
-    assert steps_apart([Record(0, [Step(math.nan, 0.0, 1.0)])], expected[:1]).value == math.inf
-    assert steps_apart([Record(0, [Step(4.0, 1.0, 1.0)])], expected[:1]).where == "further loss 0 of rank 0"
+    assert steps_apart([RunResult(0, [Step(math.nan, 0.0, 1.0)])], expected[:1]).value == math.inf
+    assert steps_apart([RunResult(0, [Step(4.0, 1.0, 1.0)])], expected[:1]).where == "further loss 0 of rank 0"

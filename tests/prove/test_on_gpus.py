@@ -15,8 +15,8 @@ from megafp8.config import ConfigError, load_config
 from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.distributed.sharding import spec_of
 from megafp8.optimizer.step import OptimizerStep, StepResult
-from megafp8.prove.certificate import Row
-from megafp8.prove.layout import Layout, fold
+from megafp8.prove.certificate import CheckResult
+from megafp8.prove.layout import ProvedLayout, fold
 from megafp8.prove.on_gpus import Squares, noise_of, relative, rows
 from megafp8.prove.proof import prove
 from megafp8.prove.runs import Context
@@ -51,7 +51,7 @@ def nothing() -> Iterator[None]:
     yield
 
 
-def proven(preset: Preset, ranks: Ranks, folder: Path, around: Context = nothing) -> list[Row]:
+def proven(preset: Preset, ranks: Ranks, folder: Path, around: Context = nothing) -> list[CheckResult]:
     config = config_of(preset, fp8={"amax_history_len": 1024})  # not all recipes have one
     small = shrink(config, preset.ranks, preset.ranks, "cuda")
     on_cpu = small._replace(config=small.config.model_copy(update={"device": "cpu"}))
@@ -116,7 +116,7 @@ def test_numbers_for_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 4, 8])
 def test_layouts_on_few_gpus(most: int) -> None:
-    folded = fold(Layout(8, 2, 16, 8, 32, 1, 1), most)
+    folded = fold(ProvedLayout(8, 2, 16, 8, 32, 1, 1), most)
     assert folded.ranks == most
     assert folded.is_possible()
 

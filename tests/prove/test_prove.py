@@ -13,7 +13,7 @@ import pytest
 
 from megafp8.config import Config
 from megafp8.prove import export
-from megafp8.prove.certificate import Row
+from megafp8.prove.certificate import CheckResult
 from megafp8.prove.proof import EXACT, checks, prove
 from tests.marks import slow_but
 from tests.prove.faults import FAULTS
@@ -24,7 +24,7 @@ from tests.world import Ranks
 QUICKEST = TIED | DELAYED | TP2 | MASKED
 
 
-def first_difference(preset: Preset, ranks: Ranks, fault: str, timeout: float = 60.0) -> Row:
+def first_difference(preset: Preset, ranks: Ranks, fault: str, timeout: float = 60.0) -> CheckResult:
     """The first row that has not passed."""
     config = config_of(preset, fp8={"amax_history_len": 1024})  # not all recipes have one
     rows = checks(config, preset.ranks, timeout=timeout, around=FAULTS[fault], local_ranks=ranks)
@@ -38,7 +38,7 @@ def test_a_certificate(rank_processes: Ranks, monkeypatch: pytest.MonkeyPatch, p
     """Every check of a config with every kind of them; and what is written."""
     if preset == QUICKEST:  # importing transformers takes longer than all other checks
         monkeypatch.setattr(export, "why_not", lambda config: "not in the quick tests")
-    seen = list[Row]()
+    seen = list[CheckResult]()
     certificate = prove(config_of(preset), preset.ranks, show=seen.append, local_ranks=rank_processes)
     assert certificate.passed, [row for row in certificate.rows if not row.passed]
     assert seen == certificate.rows

@@ -15,7 +15,7 @@ from megafp8.config.parts import PARTS
 from megafp8.config.resolve import kind_name
 from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
-from megafp8.prove.layout import Layout, fold
+from megafp8.prove.layout import ProvedLayout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.prove.proof import comparable_fp8
 from megafp8.prove.shrink import Change, numbers_of, quantity_of, shrink
@@ -69,22 +69,22 @@ def test_units_and_the_least() -> None:
 @pytest.mark.parametrize(
     ("original", "folded"),
     [
-        (Layout(2, 1, 2, 2, 1, 1, 1), Layout(2, 1, 2, 2, 1, 1, 1)),
-        (Layout(8, 1, 16, 8, 1, 1, 1), Layout(2, 1, 4, 2, 1, 1, 1)),  # a stage in the middle
-        (Layout(1, 1, 8, 128, 64, 1, 1), Layout(1, 1, 4, 4, 2, 1, 1)),  # copies of experts
-        (Layout(4, 2, 8, 16, 32, 2, 2), Layout(2, 2, 2, 2, 2, 2, 2)),
-        (Layout(1, 1, 1, 64, 1, 1, 8), Layout(1, 1, 1, 4, 1, 1, 2)),  # shards, and replicas of them
-        (Layout(1, 1, 3, 1, 1, 1, 1), Layout(1, 1, 3, 1, 1, 1, 1)),
-        (Layout(1, 1, 1, 1, 1, 1, 1), Layout(1, 1, 1, 1, 1, 1, 1)),
+        (ProvedLayout(2, 1, 2, 2, 1, 1, 1), ProvedLayout(2, 1, 2, 2, 1, 1, 1)),
+        (ProvedLayout(8, 1, 16, 8, 1, 1, 1), ProvedLayout(2, 1, 4, 2, 1, 1, 1)),  # a stage in the middle
+        (ProvedLayout(1, 1, 8, 128, 64, 1, 1), ProvedLayout(1, 1, 4, 4, 2, 1, 1)),  # copies of experts
+        (ProvedLayout(4, 2, 8, 16, 32, 2, 2), ProvedLayout(2, 2, 2, 2, 2, 2, 2)),
+        (ProvedLayout(1, 1, 1, 64, 1, 1, 8), ProvedLayout(1, 1, 1, 4, 1, 1, 2)),  # shards, and replicas of them
+        (ProvedLayout(1, 1, 3, 1, 1, 1, 1), ProvedLayout(1, 1, 3, 1, 1, 1, 1)),
+        (ProvedLayout(1, 1, 1, 1, 1, 1, 1), ProvedLayout(1, 1, 1, 1, 1, 1, 1)),
     ],
 )
-def test_folded_layouts(original: Layout, folded: Layout) -> None:
+def test_folded_layouts(original: ProvedLayout, folded: ProvedLayout) -> None:
     assert fold(original) == folded
 
 
 def test_every_axis_stays() -> None:
     """Of all layouts of these sizes."""
-    layouts = [layout for sizes in product([1, 2, 4, 8], repeat=7) if (layout := Layout(*sizes)).is_possible()]
+    layouts = [layout for sizes in product([1, 2, 4, 8], repeat=7) if (layout := ProvedLayout(*sizes)).is_possible()]
     assert len(layouts) == 9060
     for original in layouts:
         folded = fold(original)
@@ -145,7 +145,7 @@ def test_what_stays_of_a_shipped_config(path: Path) -> None:
     assert ranks <= 16
     kinds = {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in given_config.spec.distinct_layers}
     assert {(x.mixer.kind, x.ffn.kind, x.norm_position) for x in small.spec.distinct_layers} == kinds
-    before, after = Layout.of(given_config, original_ranks), Layout.of(small, ranks)
+    before, after = ProvedLayout.from_config(given_config, original_ranks), ProvedLayout.from_config(small, ranks)
     for axis in ("tensor", "context", "pipeline", "data", "expert"):
         assert (getattr(after, axis) > 1) == (getattr(before, axis) > 1), axis
     assert (len({*blocks_of_stages(small)}) > 1) >= (len({*blocks_of_stages(given_config)}) > 1)

@@ -39,7 +39,7 @@ SMALL = [
     "optimizer.warmup_steps=1",
     "fp8.report_interval=0",
     "resilience.straggler_interval=0",
-    f"training.replica_check_interval={CHECK_INTERVAL}",
+    f"training.consistency_check_interval={CHECK_INTERVAL}",
 ]
 
 

@@ -31,7 +31,7 @@ def train(
         *data.overrides,
         *("parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence_parallel=false"),
         *(f"training.steps={steps}", f"training.eval_interval={interval}", "training.eval_steps=12"),
-        *("checkpoint.interval=0", "timeout_seconds=900", "training.replica_check_interval=32"),
+        *("checkpoint.interval=0", "timeout_seconds=900", "training.consistency_check_interval=32"),
         *more,
     ]
     options = "" if outer is None else f"outer: {outer}"

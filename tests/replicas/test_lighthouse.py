@@ -15,7 +15,16 @@ import pytest
 
 from megafp8.commands import lighthouse as command
 from megafp8.replicas import lighthouse, tunnel
-from megafp8.replicas.lighthouse import ADDRESS, REPLICA, TOKEN, Lighthouse, Place, address_of, place_of, token_of
+from megafp8.replicas.lighthouse import (
+    ADDRESS,
+    REPLICA,
+    TOKEN,
+    Lighthouse,
+    ReplicaEndpoint,
+    address_of,
+    place_of,
+    token_of,
+)
 from megafp8.replicas.quorum import Member
 from tests.ports import free_port
 
@@ -36,7 +45,7 @@ def own(index: int, step: int = 0) -> Member:
 
 
 def test_members_ask_together_and_one_that_is_gone_is_left_out(port: int) -> None:
-    replicas = [Lighthouse(Place("127.0.0.1", port, WORD, i), f"{i}:id") for i in range(3)]
+    replicas = [Lighthouse(ReplicaEndpoint("127.0.0.1", port, WORD, i), f"{i}:id") for i in range(3)]
     with ThreadPoolExecutor(3) as pool:
 
         def ask(step: int, indices: range) -> list[list[int]]:
@@ -60,7 +69,7 @@ def test_without_enough_replicas_there_is_no_quorum() -> None:
     pytest.importorskip("torchft")
     number = free_port()
     stop = lighthouse.start(("127.0.0.1", number), WORD, 2, join_seconds=0.1, heartbeat_seconds=0.5)
-    replica = Lighthouse(Place("127.0.0.1", number, WORD, 0), "0:id")
+    replica = Lighthouse(ReplicaEndpoint("127.0.0.1", number, WORD, 0), "0:id")
     with pytest.raises(TimeoutError, match="no quorum"):
         replica.quorum(own(0), 0.5)
     replica.close()
@@ -75,7 +84,9 @@ def test_two_lighthouses_do_not_meet() -> None:
     for token in (WORD, "a token of others"):
         number = free_port()
         stop = lighthouse.start(("127.0.0.1", number), token, 2, join_seconds=0.5, heartbeat_seconds=5.0)
-        jobs.append(([Lighthouse(Place("127.0.0.1", number, token, i), f"{i}:id") for i in range(2)], stop, number))
+        jobs.append(
+            ([Lighthouse(ReplicaEndpoint("127.0.0.1", number, token, i), f"{i}:id") for i in range(2)], stop, number)
+        )
     with ThreadPoolExecutor(4) as pool:
         for step in range(20):
             asked = [
@@ -88,7 +99,7 @@ def test_two_lighthouses_do_not_meet() -> None:
                         (i, 100 * job + step) for i in range(2)
                     ]
     with pytest.raises(ConnectionError, match="refused the token"):
-        Lighthouse(Place("127.0.0.1", jobs[1][2], WORD, 0), "0:id")
+        Lighthouse(ReplicaEndpoint("127.0.0.1", jobs[1][2], WORD, 0), "0:id")
     for replicas, stop, _ in jobs:
         for replica in replicas:
             replica.close()
@@ -96,7 +107,7 @@ def test_two_lighthouses_do_not_meet() -> None:
 
 
 def test_no_heartbeat_is_being_sent_after_the_end(port: int) -> None:
-    replica = Lighthouse(Place("127.0.0.1", port, WORD, 0), "0:id")
+    replica = Lighthouse(ReplicaEndpoint("127.0.0.1", port, WORD, 0), "0:id")
     sending, sent = threading.Event(), threading.Event()
 
     class Slow:
@@ -114,7 +125,7 @@ def test_no_heartbeat_is_being_sent_after_the_end(port: int) -> None:
 
 def test_another_token_is_refused_by_either_side(port: int) -> None:
     with pytest.raises(ConnectionError, match="refused the token"):
-        Lighthouse(Place("127.0.0.1", port, "another token...", 0), "0:id")
+        Lighthouse(ReplicaEndpoint("127.0.0.1", port, "another token...", 0), "0:id")
     with socket.create_connection(("127.0.0.1", port)) as intruder:
         intruder.sendall(b"GET /status HTTP/1.1\r\n\r\n" + bytes(64))
         intruder.settimeout(10)
@@ -237,7 +248,7 @@ def test_a_port_in_use_is_one_clear_error(port: int) -> None:
 
 def test_the_place_of_a_process() -> None:
     environment = {ADDRESS: "head", TOKEN: WORD, REPLICA: "3"}
-    assert place_of(environment, 4) == Place("head", 29510, WORD, 3)
+    assert place_of(environment, 4) == ReplicaEndpoint("head", 29510, WORD, 3)
     for changed, message in (
         ({REPLICA: ""}, "needs MEGAFP8_REPLICA"),
         ({REPLICA: "4"}, "MEGAFP8_REPLICA is 4, and the replicas of the job are numbered from 0 to 3"),

@@ -25,7 +25,7 @@ from megafp8.replicas.quorum import Member, Quorum
 from megafp8.training.replicas.rounds import Rounds
 from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.state import tensor_kinds, tensors
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.quickstart_data import ROOT, QuickstartData
 from tests.training.presets import (
     BF16,
@@ -63,7 +63,7 @@ def _start_replica(config: Config) -> tuple[ReplicaTrainer, ParallelState]:
     return trainer, parallel
 
 
-def _masters(trainer: Trainer) -> list[Tensor]:
+def _masters(trainer: RankTrainer) -> list[Tensor]:
     trainer.strategy.wait()
     return [trainer.optimizer.load_master(shard).clone() for shard in trainer.optimizer.shards]
 

@@ -15,7 +15,7 @@ def member(index: int, step: int = 5, **values: object) -> Member:
 
 
 def quorum(*members: Member, own: int = 0) -> Quorum:
-    return Quorum.of(members, members[own].id)
+    return Quorum.from_members(members, members[own].id)
 
 
 def test_members_with_the_newest_state_train_and_others_copy_it_from_them_in_turn() -> None:
@@ -66,7 +66,7 @@ def test_connections_are_named_anew_whenever_somebody_lacks_them() -> None:
 
 def test_a_quorum_without_oneself_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"without 9:id"):
-        Quorum.of([member(0)], "9:id")
+        Quorum.from_members([member(0)], "9:id")
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 24])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.optimizer.step import StepResult
-from megafp8.training.loss import Loss
+from megafp8.training.loss import BatchLoss
 from megafp8.training.replicas.trainer import ReplicaTrainer
 from tests.ports import free_port
 from tests.replicas.cluster import fork
@@ -49,7 +49,9 @@ class SharesInTurn:
         for i, x in enumerate(maxima):
             x.copy_(torch.stack([part[1][i] for part in self._parts]).amax(dim=0))
 
-    def step(self, trainer: ReplicaTrainer, step: int, shares: Sequence[Sequence[Batch]]) -> tuple[Loss, StepResult]:
+    def step(
+        self, trainer: ReplicaTrainer, step: int, shares: Sequence[Sequence[Batch]]
+    ) -> tuple[BatchLoss, StepResult]:
         """A step of `trainer`, whose exchange this is, with the micro-batches of each member."""
         self._parts, self._members = [], len(shares)
         for batches in shares[:-1]:

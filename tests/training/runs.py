@@ -44,10 +44,10 @@ from megafp8.parallel_state import ParallelState, initialize_distributed
 from megafp8.training import job, run
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.fp8_config import check_recipe
-from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.inputs import RunInputs, open_inputs
 from megafp8.training.parallel import build_parallel
 from megafp8.training.state import checkpoint_folder, save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_run
 from tests.distributed.chunks import InChunks
 from tests.quickstart_data import CONFIG, QuickstartData
@@ -126,7 +126,9 @@ def check_config(config: Config, ranks: int) -> None:
     check_recipe(checked, "config")
 
 
-def start(config: Config, build: Callable[[Config, ParallelState], Trainer] = Trainer) -> tuple[Trainer, ParallelState]:
+def start(
+    config: Config, build: Callable[[Config, ParallelState], RankTrainer] = RankTrainer
+) -> tuple[RankTrainer, ParallelState]:
     """Build a trainer on the ranks that are here, with stand-ins for what needs CUDA, which offloads any activation.
 
     Its CUDA graphs are `RerunGraphs`, its overlap by symmetric memory is `InChunks`.
@@ -265,17 +267,17 @@ def _open(config: str) -> Any:
     return open_inputs(Config.model_validate_json(config), "test")
 
 
-def steps_of(trainer: Trainer, parallel: ParallelState, steps: Iterable[int]) -> Curve:
+def steps_of(trainer: RankTrainer, parallel: ParallelState, steps: Iterable[int]) -> Curve:
     """Train steps and return the sum of all losses, and the gradient norm, of each."""
     curve = []
     for step in steps:
         loss, result = trainer.train_step(step, batches(step, trainer.config, parallel))
         assert not result.skipped
-        curve.append((loss.mean + (loss.more or 0.0) + (loss.z_loss or 0.0), result.grad_norm))
+        curve.append((loss.mean + (loss.auxiliary or 0.0) + (loss.z_loss or 0.0), result.grad_norm))
     return curve
 
 
-def skipped_step(trainer: Trainer, parallel: ParallelState, step: int) -> tuple[float, float]:
+def skipped_step(trainer: RankTrainer, parallel: ParallelState, step: int) -> tuple[float, float]:
     """A step whose gradients are not finite."""
     update = trainer.update
     trainer.update = lambda lr, grad_scale, measure: update(lr, grad_scale=torch.tensor(math.nan))  # type: ignore[assignment]
@@ -290,7 +292,7 @@ STEPS = 2
 """Steps of a run after the one that is skipped."""
 
 
-def train(trainer: Trainer, parallel: ParallelState, steps: int = STEPS) -> Curve:
+def train(trainer: RankTrainer, parallel: ParallelState, steps: int = STEPS) -> Curve:
     curve = steps_of(trainer, parallel, range(SKIPPED))
     curve.append(skipped_step(trainer, parallel, SKIPPED))
     evaluated = trainer.evaluate(batches(EVALUATED, trainer.config, parallel))
@@ -304,7 +306,7 @@ def curve(overrides: list[str], steps: int) -> Curve:
     return steps_of(trainer, parallel, range(steps))
 
 
-def run_job(inputs: Inputs, *evaluation: Any) -> None:
+def run_job(inputs: RunInputs, *evaluation: Any) -> None:
     """Run a job without drawing the loss curve, which takes as long as ten steps of a small model."""
     with patch.object(job, "plot_loss"):
         run.train(inputs, *evaluation)
@@ -338,7 +340,7 @@ def _located(prefix: str, shard: FlatShard, values: Tensor) -> Iterator[Shard]:
         yield prefix + piece.name, piece.global_shape, position[owner == i], values[owner == i].clone()
 
 
-def shards_of(trainer: Trainer) -> list[Shard]:
+def shards_of(trainer: RankTrainer) -> list[Shard]:
     """All state of this rank: weights, optimizer and FP8. Made without the code that saves and loads checkpoints."""
     trainer.strategy.wait()
     released = trainer.optimizer.released
@@ -366,7 +368,7 @@ class RankResult:
     """FP8 health of the last step."""
 
 
-def result_of(trainer: Trainer, curve: Curve) -> RankResult:
+def result_of(trainer: RankTrainer, curve: Curve) -> RankResult:
     elements = {key: sum(t.numel() for _, t in found) for key, found in trainer.optimizer.state().items()}
     elements["weights"] = sum(p.numel() for p in trainer.strategy.params)
     elements["gradients"] = sum(buffer.numel() for buffer in trainer.strategy.gradients)
@@ -383,7 +385,7 @@ def _train(config: Config, steps: int) -> RankResult:
     return result_of(trainer, train(trainer, parallel, steps))
 
 
-def train_and_save(config: Config, source: str | None, folder: str, steps: int = 2) -> tuple[Trainer, RankResult]:
+def train_and_save(config: Config, source: str | None, folder: str, steps: int = 2) -> tuple[RankTrainer, RankResult]:
     """Train `steps` steps, or load the checkpoint after them from `source`; save; as many more steps.
 
     The result has the state in the checkpoint, and the curve of the steps after it.

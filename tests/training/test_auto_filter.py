@@ -33,7 +33,7 @@ from megafp8.training.auto_filter import Comparison, kept_choice, shown, verdict
 from megafp8.training.describe import planned_stage
 from megafp8.training.fp8_config import build_fp8
 from megafp8.training.state import find_checkpoint, save_state, saved_choice
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.config.test_config import MINIMAL
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
@@ -84,13 +84,13 @@ def ceilings(fake: Ceilings | None) -> Iterator[None]:
         CEILINGS.pop("cpu", None)
 
 
-def _trainer(overrides: list[str], fake: Ceilings) -> Trainer:
+def _trainer(overrides: list[str], fake: Ceilings) -> RankTrainer:
     """Of this rank. Only the first rank knows the ceilings, so only it can have decided."""
     config = load_config(CONFIG, [*SMALL, *overrides])
     device = initialize_distributed("cpu")
     parallel = initialize_model_parallel(config.parallel.tensor, config.parallel.pipeline, device=device)
     with ceilings(fake if dist.get_rank() == 0 else None):
-        return Trainer(config, parallel)
+        return RankTrainer(config, parallel)
 
 
 def _train(overrides: list[str], fake: Ceilings) -> tuple[list[str], tuple[str, ...], list[float]]:
@@ -240,7 +240,7 @@ def _resume(overrides: list[str], folder: Path) -> tuple[list[float], list[float
     choice = saved_choice(trainer.config, found)
     assert choice is not None
     assert choice.layers == trainer.auto_filter.layers
-    resumed = Trainer(trainer.config, trainer.parallel, choice)
+    resumed = RankTrainer(trainer.config, trainer.parallel, choice)
     assert load_latest(resumed, folder) == 1
     other = load_config(CONFIG, [*SMALL, *overrides, "fp8.margin=1"])
     return [straight], [resumed.train_step(1, batches)[0].mean], saved_choice(other, found)

@@ -26,7 +26,7 @@ from megafp8.parallel_state import (
 )
 from megafp8.pipeline_parallel.engine import StageOutput
 from megafp8.training.cuda_graphs import Graphs
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import choose_device
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
@@ -213,9 +213,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(settings: Config, parallel: ParallelState, steps: int) -> tuple[Curve, Trainer]:
+def train(settings: Config, parallel: ParallelState, steps: int) -> tuple[Curve, RankTrainer]:
     """Losses and gradient norms, with an evaluation after each step, which leaves FP8 copies of the weights behind."""
-    trainer = Trainer(settings, parallel)
+    trainer = RankTrainer(settings, parallel)
     curve = []
     for step in range(steps):
         curve += steps_of(trainer, parallel, [step])

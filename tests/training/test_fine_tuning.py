@@ -23,9 +23,9 @@ from megafp8.models.gpt import GPTStage
 from megafp8.objectives.answers import Answers
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.init_from import complete_model, load_init
-from megafp8.training.inputs import Inputs, open_inputs
+from megafp8.training.inputs import RunInputs, open_inputs
 from megafp8.training.metrics import read_metrics
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_run
 from tests.conversion import families
 from tests.data.test_chats import CHATML, write_tokenizer
@@ -98,12 +98,12 @@ def prepare(folder: Path, count: int = 40) -> list[str]:
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1"]
 
 
-def loaded(overrides: list[str]) -> tuple[Trainer, Any]:
+def loaded(overrides: list[str]) -> tuple[RankTrainer, Any]:
     config = load_config(SFT, overrides, complete_model)
     device, p = initialize_distributed("cpu"), config.parallel
     parallel = initialize_model_parallel(p.tensor, p.pipeline, device=device)
     check_layout(config, parallel.world_size)
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     assert config.checkpoint.init_from is not None
     load_init(trainer, config.checkpoint.init_from)
     return trainer, parallel
@@ -118,7 +118,7 @@ def _steps(overrides: list[str], steps: int) -> list[tuple[float, int, float]]:
     return found
 
 
-def their_loss_and_norm(folder: Path, inputs: Inputs, samples: int) -> tuple[float, int, float]:
+def their_loss_and_norm(folder: Path, inputs: RunInputs, samples: int) -> tuple[float, int, float]:
     """Mean loss of the answers in the first samples and the norm of its gradient, chat by chat, by `transformers`.
 
     The data set is not read: chats are found by the tokens of samples, and tokenized and masked by transformers.
@@ -199,9 +199,9 @@ def _step(preset: Preset) -> tuple[float, ...]:
     """Train a step in small micro-batches; return the loss, the losses of later tokens, the z-loss and the norm."""
     trainer, parallel = start(config_of(preset))
     loss, result = trainer.train_step(0, batches(0, trainer.config, parallel))
-    assert loss.more is not None
+    assert loss.auxiliary is not None
     assert loss.z_loss is not None
-    return loss.mean, loss.more, loss.z_loss, result.grad_norm
+    return loss.mean, loss.auxiliary, loss.z_loss, result.grad_norm
 
 
 def _step_by_hand(preset: Preset) -> tuple[float, ...]:
@@ -238,7 +238,8 @@ def _step_by_hand(preset: Preset) -> tuple[float, ...]:
 def test_losses_are_means_over_labels_not_over_micro_batches_or_ranks(world4: World, layout: Preset) -> None:
     """Some micro-batches and some parts of sequences have no label, others many.
 
-    https://github.com/NVIDIA/Megatron-LM/issues/7452, findings 3 and 9; https://github.com/areal-project/AReaL/pull/1273
+    https://github.com/NVIDIA/Megatron-LM/issues/7452, findings 3 and 9;
+    https://github.com/areal-project/AReaL/pull/1273
     """
     preset = MTP | ANSWERS | Z_LOSS | SAMPLES_4
     (expected,) = world4.run(_step_by_hand, preset, ranks=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Fp8Record, read_report
 from megafp8.training.metrics import read_metrics
 from tests.marks import slow_but
 from tests.quickstart_data import ROOT, QuickstartData
@@ -59,7 +59,7 @@ class Run:
             for step in read_metrics(self.folder / "metrics.jsonl")
         ]
 
-    def report(self) -> list[Record]:
+    def report(self) -> list[Fp8Record]:
         return read_report(self.folder / FILE_NAME)
 
 

@@ -444,12 +444,12 @@ def test_a_prompt_that_is_too_long_to_read_is_named(tmp_path: Path, monkeypatch:
 def test_prompts_are_shuffled_in_each_epoch(tmp_path: Path) -> None:
     _write(tmp_path)
     source = open_inputs(_config(tmp_path), "test").train.datasets[0]
-    numbers, prompts = zip(*(source.of_sample(index) for index in range(0, 48, 4)))  # type: ignore[union-attr]
+    numbers, prompts = zip(*(source.prompt_at(index) for index in range(0, 48, 4)))  # type: ignore[union-attr]
     assert numbers == tuple(range(12))
     first, second = ([prompt.text for prompt in prompts[i : i + 6]] for i in (0, 6))
     assert sorted(first) == sorted(second)
     assert first != second
-    assert source.of_sample(5) == (1, prompts[1])  # type: ignore[union-attr]
+    assert source.prompt_at(5) == (1, prompts[1])  # type: ignore[union-attr]
 
 
 def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     )
     inputs = open_inputs(config, "test")
     assert inputs.tokenizer is not None
-    _, prompt = inputs.train.datasets[0].of_sample(0)  # type: ignore[union-attr]
+    _, prompt = inputs.train.datasets[0].prompt_at(0)  # type: ignore[union-attr]
     assert prompt.text == messages
     assert inputs.tokenizer.decode(prompt.tokens).endswith("assistant\n")
 

@@ -12,7 +12,7 @@ import pytest
 import megafp8
 from megafp8.config import Config
 from megafp8.gemm.dispatch import emulated
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.training.presets import CURRENT, DELAYED, Preset, config_of
 from tests.training.runs import batches, start, steps_of
 from tests.world import World
@@ -21,9 +21,9 @@ PACKAGE = str(Path(megafp8.__file__).parent)
 
 
 def _callers(frame: FrameType) -> list[FrameType]:
-    """Return the frames of the package from `Trainer.train_step` to `frame`."""
+    """Return the frames of the package from `RankTrainer.train_step` to `frame`."""
     frames = [frame]
-    while frames[-1].f_code is not Trainer.train_step.__code__:
+    while frames[-1].f_code is not RankTrainer.train_step.__code__:
         assert frames[-1].f_back is not None
         frames.append(frames[-1].f_back)
     return [x for x in frames if x.f_code.co_filename.startswith(PACKAGE)]

@@ -24,7 +24,7 @@ from megafp8.training.init_from import _tokenizer_file, check_init, complete_mod
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.state import save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.conversion import families
 from tests.conversion.test_tokenizer_families import FAMILIES, write_family
 from tests.marks import slow_but
@@ -78,13 +78,13 @@ def _stream(config: Config, rank: int = 0, ranks: int = 1) -> Any:
     )
 
 
-def _trainer(options: list[str]) -> Trainer:
+def _trainer(options: list[str]) -> RankTrainer:
     config = load_config(CONFIG, options, complete_model)
     device = initialize_distributed("cpu")
     p = config.parallel
     parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
     check_layout(config, parallel.world_size)
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     assert config.checkpoint.init_from is not None
     load_init(trainer, config.checkpoint.init_from)
     return trainer

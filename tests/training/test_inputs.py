@@ -20,10 +20,10 @@ from megafp8.config import Config, ConfigError
 from megafp8.data import DataError
 from megafp8.data.blend import BLOCK
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megafp8.data.samples import PackedDataset, Position, split_documents
+from megafp8.data.samples import PackedDataset, SamplePosition, split_documents
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import (
-    Inputs,
+    RunInputs,
     check_ranks_agree,
     describe_data,
     describe_planned_data,
@@ -56,7 +56,7 @@ def config(train: Any, cache: Path, **data: Any) -> Config:
     return Config.model_validate({"name": "t", "model": model, "data": data, **rest})
 
 
-def saved(inputs: Inputs, samples: int, *, with_record: bool = True) -> dict[str, Any]:
+def saved(inputs: RunInputs, samples: int, *, with_record: bool = True) -> dict[str, Any]:
     """The metadata of a checkpoint after `samples`, as they come back from a file."""
     about = {"step": samples // 4, "consumed_samples": samples, "config": inputs.config.model_dump(mode="json")}
     if with_record:
@@ -129,7 +129,7 @@ class Chain:
             self.listed.append(self.listed[int(self.rng.integers(len(self.listed)))])
         return kind
 
-    def open(self) -> tuple[Inputs, dict[str, float]]:
+    def open(self) -> tuple[RunInputs, dict[str, float]]:
         """The inputs, and the weight of each data set, in the order of the config."""
         weights: dict[str, float] = {}
         if self.rng.random() < 0.3:  # a list weighs by size
@@ -224,7 +224,7 @@ def test_data_sets_that_seem_equal_are_not_one(tmp_path: Path, kind: str) -> Non
     one, two = write_alike(tmp_path / "here", kind)
     options: dict[str, Any] = {"tokenizer": {"kind": "bytes"}, "validation": {"x": one}} if kind == "text" else {}
 
-    def opened(train: dict[str, float]) -> Inputs:
+    def opened(train: dict[str, float]) -> RunInputs:
         found = config(train, tmp_path / "cache", **options)
         model = found.model.model_copy(update={"vocab_size": 257 if kind == "text" else VOCABULARY})
         return open_inputs(found.model_copy(update={"model": model}), "test")
@@ -261,11 +261,11 @@ def test_one_data_set_under_two_paths_is_one(tmp_path: Path) -> None:
     assert resume(then, 40, config({str(tmp_path / "link"): 1.0}, tmp_path / "cache"))[1] == []
 
 
-def resume(then: Inputs, samples: int, now: Config, *, with_record: bool = True) -> tuple[Inputs, list[str]]:
+def resume(then: RunInputs, samples: int, now: Config, *, with_record: bool = True) -> tuple[RunInputs, list[str]]:
     return open_inputs(now, "test").resumed(saved(then, samples, with_record=with_record))
 
 
-def counts(inputs: Inputs, samples: int) -> list[int]:
+def counts(inputs: RunInputs, samples: int) -> list[int]:
     """Samples that each listed data set has given."""
     return inputs.train.segment.given(samples)
 
@@ -321,7 +321,7 @@ def test_another_sequence_length_continues_with_what_was_not_predicted(tmp_path:
     for about in (saved(then, 40), old):
         inputs, changes = open_inputs(with_length(16, {a: 3.0, b: 1.0}), "test").resumed(about)
         assert changes == [f"samples of {prefix} have 16 tokens instead of 8" for prefix in (a, b)]
-        assert [x.position for x in inputs.train.datasets] == [Position(n, 0, ((8, n, False),)) for n in given]
+        assert [x.position for x in inputs.train.datasets] == [SamplePosition(n, 0, ((8, n, False),)) for n in given]
         assert [inputs.train.segment.locate(i) for i in range(40, 90)] == [
             then.train.segment.locate(i) for i in range(40, 90)
         ]
@@ -331,7 +331,9 @@ def test_another_sequence_length_continues_with_what_was_not_predicted(tmp_path:
     alone, _ = resume(inputs, 60, with_length(4, {a: 1.0}))
     back, _ = resume(alone, 64, with_length(8, {a: 1.0, b: 1.0}))
     of_b = counts(inputs, 60)[1]
-    assert back.progress.active[1].position == Position(of_b, 0, ((8, given[1], False), (16, of_b - given[1], False)))
+    assert back.progress.active[1].position == SamplePosition(
+        of_b, 0, ((8, given[1], False), (16, of_b - given[1], False))
+    )
     assert [length for length, *_ in back.progress.active[0].position.given] == [8, 16, 4]
 
 

@@ -21,11 +21,11 @@ from megafp8.config import ConfigError, load_config
 from megafp8.optimizer.step import StepResult
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import complete_model
-from megafp8.training.inputs import Inputs, open_inputs
-from megafp8.training.loss import Loss
+from megafp8.training.inputs import RunInputs, open_inputs
+from megafp8.training.loss import BatchLoss
 from megafp8.training.metrics import read_metrics
 from megafp8.training.run import train
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_run
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.runs import ONE_RANK, run_job
@@ -37,13 +37,13 @@ def options(data: QuickstartData, folder: Path, *more: str) -> list[str]:
     return [*SMALL, *data.overrides, *ONE_RANK, f"run_dir={folder}", "training.global_batch_size=4", *more]
 
 
-def inputs_of(overrides: list[str]) -> Inputs:
+def inputs_of(overrides: list[str]) -> RunInputs:
     inputs = open_inputs(load_config(CONFIG, overrides, complete_model), str(CONFIG))
     check_run(inputs)
     return inputs
 
 
-class FaultyTrainer(Trainer):
+class FaultyTrainer(RankTrainer):
     """Real steps with faults between them. Steps count from 1.
 
     `flips`, `nans`: {step: rank}: after this step a bit of this rank's embedding flips, or its output layer has a NaN.
@@ -54,7 +54,7 @@ class FaultyTrainer(Trainer):
     nans: ClassVar[dict[int, int]] = {}
     skipped: ClassVar[tuple[int, ...]] = ()
 
-    def train_step(self, step: int, batches: Any, **_: Any) -> tuple[Loss, StepResult]:
+    def train_step(self, step: int, batches: Any, **_: Any) -> tuple[BatchLoss, StepResult]:
         def spoil() -> None:
             if step + 1 in self.skipped:
                 self.strategy.gradients[0][0] = torch.inf
@@ -68,12 +68,14 @@ class FaultyTrainer(Trainer):
         return done
 
 
-def _jobs(jobs: list[list[str]], faults: dict[str, Any], run: Callable[[Inputs], None] = run_job) -> list[str | None]:
+def _jobs(
+    jobs: list[list[str]], faults: dict[str, Any], run: Callable[[RunInputs], None] = run_job
+) -> list[str | None]:
     """Run jobs one after the other with `faults`; return the error message of each, or None."""
     from megafp8.training import job
 
     messages: list[str | None] = []
-    job.Trainer = type("Faulty", (FaultyTrainer,), faults)  # type: ignore[misc]
+    job.RankTrainer = type("Faulty", (FaultyTrainer,), faults)  # type: ignore[misc]
     for overrides in jobs:
         try:
             run(inputs_of(overrides))
@@ -82,7 +84,7 @@ def _jobs(jobs: list[list[str]], faults: dict[str, Any], run: Callable[[Inputs],
             messages.append(str(error))
         os.environ.pop("WORLD_SIZE", None)
         os.environ.pop("RANK", None)  # the world's group is gone; a job of one process makes its own
-    job.Trainer = Trainer  # type: ignore[misc]
+    job.RankTrainer = RankTrainer  # type: ignore[misc]
     return messages
 
 

@@ -253,7 +253,7 @@ def _reported(config: Config) -> list[float | None]:
     evaluated = trainer.evaluate(batches(EVALUATED, trainer.config, parallel))
     trained, _ = trainer.train_step(0, batches(0, trainer.config, parallel))
     assert (trained.z_loss is None) == (evaluated.z_loss is None) == (config.training.z_loss == 0)
-    return [x for loss in (evaluated, trained) for x in (loss.mean, loss.more)]
+    return [x for loss in (evaluated, trained) for x in (loss.mean, loss.auxiliary)]
 
 
 @pytest.mark.parametrize("preset", [MTP | TP2, BERT | PP2, T5, MASKED | CP2])

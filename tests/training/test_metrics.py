@@ -20,7 +20,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.config import load_config
-from megafp8.fp8.health import Record, read_report
+from megafp8.fp8.health import Fp8Record, read_report
 from megafp8.optimizer.layer_norms import KINDS
 from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.training.errors import TrainingError
@@ -132,9 +132,9 @@ def test_all_writers_have_the_same_names_and_values(tmp_path: Path, monkeypatch:
     A step that is repeated counts as it was the second time.
     """
     records = [
-        Record(1, "layers.0.mlp.down", "input", amax=3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0),
-        Record(1, "layers.1.mlp.down", "input", amax=2.0, scale=1.0, underflow=0.125, saturated=0.5, snr_db=20.0),
-        Record(1, "layers.0.mlp.down", "grad_output", None, scale=1.0, underflow=0.0, saturated=0.0, snr_db=None),
+        Fp8Record(1, "layers.0.mlp.down", "input", amax=3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0),
+        Fp8Record(1, "layers.1.mlp.down", "input", amax=2.0, scale=1.0, underflow=0.125, saturated=0.5, snr_db=20.0),
+        Fp8Record(1, "layers.0.mlp.down", "grad_output", None, scale=1.0, underflow=0.0, saturated=0.0, snr_db=None),
     ]
     fp8 = {
         "fp8/input/min_snr_db": 20.0,
@@ -239,7 +239,9 @@ def test_fp8_records_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "fp8_report.jsonl"
     writer = ReopenedToRepeat(partial(Fp8ReportWriter, path), 0)
     for step in (1, 2, 3, 2):
-        record = Record(step, "layers.0.mlp.down", "input", 3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0)
+        record = Fp8Record(
+            step, "layers.0.mlp.down", "input", 3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0
+        )
         writer.write(dataclasses.replace(STEP, step=step), [record])
     writer.close()
     assert [record.step for record in read_report(path)] == [1, 2]

@@ -78,7 +78,7 @@ def test_without_an_agent_rank_0_tells_of_its_end_once(tmp_path: Path, monkeypat
     monkeypatch.delenv(notify.AGENT_FILE, raising=False)
     monkeypatch.setenv("RANK", "1")
     notify.subscribe(config)
-    assert notify.of_process() is None
+    assert notify.process_subscription() is None
     assert notify.started(0) is None
     monkeypatch.setenv("RANK", "0")
     for restarts in ("0", "1"):
@@ -92,7 +92,7 @@ def test_without_an_agent_rank_0_tells_of_its_end_once(tmp_path: Path, monkeypat
     (tmp_path / "test").mkdir()
     for step in (5, 10):
         (tmp_path / "test" / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
-        notify.ended(notify.of_process(), 0)
+        notify.ended(notify.process_subscription(), 0)
     assert log.read_text().splitlines() == ["start 4", "restart 4", "failure 0 3", "stop 5 0", "finish 10 0"]
 
 

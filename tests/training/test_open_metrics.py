@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 from megafp8.training.goodput import goodput, read_lines
 from megafp8.training.metrics import JsonlWriter
 from megafp8.training.observer import StepMetrics
@@ -31,7 +31,7 @@ FULL = dataclasses.replace(
     layer_norms={"grad_norm/layers.0": 0.5, "weight_norm/embedding": 7.0, "update_norm": 0.125},
     section_seconds={"data": 0.01, "forward and backward": 0.0625},
 )
-RECORDS = [Record(11, "layers.0.mlp.down", "input", 3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0)]
+RECORDS = [Fp8Record(11, "layers.0.mlp.down", "input", 3.0, scale=1.0, underflow=0.25, saturated=0.0, snr_db=31.0)]
 
 
 def get(writer: OpenMetricsWriter, path: str = "/metrics") -> str:

@@ -12,7 +12,7 @@ import torch
 
 from megafp8.config import ParallelConfig
 from megafp8.distributed import tp_overlap
-from megafp8.distributed.tp_overlap import Collective, Replicated
+from megafp8.distributed.tp_overlap import Collective, ReplicatedTokens
 from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
 from megafp8.training.overlap import build_tp_overlap, on_one_host, sum_partials_on
 from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
@@ -49,7 +49,7 @@ def _chosen(options: dict[str, Any], device: str, ranks_of_host: str) -> tuple[t
         pytest.param({}, "cpu", "2", Collective, [], id="auto on CPU"),
         pytest.param({}, "cuda", "1", Collective, [SPANS], id="auto over hosts"),
         pytest.param({"overlap_tensor": "none"}, "cuda", "2", Collective, [], id="none"),
-        pytest.param({"sequence_parallel": False}, "cuda", "2", Replicated, [], id="auto with whole tokens"),
+        pytest.param({"sequence_parallel": False}, "cuda", "2", ReplicatedTokens, [], id="auto with whole tokens"),
     ],
 )
 def test_what_each_run_gets(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import Config
-from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Placement, Schedule, loop_placement
+from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Schedule, StagePlacement, loop_placement
 from megafp8.pipeline_parallel.registry import SCHEDULES
 from tests.pipeline_parallel.notation import csv_of
 from tests.training.presets import LAYERS_4, LAYERS_8, NO_CLIP, PP2, ZB_V, config_of
@@ -15,7 +15,7 @@ from tests.training.runs import Runs, start, steps_of
 from tests.world import World
 
 
-def all_forwards_first(placement: Placement, num_microbatches: int) -> Schedule:
+def all_forwards_first(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """GPipe over chunks."""
     order = [(Kind.FORWARD, range(placement.num_chunks)), (Kind.BACKWARD, reversed(range(placement.num_chunks)))]
     actions = [Action(kind, i, c) for kind, chunks in order for c in chunks for i in range(num_microbatches)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megafp8.checkpoint import latest
 from megafp8.config import Config
-from megafp8.conversion.base import Source
+from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.formats import open_source
@@ -86,7 +86,7 @@ def _checkpoint(folder: Path) -> Path:
 
 def _export(
     folder: Path, form: FormName, activations: Activations | None = None
-) -> tuple[Path, QuantizedExport, Source]:
+) -> tuple[Path, QuantizedExport, CheckpointSource]:
     """Converted with --quantization, verified, and read back."""
     whole = open_source(_checkpoint(folder))
     export = quantized_export(whole, form, activations)

@@ -31,7 +31,7 @@ from megafp8.data.sampler import batches
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import save_state
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
@@ -146,7 +146,7 @@ def test_data_parallelism_starts_the_same(runs: Runs, recipe: str) -> None:
         assert a_norm == pytest.approx(b_norm, rel=1e-6)
 
 
-def _trainer(overrides: list[str]) -> tuple[Trainer, Iterator[list[Batch]]]:
+def _trainer(overrides: list[str]) -> tuple[RankTrainer, Iterator[list[Batch]]]:
     """A trainer on the ranks that are here, all of one data-parallel rank, and its batches from the first on."""
     config = load_config(CONFIG, overrides)
     check_layout(config, dist.get_world_size())
@@ -159,7 +159,7 @@ def _trainer(overrides: list[str]) -> tuple[Trainer, Iterator[list[Batch]]]:
         micro_batch_size=config.training.micro_batch_size, data_parallel_rank=0, data_parallel_size=1, num_workers=0,
         objective=inputs.objective, pin_memory=False,
     )  # fmt: skip
-    return Trainer(inputs.config, parallel), stream
+    return RankTrainer(inputs.config, parallel), stream
 
 
 def _saved_after(overrides: list[str], folder: Path, steps: int) -> tuple[list[float], list[float]]:
@@ -170,7 +170,7 @@ def _saved_after(overrides: list[str], folder: Path, steps: int) -> tuple[list[f
         trainer.train_step(step, given[step])
     save_state(trainer, folder, steps, None)
     straight = [trainer.train_step(step, given[step])[0].mean for step in range(steps, STEPS)]
-    resumed = Trainer(trainer.config, trainer.parallel)
+    resumed = RankTrainer(trainer.config, trainer.parallel)
     assert load_latest(resumed, folder) == steps
     return straight, [resumed.train_step(step, given[step])[0].mean for step in range(steps, STEPS)]
 

@@ -11,7 +11,7 @@ from megafp8.batch import Batch
 from megafp8.replicas import ReplicaLost, share
 from megafp8.training.consistency import rank_state
 from megafp8.training.replicas.trainer import ReplicaTrainer
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.replicas.twin import SharesInTurn
 from tests.training.presets import (
     DEEPSEEK,
@@ -30,7 +30,7 @@ MEMBERS = [3, 2, 1, 4]
 """Replicas that train each step."""
 
 
-def _started(preset: Preset) -> tuple[ReplicaTrainer, SharesInTurn, Trainer, list[list[Batch]]]:
+def _started(preset: Preset) -> tuple[ReplicaTrainer, SharesInTurn, RankTrainer, list[list[Batch]]]:
     """A trainer of shares with its exchange, a trainer of whole batches, and these."""
     config = config_of(preset, training={"global_batch_size": 4})
     whole, parallel = start(config)
@@ -48,8 +48,13 @@ def _compare(preset: Preset, present: int = 4) -> None:
         loss, result = exchange.step(shared, step, parts)
         expected_loss, expected = whole.train_step(step, batch)
         assert loss.tokens == expected_loss.tokens
-        ours = [loss.mean, loss.more or 0.0, result.grad_norm, shared.max_attention_logit or 0.0]
-        theirs = [expected_loss.mean, expected_loss.more or 0.0, expected.grad_norm, whole.max_attention_logit or 0.0]
+        ours = [loss.mean, loss.auxiliary or 0.0, result.grad_norm, shared.max_attention_logit or 0.0]
+        theirs = [
+            expected_loss.mean,
+            expected_loss.auxiliary or 0.0,
+            expected.grad_norm,
+            whole.max_attention_logit or 0.0,
+        ]
         assert ours == pytest.approx(theirs, rel=1e-11)
         if whole.expert_load is not None:
             assert shared.expert_load is not None

@@ -26,7 +26,7 @@ from megafp8.models.gpt import GPTStage
 from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import state
 from megafp8.training.state import check_resume, check_same_run, checkpoint_folder, save_state, tensor_kinds, weights
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.training.presets import GPT2, LAYERS_4, NONE, QK_NORM, TIED, Preset, config_of
 from tests.training.test_state import changed
 from tests.world import World
@@ -41,7 +41,7 @@ def _parallel() -> ParallelState:
 
 
 def _save(config: Config, folder: str) -> None:
-    trainer = Trainer(config, _parallel())
+    trainer = RankTrainer(config, _parallel())
     for step in (GOOD, NEWEST):
         save_state(trainer, Path(folder), step, "abc")
 
@@ -206,7 +206,7 @@ CHANGES: dict[str, list[Any]] = {
 MODELS = [LAYERS_4, LAYERS_4 | GPT2, LAYERS_4 | QK_NORM, LAYERS_4 | TIED]
 
 
-def _logits(trainer: Trainer) -> Tensor:
+def _logits(trainer: RankTrainer) -> Tensor:
     (stage,) = trainer.stages
     assert isinstance(stage, GPTStage)
     tokens = torch.arange(16).view(2, 8) * 37 % 99
@@ -223,7 +223,7 @@ def _change_models(model: Preset, folder: str, trials: int) -> tuple[dict[str, i
     """Outcomes of random changes of the model section by kind, and the wrong ones."""
     rng, parallel = random.Random(str(model)), _parallel()
     config = changed(config_of(model, seed=1), training={"precision": "fp64"})
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     with torch.no_grad():
         for param in trainer.strategy.params:  # no norm weight of one, no bias of zero
             param += 0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1), dtype=param.dtype)
@@ -246,7 +246,7 @@ def _change_models(model: Preset, folder: str, trials: int) -> tuple[dict[str, i
         fits = tensor_kinds(other) == tensor_kinds(config)
         same = False
         if fits:
-            resumed = Trainer(other, parallel)
+            resumed = RankTrainer(other, parallel)
             load(found, weights(resumed), optional=lambda n: not n.startswith("model."))
             after = _logits(resumed)
             same = after.shape == before.shape and torch.equal(after, before)

@@ -26,7 +26,7 @@ from megafp8.checkpoint import read_metadata
 from megafp8.config import check_layout, load_config, planned_stages
 from megafp8.training.command_line import prepare
 from megafp8.training.metrics import read_metrics
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.data.datasets import write_dataset
 from tests.quickstart_data import CONFIG, ROOT
 from tests.test_checkpoint_format import undocumented_keys
@@ -92,7 +92,7 @@ def with_paths(overrides: dict[str, Any], data: Path) -> dict[str, Any]:
     return found
 
 
-class Watched(Trainer):
+class Watched(RankTrainer):
     """Keeps the samples that it trains on, by their number in the run."""
 
     samples: ClassVar[dict[int, list[int]]] = {}
@@ -114,7 +114,7 @@ def _job(tree: dict[str, Any]) -> dict[int, list[int]]:
     from megafp8.training import job
 
     Watched.samples.clear()
-    job.Trainer = Watched  # type: ignore[misc]
+    job.RankTrainer = Watched  # type: ignore[misc]
     path = Path(tree["run_dir"]) / f"rank-{os.environ['RANK']}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
@@ -122,7 +122,7 @@ def _job(tree: dict[str, Any]) -> dict[int, list[int]]:
     inputs = prepare(Namespace(**arguments))
     assert inputs is not None
     run_job(inputs)
-    job.Trainer = Trainer  # type: ignore[misc]
+    job.RankTrainer = RankTrainer  # type: ignore[misc]
     return dict(Watched.samples)
 
 

@@ -35,7 +35,7 @@ from megafp8.training.state import (
     save_state,
     tensor_kinds,
 )
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_writable
 from tests.test_checkpoint_format import is_documented, undocumented_keys
 from tests.training.latest import load_latest
@@ -45,9 +45,9 @@ from tests.training.runs import batches, start
 from tests.world import World
 
 
-def _trainer(config: Config) -> Trainer:
+def _trainer(config: Config) -> RankTrainer:
     p = config.parallel
-    return Trainer(config, initialize_model_parallel(p.tensor, p.pipeline, device=initialize_distributed("cpu")))
+    return RankTrainer(config, initialize_model_parallel(p.tensor, p.pipeline, device=initialize_distributed("cpu")))
 
 
 def _save(config: Config, folder: str) -> str:

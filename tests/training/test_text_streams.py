@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from megafp8.config import Config, ConfigError, check_layout, load_config
-from megafp8.training.inputs import Inputs, describe_planned_data, missing_data, open_inputs
+from megafp8.training.inputs import RunInputs, describe_planned_data, missing_data, open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.validate import validate
 from tests.quickstart_data import CONFIG, QuickstartData
@@ -99,7 +99,7 @@ def config_of(quickstart_data: QuickstartData, *more: str) -> Config:
     return load_config(CONFIG, [*quickstart_data.overrides, *ONE_RANK, *SMALL, *more])
 
 
-def saved(inputs: Inputs, samples: int) -> dict[str, Any]:
+def saved(inputs: RunInputs, samples: int) -> dict[str, Any]:
     """The metadata of a checkpoint, as it comes back from a file."""
     config = inputs.config.model_dump(mode="json")
     about = {"step": samples // 8, "consumed_samples": samples, "config": config, "data": inputs.record(samples)}

@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import megafp8
 from megafp8.gemm import dispatch
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 from tests.training.presets import BF16, DELAYED, config_of
 from tests.training.runs import batches, start
 from tests.world import World
 
 PACKAGE = str(Path(megafp8.__file__).parent)
 MOST_FRAMES = 17
-"""Functions of the package from `Trainer.train_step` to the GEMM, both included."""
+"""Functions of the package from `RankTrainer.train_step` to the GEMM, both included."""
 
 
 def _functions_to_first_gemm() -> list[str]:
@@ -28,7 +28,7 @@ def _functions_to_first_gemm() -> list[str]:
 
     def traced(*args: Any) -> Any:
         stack, frame = ["emulated"], sys._getframe(1)
-        while stack[-1] != Trainer.train_step.__qualname__:
+        while stack[-1] != RankTrainer.train_step.__qualname__:
             if frame.f_code.co_filename.startswith(PACKAGE):
                 stack.append(frame.f_code.co_qualname)
             assert isinstance(frame.f_back, FrameType)

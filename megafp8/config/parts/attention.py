@@ -282,8 +282,8 @@ class AttentionConfig(PartRecord, AttentionKeys):
     @property
     def projected(self) -> tuple[str, ...]:
         """What is computed from the layer's input: q, k and v, and the gate where there is one."""
-        own = () if self.kv_layer is not None else ("k",) if self.keys_as_values else ("k", "v")
-        return "q", *own, *(("gate",) if self.output_gate else ())
+        keys = () if self.kv_layer is not None else ("k",) if self.keys_as_values else ("k", "v")
+        return "q", *keys, *(("gate",) if self.output_gate else ())
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -416,9 +416,9 @@ def _longrope(m: ModelSection, longrope: LongRopeConfig) -> Iterator[Problem]:
     latent = m.latent_attention
     pairs = (attention_keys(m).rotary_channels if latent is None else latent.rope_head_dim) // 2
     for key in ("short_factor", "long_factor"):
-        if len(given := getattr(longrope, key)) != pairs:
-            rule = f"{len(given)} numbers, where {pairs} pairs of channels of a head are rotated"
-            yield Problem(f"model.longrope.{key}", given, rule, f"give {pairs} numbers")
+        if len(factors := getattr(longrope, key)) != pairs:
+            rule = f"{len(factors)} numbers, where {pairs} pairs of channels of a head are rotated"
+            yield Problem(f"model.longrope.{key}", factors, rule, f"give {pairs} numbers")
     longest = longrope.extended_length
     if m.max_position_embeddings not in (None, longest):
         rule = f"not model.longrope's factor × original_max_position_embeddings ({longest})"

@@ -260,13 +260,13 @@ def _divided(config: RunConfig, record: MoeFfnConfig) -> Iterator[Problem]:
 def expert_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules between experts and the number of ranks."""
     p = config.parallel
-    of_stage, rest = divmod(world_size, p.pipeline)
-    if rest or of_stage % (p.tensor * p.context):
+    stage_ranks, rest = divmod(world_size, p.pipeline)
+    if rest or stage_ranks % (p.tensor * p.context):
         return
     cut = f" over parallel.expert_tensor ({p.expert_tensor})" if p.expert_tensor > 1 else ""
     for key, size, count, over in (
-        ("expert_tensor", p.expert_tensor, of_stage, ""),
-        ("expert", p.expert, of_stage // p.expert_tensor, cut),
+        ("expert_tensor", p.expert_tensor, stage_ranks, ""),
+        ("expert", p.expert, stage_ranks // p.expert_tensor, cut),
     ):
         if count % size:
             rule = f"it must divide the {count} data-, context- and tensor-parallel ranks of a pipeline stage{over}"

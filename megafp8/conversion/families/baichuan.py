@@ -12,13 +12,13 @@ def _read_positions(hf: HfConfig) -> Fields:
     """The two models have different names for the length."""
     if "z_loss_weight" in hf:
         raise ValueError("z_loss_weight: this is Baichuan 2, whose output layer normalizes its weights")
-    given = [key for key in _LENGTHS if key in hf]
-    if len(given) != 1:
+    lengths = [key for key in _LENGTHS if key in hf]
+    if len(lengths) != 1:
         raise ValueError(
-            f"has {' and '.join(given) or 'neither'}: supported: {_LENGTHS[0]} (rope) or {_LENGTHS[1]} (ALiBi)"
+            f"has {' and '.join(lengths) or 'neither'}: supported: {_LENGTHS[0]} (rope) or {_LENGTHS[1]} (ALiBi)"
         )
-    kind = "rope" if given == [_LENGTHS[0]] else "alibi"
-    return {"position_embedding": kind, "max_position_embeddings": hf[given[0]]}
+    kind = "rope" if lengths == [_LENGTHS[0]] else "alibi"
+    return {"position_embedding": kind, "max_position_embeddings": hf[lengths[0]]}
 
 
 FAMILIES = (

@@ -3,7 +3,7 @@
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
-from megafp8.conversion.hf_names import Names, Place, TensorNames, after, in_layers
+from megafp8.conversion.hf_names import HfPlace, Names, TensorNames, after, in_layers
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, expect, only, same, unread
 
 _CLASSES = {"BertForPreTraining": True, "BertForMaskedLM": False}
@@ -91,7 +91,7 @@ FAMILIES = (
     ), TensorNames(
         {
             **_blocks("roberta"), **_head("lm_head.dense", "lm_head.layer_norm", "lm_head"),
-            "embedding.position": Place("roberta.embeddings.position_embeddings", after(_ROBERTA_OFFSET)),
+            "embedding.position": HfPlace("roberta.embeddings.position_embeddings", after(_ROBERTA_OFFSET)),
         },
         copies={"lm_head.decoder.bias": "lm_head.bias"}, other_heads=r"roberta\.pooler\..*",
     ), kind="bert"),

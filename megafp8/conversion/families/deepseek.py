@@ -8,7 +8,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_names import MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.hf_rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, only, same, unread
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
 
 _DERIVED_WIDTHS = {
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
@@ -44,7 +44,7 @@ def _write_group_method(ours: Fields) -> Keys:
 LATENT_KEYS = (
     *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED,
     same(
-        "latent_attention", q_rank=Key("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
+        "latent_attention", q_rank=ConfigKey("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
         nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
     ),
     only(attention_bias=False),

@@ -46,9 +46,9 @@ def _read_mixers(hf: HfConfig) -> Fields:
 
 def _read_rope(hf: HfConfig, label: str) -> Fields:
     """The rotary embedding of layers with a window only (main), or of those with entries."""
-    top, given = ("rope_theta", 1e4) if label == "main" else ("compress_rope_theta", 1.6e5), hf.get(_ROPE) or {}
-    is_nested = isinstance(given, dict) and {"main", "compress"} <= given.keys()
-    scaled = dict(given[label] if is_nested else {} if label == "main" else given or hf.get("rope_scaling") or {})
+    top, rope = ("rope_theta", 1e4) if label == "main" else ("compress_rope_theta", 1.6e5), hf.get(_ROPE) or {}
+    is_nested = isinstance(rope, dict) and {"main", "compress"} <= rope.keys()
+    scaled = dict(rope[label] if is_nested else {} if label == "main" else rope or hf.get("rope_scaling") or {})
     width, rotated = hf.get("head_dim", 512), hf.get("qk_rope_head_dim")
     partial = rotated / width if isinstance(rotated, int) and isinstance(width, int) else 1 / 8
     partial = scaled.pop(_PARTIAL, None) or hf.get(_PARTIAL) or partial

@@ -4,7 +4,7 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import num_layers
-from megafp8.conversion.hf_names import Place, like_llama
+from megafp8.conversion.hf_names import HfPlace, like_llama
 from megafp8.conversion.hf_rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, same, unread
 
@@ -42,6 +42,6 @@ FAMILIES = (
         # Read by Baidu's own code.
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(
-        {"mlp.router.bias": Place("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
+        {"mlp.router.bias": HfPlace("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
     ), moe=True),
 )  # fmt: skip

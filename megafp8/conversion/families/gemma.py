@@ -5,7 +5,7 @@ from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import full_every, windows
 from megafp8.conversion.hf_names import OUTPUT_NORMS, like_llama
 from megafp8.conversion.hf_rope import rope, ropes_by_type
-from megafp8.conversion.keys import Fields, HfConfig, Key, Trait, aliases, always, only, same
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Trait, aliases, always, only, same
 
 
 def _read_embedding_multiplier(hf: HfConfig) -> Fields:
@@ -15,8 +15,8 @@ def _read_embedding_multiplier(hf: HfConfig) -> Fields:
 
 def _softcaps(attention: float | None, logits: float | None) -> Trait:
     return same(
-        attention_softcap=Key("attn_logit_softcapping", attention, nullable=True),
-        logit_softcap=Key("final_logit_softcapping", logits, nullable=True),
+        attention_softcap=ConfigKey("attn_logit_softcapping", attention, nullable=True),
+        logit_softcap=ConfigKey("final_logit_softcapping", logits, nullable=True),
     )
 
 

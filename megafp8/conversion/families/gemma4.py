@@ -8,9 +8,9 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.families.gemma import EMBEDDING_MULTIPLIER
 from megafp8.conversion.hf_layers import FULL, SLIDING, full_every, kv_sources, layer_types, windows
-from megafp8.conversion.hf_names import LLAMA, OUTPUT_NORMS, Place, TensorNames, equal_parts, fused, in_layers
+from megafp8.conversion.hf_names import LLAMA, OUTPUT_NORMS, HfPlace, TensorNames, equal_parts, fused, in_layers
 from megafp8.conversion.hf_rope import ropes_of_types
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, flag, only, same
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, flag, only, same
 
 _EXPERTS = {"num_experts": "num_experts", "top_k": "top_k_experts", "ffn_hidden_size": "moe_intermediate_size"}
 _HEADS = {"head_dim": "head_dim", "num_key_value_heads": "num_query_groups"}
@@ -36,14 +36,14 @@ def _read_heads(hf: HfConfig) -> Fields:
     types, equal = _types(hf), flag(hf, "attention_k_eq_v")
     sources = kv_sources(hf, types)
     usual = {"head_dim": hf.get("head_dim", 256), "num_key_value_heads": hf.get("num_key_value_heads", 4)}
-    of_full = {"head_dim": hf.get("global_head_dim", 512)}
+    full = {"head_dim": hf.get("global_head_dim", 512)}
     if equal and hf.get("num_global_key_value_heads") is not None:
-        of_full["num_key_value_heads"] = hf["num_global_key_value_heads"]
-    overrides = {str(i): of_full for i, kind in enumerate(types) if kind == FULL}
-    if (given := hf.get("per_layer_config")) is not None:
+        full["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    overrides = {str(i): full for i, kind in enumerate(types) if kind == FULL}
+    if (per_layer := hf.get("per_layer_config")) is not None:
         if old := [key for key in _OLD_HEADS if key in hf]:
             refuse(old[0], hf[old[0]], "per_layer_config without it, which says the same")
-        overrides = {str(i): x for i, x in given.items()}
+        overrides = {str(i): x for i, x in per_layer.items()}
         if unknown := sorted({key for x in overrides.values() for key in x} - {*usual}):
             refuse("per_layer_config", unknown[0], f"{' and '.join(usual)} of layers")
     layers = [usual | overrides.get(str(i), {}) for i in range(len(types))]
@@ -54,11 +54,11 @@ def _read_heads(hf: HfConfig) -> Fields:
 
 
 def _write_heads(ours: Fields) -> Keys:
-    sources, of_windows = ours["mixer.kv_layer"], ours["mixer.sliding_window"]
+    sources, windows = ours["mixer.kv_layer"], ours["mixer.sliding_window"]
     layers = [{theirs: ours[f"mixer.{key}"][i] for theirs, key in _HEADS.items()} for i in range(len(sources))]
-    usual = layers[next((i for i, window in enumerate(of_windows) if window is not None), 0)]
-    of_layers = {str(i): x for i, x in enumerate(layers) if x != usual}
-    keys = {"attention_k_eq_v": any(ours["mixer.keys_as_values"]), "per_layer_config": of_layers}
+    usual = layers[next((i for i, window in enumerate(windows) if window is not None), 0)]
+    by_layer = {str(i): x for i, x in enumerate(layers) if x != usual}
+    keys = {"attention_k_eq_v": any(ours["mixer.keys_as_values"]), "per_layer_config": by_layer}
     return {**usual, **keys, "num_kv_shared_layers": sum(x is not None for x in sources)}
 
 
@@ -112,7 +112,7 @@ _NAMES = {
         **{f"mlp.shared.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
         **fused("experts.gate_up_proj", equal_parts(2), tuple(f"mlp.experts.*.{x}.weight" for x in ("gate", "up")),
                 stacked=True),
-        "mlp.experts.*.down.weight": Place("experts.down_proj", stacked=True),
+        "mlp.experts.*.down.weight": HfPlace("experts.down_proj", stacked=True),
         "mlp.shared_norm": "pre_feedforward_layernorm", "mlp.experts_norm": "pre_feedforward_layernorm_2",
         "mlp.shared_output_norm": "post_feedforward_layernorm_1",
         "mlp.experts_output_norm": "post_feedforward_layernorm_2", "mlp.router": "router.proj",
@@ -127,7 +127,7 @@ FAMILIES = (
     Family("gemma4_text", "Gemma4ForCausalLM", (
         *traits.RMSNORM_MODEL, traits.POSITIONS, traits.TIED, traits.NO_PADDING, EMBEDDING_MULTIPLIER,
         traits.activation("hidden_activation", "gelu_pytorch_tanh"),
-        same(norm_eps=("rms_norm_eps", 1e-6), logit_softcap=Key("final_logit_softcapping", None, nullable=True)),
+        same(norm_eps=("rms_norm_eps", 1e-6), logit_softcap=ConfigKey("final_logit_softcapping", None, nullable=True)),
         always(norm_position="both", qk_norm=True, value_norm=True, attention_scale=1.0, layer_scalar=True),
         always(position_embedding="rope"),
         Trait(_PER_LAYER, _read_per_layer, _write_per_layer),

@@ -3,7 +3,7 @@
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
-from megafp8.conversion.hf_names import QKV, Place, TensorNames, after, equal_parts, fused, in_layers
+from megafp8.conversion.hf_names import QKV, HfPlace, TensorNames, after, equal_parts, fused, in_layers
 from megafp8.conversion.keys import HfConfig, Trait, aliases, always, check, only, same
 
 
@@ -15,8 +15,8 @@ def _check_embedding_width(hf: HfConfig) -> None:
 
 _GPT2_LAYER = {
     "attention_norm": "ln_1", **fused("attn.c_attn", equal_parts(3), QKV, transposed=True),
-    "attention.proj": Place("attn.c_proj", transposed=True), "mlp_norm": "ln_2",
-    "mlp.up": Place("mlp.c_fc", transposed=True), "mlp.down": Place("mlp.c_proj", transposed=True),
+    "attention.proj": HfPlace("attn.c_proj", transposed=True), "mlp_norm": "ln_2",
+    "mlp.up": HfPlace("mlp.c_fc", transposed=True), "mlp.down": HfPlace("mlp.c_proj", transposed=True),
 }  # fmt: skip
 _OPT_LAYER = {
     "attention_norm": "self_attn_layer_norm", **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkv"},
@@ -37,7 +37,7 @@ FAMILIES = (
         only(written=False, _remove_final_layer_norm=False),
     ), TensorNames({
         "embedding.word": "model.decoder.embed_tokens",
-        "embedding.position": Place("model.decoder.embed_positions", after(2)),
+        "embedding.position": HfPlace("model.decoder.embed_positions", after(2)),
         "final_norm": "model.decoder.final_layer_norm", "output": "lm_head",
         **in_layers("model.decoder.layers.*", _OPT_LAYER),
     }), rank=2),

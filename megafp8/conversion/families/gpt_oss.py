@@ -4,7 +4,7 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import full_every, windows
-from megafp8.conversion.hf_names import Names, Place, alternating, fused, like_llama
+from megafp8.conversion.hf_names import HfPlace, Names, alternating, fused, like_llama
 from megafp8.conversion.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, unread
 
@@ -24,7 +24,7 @@ def _write_rope(ours: Fields) -> Keys:
 def _experts(parameter: str, suffix: str) -> Names:
     places = {
         **fused(f"mlp.experts.gate_up_proj{suffix}", alternating(2), ("gate", "up"), transposed=True, stacked=True),
-        "down": Place(f"mlp.experts.down_proj{suffix}", transposed=True, stacked=True),
+        "down": HfPlace(f"mlp.experts.down_proj{suffix}", transposed=True, stacked=True),
     }
     return {f"mlp.experts.*.{module}.{parameter}": place for module, place in places.items()}
 

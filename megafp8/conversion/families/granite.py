@@ -5,7 +5,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL, num_layers
 from megafp8.conversion.hf_mamba import LINEAR, MAMBA_NAMES, bamba_like, kinds_of, mixers
-from megafp8.conversion.hf_names import Place, equal_parts, fused, like_llama
+from megafp8.conversion.hf_names import HfPlace, equal_parts, fused, like_llama
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, same
 
 _MODEL = (
@@ -21,7 +21,7 @@ _GATE_UP = ("mlp.experts.*.gate", "mlp.experts.*.up")
 _EXPERTS = {
     "mlp.router": "block_sparse_moe.router.layer",
     **fused("block_sparse_moe.input_linear", equal_parts(2), _GATE_UP, stacked=True),
-    "mlp.experts.*.down": Place("block_sparse_moe.output_linear", stacked=True),
+    "mlp.experts.*.down": HfPlace("block_sparse_moe.output_linear", stacked=True),
 }
 _SHARED = {
     **fused("shared_mlp.input_linear", equal_parts(2), ("mlp.shared.gate", "mlp.shared.up")),

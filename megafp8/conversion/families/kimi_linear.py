@@ -8,11 +8,11 @@ from megafp8.conversion.families import Family
 from megafp8.conversion.families.deepseek import check_derived_widths
 from megafp8.conversion.families.llama import MIXTRAL_EXPERTS, MIXTRAL_ROUTER
 from megafp8.conversion.hf_layers import FULL, layer_list, num_layers
-from megafp8.conversion.hf_names import Place, like_llama, usual
+from megafp8.conversion.hf_names import HfPlace, like_llama, usual
 from megafp8.conversion.keys import (
+    ConfigKey,
     Fields,
     HfConfig,
-    Key,
     Keys,
     Trait,
     aliases,
@@ -35,9 +35,9 @@ _NESTED, _LISTS = "linear_attn_config", {"kda_layers": _LINEAR, "full_attn_layer
 
 def _types(hf: HfConfig) -> list[str]:
     """The kind of each layer: layer_types, or two lists of layers, counted from 1, or by default every fourth full."""
-    given, layers, nested = layer_list(hf, "layer_types", (FULL, _LINEAR)), num_layers(hf), hf.get(_NESTED) or {}
-    if given is not None:
-        return given
+    layer_types, layers, nested = layer_list(hf, "layer_types", (FULL, _LINEAR)), num_layers(hf), hf.get(_NESTED) or {}
+    if layer_types is not None:
+        return layer_types
     if not all(key in nested for key in _LISTS):
         return [FULL if i and i % 4 == 0 else _LINEAR for i in range(layers)]
     kinds = {layer: kind for key, kind in _LISTS.items() for layer in nested[key]}
@@ -48,11 +48,11 @@ def _types(hf: HfConfig) -> list[str]:
 
 def _read_mixers(hf: HfConfig) -> Fields:
     types, nested = _types(hf), hf.get(_NESTED) or {}
-    found: Fields = {"mixer.kind": [_KDA if kind == _LINEAR else _LATENT for kind in types]}
+    fields: Fields = {"mixer.kind": [_KDA if kind == _LINEAR else _LATENT for kind in types]}
     for ours, (inner, outer, default) in _KEYS.items():
         value = nested.get(inner, hf.get(outer, default))
-        found[f"mixer.{ours}"] = [value if kind == _LINEAR else None for kind in types]
-    return found
+        fields[f"mixer.{ours}"] = [value if kind == _LINEAR else None for kind in types]
+    return fields
 
 
 def _write_mixers(ours: Fields) -> Keys:
@@ -84,7 +84,7 @@ FAMILIES = (
         *traits.RMSNORM_MODEL, traits.activation(), traits.UNTIED, same(norm_eps=("rms_norm_eps", 1e-5)),
         same(max_position_embeddings=("model_max_length", None)), aliases(max_position_embeddings="model_max_length"),
         same(
-            "latent_attention", q_rank=Key("q_lora_rank", None, nullable=True), kv_rank="kv_lora_rank",
+            "latent_attention", q_rank=ConfigKey("q_lora_rank", None, nullable=True), kv_rank="kv_lora_rank",
             nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
         ),
         always("latent_attention", norm_eps=1e-6), always(position_embedding="none"),
@@ -114,7 +114,7 @@ FAMILIES = (
     ), like_llama(
         usual(LatentMixerConfig, KimiDeltaAttentionConfig), MIXTRAL_ROUTER, MIXTRAL_EXPERTS,
         {
-            "kimi_delta_attention.log_rate.weight": Place("self_attn.A_log", shape=(1, 1, -1, 1)),
+            "kimi_delta_attention.log_rate.weight": HfPlace("self_attn.A_log", shape=(1, 1, -1, 1)),
             "mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
             **{f"mlp.shared.{x}": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
         },

@@ -6,7 +6,7 @@ from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL, layer_list, num_layers
 from megafp8.conversion.hf_names import LLAMA, TensorNames, equal_parts, fused, in_layers
 from megafp8.conversion.hf_rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, aliases, always, only, same
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, aliases, always, only, same
 
 _CONV, _OURS = "conv", "short_convolution"
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -35,7 +35,8 @@ FAMILIES = (
     Family("lfm2_moe", "Lfm2MoeForCausalLM", (
         rope(1e6), *traits.RMSNORM_MODEL, traits.POSITIONS, traits.TIED, aliases(tie_embedding="tie_word_embeddings"),
         same(
-            num_query_groups=Key("num_key_value_heads", 8), head_dim=("head_dim", None), norm_eps=("norm_eps", 1e-5),
+            num_query_groups=ConfigKey("num_key_value_heads", 8), head_dim=("head_dim", None),
+            norm_eps=("norm_eps", 1e-5),
         ),
         always(qk_norm=True, activation="swiglu"),
         Trait(("layer_types", "conv_L_cache", "num_dense_layers"), _read_layers, _write_layers),

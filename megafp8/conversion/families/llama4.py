@@ -4,7 +4,7 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL, layer_types, num_layers, without_rotary
-from megafp8.conversion.hf_names import Names, Place, equal_parts, fused, like_llama
+from megafp8.conversion.hf_names import HfPlace, Names, equal_parts, fused, like_llama
 from megafp8.conversion.hf_rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, flag, only, same, unread
 
@@ -49,10 +49,10 @@ def _write_heads(ours: Fields) -> Keys:
 
 def _read_layers(hf: HfConfig) -> Fields:
     """Layers with experts: those in moe_layers, or at multiples of interleave_moe_layer_step."""
-    layers, step, given = num_layers(hf), hf.get("interleave_moe_layer_step", 1), hf.get("moe_layers")
-    if given is None and (not isinstance(step, int) or step < 1):
+    layers, step, moe_layers = num_layers(hf), hf.get("interleave_moe_layer_step", 1), hf.get("moe_layers")
+    if moe_layers is None and (not isinstance(step, int) or step < 1):
         refuse("interleave_moe_layer_step", step, "a number of layers from 1 on")
-    sparse = range(step - 1, layers, step) if given is None else given
+    sparse = range(step - 1, layers, step) if moe_layers is None else moe_layers
     return {"ffn.kind": ["moe" if i in sparse else "mlp" for i in range(layers)]}
 
 
@@ -69,7 +69,7 @@ def _write_widths(ours: Fields) -> Keys:
 
 def _experts() -> Names:
     gate_up = fused("feed_forward.experts.gate_up_proj", equal_parts(2), ("gate", "up"), transposed=True, stacked=True)
-    places = {**gate_up, "down": Place("feed_forward.experts.down_proj", transposed=True, stacked=True)}
+    places = {**gate_up, "down": HfPlace("feed_forward.experts.down_proj", transposed=True, stacked=True)}
     return {f"mlp.experts.*.{module}.weight": place for module, place in places.items()}
 
 

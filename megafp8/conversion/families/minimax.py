@@ -14,8 +14,8 @@ def _read_rope(hf: HfConfig) -> Fields:
     fields, width, dim = read_rope(hf, 5e6, 1.0), hf.get("head_dim", 128), hf.get("rotary_dim")
     if dim is None:
         return fields
-    given = [x for x in (hf, hf.get("rope_parameters"), hf.get("rope_scaling")) if x and "partial_rotary_factor" in x]
-    if given and dim != fields["partial_rotary_factor"] * width:
+    sources = [x for x in (hf, hf.get("rope_parameters"), hf.get("rope_scaling")) if x and "partial_rotary_factor" in x]
+    if sources and dim != fields["partial_rotary_factor"] * width:
         refuse("rotary_dim", dim, f"partial_rotary_factor × head_dim ({fields['partial_rotary_factor'] * width:g})")
     return fields | {"partial_rotary_factor": dim / width}
 

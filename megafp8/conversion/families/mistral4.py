@@ -7,7 +7,7 @@ from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.families.deepseek import LATENT_MODEL, check_derived_widths
-from megafp8.conversion.hf_names import Names, Place, equal_parts, fused, like_llama, usual
+from megafp8.conversion.hf_names import HfPlace, Names, equal_parts, fused, like_llama, usual
 from megafp8.conversion.hf_rope import ORIGINAL_LENGTH, ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, check, expect, only, same
 
@@ -32,8 +32,8 @@ def _read_rope(hf: HfConfig) -> Fields:
         expect(rope, "partial_rotary_factor", rotated / (rotated + width), "qk_rope_head_dim / qk_head_dim")
     expect(rope, "max_position_embeddings", hf.get("max_position_embeddings"), "the value of max_position_embeddings")
     scaling = {"factor": rope[_SCALING], "length": rope[ORIGINAL_LENGTH]}
-    own = {_SCALING, "partial_rotary_factor", "max_position_embeddings"}
-    fields = read_rope({**hf, key: {name: value for name, value in rope.items() if name not in own}}, 1e4)
+    yarn_keys = {_SCALING, "partial_rotary_factor", "max_position_embeddings"}
+    fields = read_rope({**hf, key: {name: value for name, value in rope.items() if name not in yarn_keys}}, 1e4)
     return fields | {"query_scaling": scaling}
 
 
@@ -48,7 +48,7 @@ def _write_rope(ours: Fields) -> Keys:
 
 def _experts() -> Names:
     gate_up = fused("mlp.experts.gate_up_proj", equal_parts(2), ("gate", "up"), stacked=True)
-    places = {**gate_up, "down": Place("mlp.experts.down_proj", stacked=True)}
+    places = {**gate_up, "down": HfPlace("mlp.experts.down_proj", stacked=True)}
     return {f"mlp.experts.*.{module}.weight": place for module, place in places.items()}
 
 

@@ -3,13 +3,13 @@
 from megafp8.conversion import hf_traits as traits
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_names import like_llama
-from megafp8.conversion.keys import Key, always, only, same
+from megafp8.conversion.keys import ConfigKey, always, only, same
 
 _RELU2 = traits.activation(default="relu2", gated=False)
 FAMILIES = (
     Family("nanochat", "NanoChatForCausalLM", (
         *traits.llama_like(None, activation=_RELU2), *traits.NO_WINDOW, traits.NO_PADDING,
-        same(logit_softcap=Key("final_logit_softcapping", 15.0, nullable=True)),
+        same(logit_softcap=ConfigKey("final_logit_softcapping", 15.0, nullable=True)),
         always(norm_weights=False, embedding_norm=True, qk_norm="rotated"), only(attention_bias=False),
     ), like_llama({"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}, rotation="backwards"), rank=4),
 )  # fmt: skip

@@ -9,8 +9,8 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.hf_layers import FULL
 from megafp8.conversion.hf_mamba import LINEAR, MAMBA_NAMES, NO_LIMIT, kinds_of, mamba, mixers
-from megafp8.conversion.hf_names import Entries, Place, TensorNames, in_layers, usual
-from megafp8.conversion.keys import Fields, HfConfig, Key, Keys, Trait, always, check, expect, only, same, unread
+from megafp8.conversion.hf_names import Entries, HfPlace, TensorNames, in_layers, usual
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
 from megafp8.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _stored(model: ModelSpec, entries: Entries) -> Entries:
 
 _LAYERS = Trait(("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"), _read_layers, _write_layers)
 _NAMES = {
-    name: Place(place) if isinstance(place, str) else place
+    name: HfPlace(place) if isinstance(place, str) else place
     for name, place in {**MAMBA_NAMES, **usual(AttentionConfig, MlpConfig, MoeFfnConfig)}.items()
 }
 _IN_LAYERS = {name: place._replace(name=re.sub(r"^\w+", "mixer", place.name)) for name, place in _NAMES.items()}
@@ -69,7 +69,7 @@ FAMILIES = (
     Family("nemotron_h", "NemotronHForCausalLM", (
         same(
             hidden_size="hidden_size", vocab_size="vocab_size", num_attention_heads=("num_attention_heads", 32),
-            num_query_groups=Key("num_key_value_heads", 8, nullable=True), head_dim=("head_dim", 128),
+            num_query_groups=ConfigKey("num_key_value_heads", 8, nullable=True), head_dim=("head_dim", 128),
             ffn_hidden_size=("intermediate_size", 21504), norm_eps=("layer_norm_epsilon", 1e-5),
             attention_dropout=("attention_dropout", 0.0),
         ),

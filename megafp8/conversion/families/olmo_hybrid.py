@@ -22,14 +22,14 @@ _KEYS = {
 
 def _values(hf: HfConfig) -> dict[str, Any]:
     """Keys of Gated DeltaNet; those that are not given follow from others."""
-    given = {ours: hf.get(key) for ours, key in _KEYS.items()}
-    heads = given["num_key_heads"] or hf["num_attention_heads"]
-    width = given["key_head_dim"] or int(0.75 * hf["hidden_size"] / heads)
+    values = {ours: hf.get(key) for ours, key in _KEYS.items()}
+    heads = values["num_key_heads"] or hf["num_attention_heads"]
+    width = values["key_head_dim"] or int(0.75 * hf["hidden_size"] / heads)
     usual = {
         "num_key_heads": heads, "num_value_heads": hf["num_attention_heads"], "key_head_dim": width,
         "value_head_dim": 2 * width, "conv_kernel_size": 4, "allow_neg_eigval": True,
     }  # fmt: skip
-    return {ours: usual[ours] if value is None else value for ours, value in given.items()} | {"norm_eps": 1e-5}
+    return {ours: usual[ours] if value is None else value for ours, value in values.items()} | {"norm_eps": 1e-5}
 
 
 def _read_layers(hf: HfConfig) -> Fields:

@@ -21,8 +21,8 @@ def _read_rope(hf: HfConfig) -> Fields:
         ropes[key] = {ORIGINAL_LENGTH: original} | rope if "longrope" in map(str, rope.values()) else rope
     fields = read_rope({**hf, **ropes, ORIGINAL_LENGTH: original}, 1e4, 1.0)
     if {"yarn", "rope_scaling", "rope_interpolation_factor"} & fields.keys():
-        given = hf.get("rope_scaling") or hf.get("rope_parameters")
-        refuse("rope_scaling", given, "in this family rope_type 'longrope', or null")
+        scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
+        refuse("rope_scaling", scaling, "in this family rope_type 'longrope', or null")
     return fields
 
 

@@ -9,7 +9,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.families import Family
 from megafp8.conversion.families.qwen import EXPERT_NAMES
 from megafp8.conversion.hf_layers import FULL, layer_types, num_layers
-from megafp8.conversion.hf_names import Place, Rows, alternating_blocks, consecutive, like_llama, usual
+from megafp8.conversion.hf_names import HfPlace, Rows, alternating_blocks, consecutive, like_llama, usual
 from megafp8.conversion.hf_rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, same
 
@@ -71,11 +71,11 @@ def _by_key_head(part: int, *widths: str) -> Rows:
     """
 
     def rows(net: GatedDeltaNetConfig, n: int) -> tuple[Tensor, int]:
-        of_values = net.num_value_heads // net.num_key_heads
-        sizes = {"key": net.key_head_dim, "value": of_values * net.value_head_dim, "heads": of_values}
-        of_head = [sizes[width] for width in widths]
-        total = net.num_key_heads * sum(of_head)
-        return torch.arange(total).view(net.num_key_heads, -1).split(of_head, dim=1)[part].flatten(), total
+        ratio = net.num_value_heads // net.num_key_heads
+        sizes = {"key": net.key_head_dim, "value": ratio * net.value_head_dim, "heads": ratio}
+        head_sizes = [sizes[width] for width in widths]
+        total = net.num_key_heads * sum(head_sizes)
+        return torch.arange(total).view(net.num_key_heads, -1).split(head_sizes, dim=1)[part].flatten(), total
 
     return rows
 
@@ -89,17 +89,17 @@ def _convolution(part: int) -> Rows:
     return consecutive(part, sizes)
 
 
-_FUSED = {part: Place("linear_attn.in_proj_qkvz", _by_key_head(i, "key", "key", "value", "value"))
+_FUSED = {part: HfPlace("linear_attn.in_proj_qkvz", _by_key_head(i, "key", "key", "value", "value"))
           for i, part in enumerate("qkvz")}  # fmt: skip
-_GATES = {part: Place("linear_attn.in_proj_ba", _by_key_head(i, "heads", "heads"))
+_GATES = {part: HfPlace("linear_attn.in_proj_ba", _by_key_head(i, "heads", "heads"))
           for i, part in enumerate(("beta", "decay"))}  # fmt: skip
-_SEPARATE = {part: Place("linear_attn.in_proj_qkv", _convolution(i)) for i, part in enumerate("qkv")}
-_SHARED = {f"{part}_conv": Place("linear_attn.conv1d", _convolution(i)) for i, part in enumerate("qkv")}
-_GATED = {"attention.q": Place("self_attn.q_proj", alternating_blocks(0)),
-          "attention.gate": Place("self_attn.q_proj", alternating_blocks(1))}  # fmt: skip
+_SEPARATE = {part: HfPlace("linear_attn.in_proj_qkv", _convolution(i)) for i, part in enumerate("qkv")}
+_SHARED = {f"{part}_conv": HfPlace("linear_attn.conv1d", _convolution(i)) for i, part in enumerate("qkv")}
+_GATED = {"attention.q": HfPlace("self_attn.q_proj", alternating_blocks(0)),
+          "attention.gate": HfPlace("self_attn.q_proj", alternating_blocks(1))}  # fmt: skip
 
 
-def _names(net: dict[str, Place]) -> dict[str, str | Place]:
+def _names(net: dict[str, HfPlace]) -> dict[str, str | HfPlace]:
     return {**usual(GatedDeltaNetConfig), **{f"gated_delta_net.{k}": place for k, place in (_SHARED | net).items()},
             **_GATED}  # fmt: skip
 
@@ -114,8 +114,8 @@ _EXPERTS = (
          shared_ffn_hidden_size=("shared_expert_intermediate_size", 512)),
     traits.num_experts("num_experts", "num_local_experts"),
 )  # fmt: skip
-_SEPARATELY = _names({**_SEPARATE, "z": Place("linear_attn.in_proj_z"), "beta": Place("linear_attn.in_proj_b"),
-                      "decay": Place("linear_attn.in_proj_a")})  # fmt: skip
+_SEPARATELY = _names({**_SEPARATE, "z": HfPlace("linear_attn.in_proj_z"), "beta": HfPlace("linear_attn.in_proj_b"),
+                      "decay": HfPlace("linear_attn.in_proj_a")})  # fmt: skip
 FAMILIES = (
     Family("qwen3_next", "Qwen3NextForCausalLM", (
         *_NEXT, *_EXPERTS, same("moe", normalize=("norm_topk_prob", True)), _SPARSE_LAYERS,

@@ -29,7 +29,7 @@ class Document(NamedTuple):
     record: tuple[Any, ...] = ()
 
 
-class Tokens(NamedTuple):
+class TokenizedRecord(NamedTuple):
     """A document: its token ids int32, the lengths of its sequences, the loss mask, and the characters of its text.
 
     `loss_mask` uint8: 1 for tokens that are answers; None if all are learned.
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
     characters: int
 
     @classmethod
-    def masked(cls, ids: Sequence[int], mask: NDArray[np.uint8], characters: int, fault: str) -> Tokens:
+    def masked(cls, ids: Sequence[int], mask: NDArray[np.uint8], characters: int, fault: str) -> TokenizedRecord:
         """ValueError with `fault` if there is nothing to learn: a first token has nothing that predicts it."""
         if not mask[1:].any():
             raise ValueError(f"has nothing to learn: {fault}")
@@ -53,7 +53,7 @@ class Method(Protocol):
 
     has_loss_mask: bool
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
         """Make the function that tokenizes a document, which returns None for one without text.
 
         Raises ValueError if there is none with this tokenizer; the function may raise any exception.
@@ -65,7 +65,7 @@ class Method(Protocol):
         ...
 
 
-class Key(NamedTuple):
+class RecordKey(NamedTuple):
     """A key of a record: the flag that names it, what is under it, its usual name, and others that stand for that."""
 
     flag: str
@@ -102,7 +102,7 @@ class Style:
     """
 
     name: str
-    keys: tuple[Key, ...]
+    keys: tuple[RecordKey, ...]
     method: Callable[[argparse.Namespace], Method]
     flags: frozenset[str] = field(default_factory=frozenset)
     read: Callable[[Any, str], Any] = text_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.data.chats import ChatTemplate, chat_encoder, read_chat_template
-from megafp8.data.styles import Document, Key, Style, Tokens, text_of
+from megafp8.data.styles import Document, RecordKey, Style, TokenizedRecord, text_of
 from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 
@@ -18,7 +18,7 @@ class Chats:
     template: ChatTemplate
     has_loss_mask = True
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
         encode = chat_encoder(tokenizer, self.template)
         return lambda document: encode(*document.record)
 
@@ -64,7 +64,7 @@ def _joined(content: Any, name: str) -> Any:
 
 STYLE = Style(
     "chat",
-    (Key("--json-key", "list of messages", "messages", ("conversations",)),),
+    (RecordKey("--json-key", "list of messages", "messages", ("conversations",)),),
     lambda flags: Chats(read_chat_template(flags.tokenizer_path, flags.chat_template)),
     frozenset({"--chat-template"}),  # the template says what ends a chat
     messages_of,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megafp8.data.styles import Document, Key, Style, Tokens
+from megafp8.data.styles import Document, RecordKey, Style, TokenizedRecord
 from megafp8.data.tokenizers import Tokenizer
 
 
@@ -18,7 +18,7 @@ class Completions:
     append_eod: bool = True
     has_loss_mask = True
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
         encode = completion_encoder(tokenizer, self.append_eod)
         return lambda document: encode(*document.record)
 
@@ -26,14 +26,14 @@ class Completions:
         return []
 
 
-def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], Tokens]:
+def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], TokenizedRecord]:
     """Return the function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
 
     They are tokenized together, after the tokenizer's `start_ids`. The completion begins with the first token that the
     prompt alone does not have there. `append_eod`: it ends with the end-of-document token.
     """
 
-    def encode(prompt: str, completion: str) -> Tokens:
+    def encode(prompt: str, completion: str) -> TokenizedRecord:
         if not completion:
             raise ValueError("the completion is empty")
         ids, prompt_ids = tokenizer.encode(prompt + completion), tokenizer.encode(prompt)
@@ -42,14 +42,14 @@ def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str,
         ids = [*tokenizer.start_ids, *ids, *([tokenizer.eod_id] if append_eod else [])]
         first += len(tokenizer.start_ids)
         mask, characters = (np.arange(len(ids)) >= first).astype(np.uint8), len(prompt) + len(completion)
-        return Tokens.masked(ids, mask, characters, "no token after the prompt")
+        return TokenizedRecord.masked(ids, mask, characters, "no token after the prompt")
 
     return encode
 
 
 STYLE = Style(
     "completion",
-    (Key("--json-key", "prompt", "prompt"), Key("--completion-key", "completion", "completion")),
+    (RecordKey("--json-key", "prompt", "prompt"), RecordKey("--completion-key", "completion", "completion")),
     lambda flags: Completions(not flags.no_append_eod),
     frozenset({"--no-append-eod"}),
 )

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from megafp8.data.chats import ANSWER_ROLE, ChatTemplate, chat_encoder, read_chat_template
-from megafp8.data.styles import Document, Key, Style, Tokens, text_of
+from megafp8.data.styles import Document, RecordKey, Style, TokenizedRecord, text_of
 from megafp8.data.styles.chat import messages_of
 from megafp8.data.styles.completion import completion_encoder
 from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 
 @dataclass(frozen=True)
-class Preferences:
+class PreferencePairs:
     """A prompt with a chosen and a rejected answer, each of which is a sequence with the prompt.
 
     Texts are tokenized as completions, and lists of messages by the `template`, if there is one. Lists without a
@@ -28,19 +28,19 @@ class Preferences:
     append_eod: bool = True
     has_loss_mask = True
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        of_texts = completion_encoder(tokenizer, self.append_eod)
-        of_chats = None if self.template is None else chat_encoder(tokenizer, self.template)
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        text_encoder = completion_encoder(tokenizer, self.append_eod)
+        chats_encoder = None if self.template is None else chat_encoder(tokenizer, self.template)
 
-        def encode(document: Document) -> Tokens:
+        def encode(document: Document) -> TokenizedRecord:
             prompt, chosen, rejected = document.record
             if isinstance(chosen, str) != isinstance(rejected, str):
                 raise ValueError("of the answers one is a text and one a list of messages")
             if isinstance(chosen, str):
                 if not isinstance(prompt, str) or prompt == chosen:
                     raise ValueError("answers that are texts need a prompt that is a text")
-                return _pair(of_texts(prompt, chosen), of_texts(prompt, rejected))
-            if of_chats is None:
+                return _pair(text_encoder(prompt, chosen), text_encoder(prompt, rejected))
+            if chats_encoder is None:
                 raise ValueError("a list of messages, and there is no chat template: give one by --chat-template")
             if isinstance(prompt, str) or prompt == chosen:
                 shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), None)
@@ -48,7 +48,7 @@ class Preferences:
                     raise ValueError("one answer is the other, or its beginning")
                 prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
             before = sum(message["role"] == ANSWER_ROLE for message in prompt)
-            return _pair(of_chats([*prompt, *chosen], before), of_chats([*prompt, *rejected], before))
+            return _pair(chats_encoder([*prompt, *chosen], before), chats_encoder([*prompt, *rejected], before))
 
         return encode
 
@@ -60,34 +60,34 @@ class Preferences:
         return self.template.warnings(messages, special_tokens_of(tokenizer.model))
 
 
-def _pair(chosen: Tokens, rejected: Tokens) -> Tokens:
+def _pair(chosen: TokenizedRecord, rejected: TokenizedRecord) -> TokenizedRecord:
     """Both answers as two sequences of a document."""
     assert chosen.loss_mask is not None
     assert rejected.loss_mask is not None
     ids, mask = np.concatenate([chosen.ids, rejected.ids]), np.concatenate([chosen.loss_mask, rejected.loss_mask])
-    return Tokens(ids, [len(chosen.ids), len(rejected.ids)], mask, chosen.characters + rejected.characters)
+    return TokenizedRecord(ids, [len(chosen.ids), len(rejected.ids)], mask, chosen.characters + rejected.characters)
 
 
 def _read(value: Any, name: str) -> Any:
     return messages_of(value, name) if isinstance(value, list) else text_of(value, name)
 
 
-def _method(flags: argparse.Namespace) -> Preferences:
+def _method(flags: argparse.Namespace) -> PreferencePairs:
     try:
         template = read_chat_template(flags.tokenizer_path, flags.chat_template)
     except ValueError:
         if flags.chat_template is not None:
             raise
         template = None
-    return Preferences(template, not flags.no_append_eod)
+    return PreferencePairs(template, not flags.no_append_eod)
 
 
 STYLE = Style(
     "preference",
     (
-        Key("--json-key", "prompt", "prompt", ("chosen",)),
-        Key("--chosen-key", "preferred answer", "chosen"),
-        Key("--rejected-key", "other answer", "rejected"),
+        RecordKey("--json-key", "prompt", "prompt", ("chosen",)),
+        RecordKey("--chosen-key", "preferred answer", "chosen"),
+        RecordKey("--rejected-key", "other answer", "rejected"),
     ),
     _method,
     frozenset({"--chat-template", "--no-append-eod"}),

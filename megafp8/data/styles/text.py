@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megafp8.data.sentences import split_sentences
-from megafp8.data.styles import Document, Key, Style, Tokens
+from megafp8.data.styles import Document, RecordKey, Style, TokenizedRecord
 from megafp8.data.tokenizers import Tokenizer
 
 
@@ -23,8 +23,8 @@ class Texts:
     sentences: bool = False
     has_loss_mask = False
 
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], Tokens | None]:
-        def encode(document: Document) -> Tokens | None:
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        def encode(document: Document) -> TokenizedRecord | None:
             text = document.text or ""
             parts = [tokenizer.encode(part) for part in (split_sentences(text) if self.sentences else [text]) if part]
             parts = [part for part in parts if part]
@@ -33,7 +33,9 @@ class Texts:
             parts[0] = [*tokenizer.start_ids, *parts[0]]
             if self.append_eod:
                 parts[-1] = [*parts[-1], tokenizer.eod_id]
-            return Tokens(np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text))
+            return TokenizedRecord(
+                np.concatenate(parts).astype(np.int32), [len(part) for part in parts], None, len(text)
+            )
 
         return encode
 
@@ -43,7 +45,7 @@ class Texts:
 
 STYLE = Style(
     "text",
-    (Key("--json-key", "text", "text"),),
+    (RecordKey("--json-key", "text", "text"),),
     lambda flags: Texts(not flags.no_append_eod, flags.split_sentences),
     frozenset({"--split-sentences", "--no-append-eod"}),
 )

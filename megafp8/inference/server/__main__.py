@@ -36,7 +36,7 @@ from megafp8.object_store import as_path
 from megafp8.parallel_state import destroy_model_parallel
 
 if TYPE_CHECKING:
-    from megafp8.inference.server.app import EncodeChat, Limits, Service
+    from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
 
 _FAILED = 2
 _KEEP_ALIVE_SECONDS = 75
@@ -87,10 +87,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return make_parser().parse_args(argv)
 
 
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    from megafp8.inference.server.app import Limits
+def limits_of(arguments: argparse.Namespace) -> ServerLimits:
+    from megafp8.inference.server.app import ServerLimits
 
-    return Limits(
+    return ServerLimits(
         body_bytes=arguments.max_body_bytes,
         prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -110,8 +110,8 @@ def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
         raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
     tokenizer = build_tokenizer(**tokenizer_path)
     try:
-        given = None if template is None else str(template)
-        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), given))
+        text = None if template is None else str(template)
+        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), text))
     except ValueError as error:
         if template is not None:
             raise

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Engine, Handle, RefitConflict, Update
+from megafp8.inference.server.engine import Engine, Handle, RefitConflict, TokenUpdate
 from megafp8.inference.server.incoming_weights import NewWeights
 from megafp8.inference.server.metrics import Metrics
 from megafp8.inference.server.protocol import (
@@ -49,7 +49,7 @@ EncodeChat = Callable[[Sequence[dict[str, Any]]], list[int]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What a request may ask for, and how long it may take. ValueError for a limit that is not above 0.
 
     `body_bytes`: of a request. `prompt_tokens`: of each prompt; `max_tokens`: of each text; None: what the model and
@@ -95,7 +95,7 @@ class Service:
         name: str,
         *,
         encode_chat: EncodeChat | str,
-        limits: Limits,
+        limits: ServerLimits,
         api_key: str | None = None,
         allow_refit: bool = False,
     ) -> None:
@@ -138,7 +138,7 @@ class Service:
         return app
 
     async def drain(self) -> None:
-        """Accept no more requests, and wait for those that run; after `Limits.shutdown` seconds cancel them."""
+        """Accept no more requests, and wait for those that run; after `ServerLimits.shutdown` seconds cancel them."""
         self.draining = True
         self.engine.resume()
         with anyio.move_on_after(self.limits.shutdown):
@@ -206,8 +206,8 @@ class Service:
         field = "prompt" if isinstance(body, CompletionBody) else "messages"
         try:
             if isinstance(body, CompletionBody):
-                given = list[str | list[int]](body.prompt)
-                prompts = [generator.encode(prompt, i) for i, prompt in enumerate(given)]
+                requested = list[str | list[int]](body.prompt)
+                prompts = [generator.encode(prompt, i) for i, prompt in enumerate(requested)]
             elif isinstance(self._encode_chat, str):
                 raise ApiError(400, self._encode_chat, param=field, code="unsupported_parameter")
             else:
@@ -232,20 +232,20 @@ class Service:
         `field`: the name of the prompt, which has so many tokens.
         """
         limits, room = self.limits, self.engine.generator.room(prompt)
-        name, given = body.most_tokens
-        if limits.max_tokens is not None and given is not None and given > limits.max_tokens:
-            message = f"{name} = {given}: at most {limits.max_tokens} are allowed"
+        name, limit = body.most_tokens
+        if limits.max_tokens is not None and limit is not None and limit > limits.max_tokens:
+            message = f"{name} = {limit}: at most {limits.max_tokens} are allowed"
             raise ApiError(400, message, param=name, code="invalid_value")
         longest = room + prompt - 1 if limits.prompt_tokens is None else limits.prompt_tokens
         if prompt > longest:
             message = f"{field}: has {prompt} tokens, and at most {longest} are allowed"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
-        if given is None:
+        if limit is None:
             return room if limits.max_tokens is None else min(room, limits.max_tokens)
-        if given > room:
-            message = f"{name} = {given}: behind a prompt of {prompt} tokens there is room for {room}"
+        if limit > room:
+            message = f"{name} = {limit}: behind a prompt of {prompt} tokens there is room for {room}"
             raise ApiError(400, message, param=name, code="context_length_exceeded")
-        return given
+        return limit
 
     # --- other endpoints ---------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class _Exchange:
         usage = response.last_chunk()
         await self._send_events([b"[DONE]"] if usage is None else [to_json(usage), b"[DONE]"], more=False)
 
-    def _observe(self, updates: Sequence[Update], last: dict[tuple[int, int], float]) -> None:
+    def _observe(self, updates: Sequence[TokenUpdate], last: dict[tuple[int, int], float]) -> None:
         """`last`: when each text had its last token."""
         now, metrics = time.monotonic(), self._service.metrics
         metrics.generated_tokens.inc(len(updates))

@@ -1,7 +1,7 @@
 """HTTP connections with a limit of the time in which headers must arrive, and of how many an address may leave waiting.
 
 uvicorn limits neither: clients that send a part of their headers and no more hold connections until there are no others
-left, and no health check is answered. Bodies, and what follows, are limited by `app.Limits.seconds`.
+left, and no health check is answered. Bodies, and what follows, are limited by `app.ServerLimits.seconds`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _REFIT_TICK = 0.05
 logger = logging.getLogger(__name__)
 
 
-class Update(NamedTuple):
+class TokenUpdate(NamedTuple):
     """One more token of a text. `prompt`, `sample`, `top_logprobs`, `finish_reason`: as in `Completion`; `text`: what
     it adds, which may be nothing. `weight_version`: of the weights that computed it."""
 
@@ -125,13 +125,13 @@ class _Requests:
     def __len__(self) -> int:
         return len(self._submissions)
 
-    def step(self, command: Command) -> dict[int, list[Update] | Exception]:
+    def step(self, command: Command) -> dict[int, list[TokenUpdate] | Exception]:
         """Obey a command, run the model once, and return what it adds to each request, or why it has failed.
 
         A request that fails on all ranks does not concern the others. One that fails on some ranks is an error of the
         engine, as they would go on with different batches.
         """
-        updates: dict[int, list[Update] | Exception] = {}
+        updates: dict[int, list[TokenUpdate] | Exception] = {}
         for number, prompts, options, client in command.added:
             try:
                 self._submissions[number] = self._generator.submit(prompts, options, client)
@@ -200,14 +200,14 @@ class _Requests:
             logger.error("request %d could not be prepared: %s", number, message)
 
 
-def _updates(submission: Submission) -> list[Update]:
+def _updates(submission: Submission) -> list[TokenUpdate]:
     """The pieces of one step: a token of each text at most, so that it is the completion's last."""
     updates = []
     while submission.pieces:
         text, so_far = submission.pieces.popleft()
         top = so_far.top_logprobs[-1] if so_far.top_logprobs else ()
         updates.append(
-            Update(
+            TokenUpdate(
                 so_far.prompt,
                 so_far.sample,
                 text,
@@ -228,7 +228,7 @@ class Handle:
 
     number: int
     texts: int
-    updates: asyncio.Queue[list[Update] | Exception] = field(default_factory=asyncio.Queue)
+    updates: asyncio.Queue[list[TokenUpdate] | Exception] = field(default_factory=asyncio.Queue)
 
 
 @dataclass(eq=False)
@@ -456,7 +456,7 @@ class Engine:
             else:
                 self._refit.set_exception(refused)
 
-    def _deliver(self, updates: Mapping[int, list[Update] | Exception]) -> None:
+    def _deliver(self, updates: Mapping[int, list[TokenUpdate] | Exception]) -> None:
         for number, arrived in updates.items():
             if (handle := self._handles.get(number)) is None:
                 continue  # cancelled meanwhile

@@ -19,7 +19,7 @@ import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Update
+from megafp8.inference.server.engine import TokenUpdate
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 COMPLETION_TOKENS = 16
@@ -224,12 +224,12 @@ Body = TypeVar("Body", bound=_Body)
 def _object(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises ApiError."""
     try:
-        given = pydantic_core.from_json(raw, allow_inf_nan=False)
+        value = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise ApiError(400, "the body is no JSON object")
-    return given
+    return value
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -255,9 +255,9 @@ def parse_control(kind: type[Control], raw: bytes) -> Control:
 
 def parse(kind: type[Body], raw: bytes) -> Body:
     """The body of a request. Raises ApiError. A field that is null has its default."""
-    given = _object(raw)
+    requested = _object(raw)
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in requested.items():
         if value is None:
             continue
         if name in kind.no_effect:
@@ -344,7 +344,7 @@ class Response:
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         return counts | {"total_tokens": sum(counts.values())}
 
-    def chunk(self, update: Update) -> dict[str, Any] | None:
+    def chunk(self, update: TokenUpdate) -> dict[str, Any] | None:
         """The chunk of a stream that has this update; None where there is nothing to tell."""
         index, choice, entry = self._take(update)
         if not (update.text or entry or choice.finish_reason):
@@ -363,7 +363,7 @@ class Response:
         """The chunk behind all others, with the usage; None if it is not wanted."""
         return self._chunk([]) | {"usage": self.usage()} if self._includes_usage else None
 
-    def add(self, update: Update) -> None:
+    def add(self, update: TokenUpdate) -> None:
         """Take an update into the whole response."""
         _, choice, entry = self._take(update)
         choice.text += update.text
@@ -388,7 +388,7 @@ class Response:
         kind = {"object": "chat.completion.chunk"} if self._chat else {}
         return self._about | kind | {"choices": choices}
 
-    def _take(self, update: Update) -> tuple[int, _Choice, dict[str, Any] | None]:
+    def _take(self, update: TokenUpdate) -> tuple[int, _Choice, dict[str, Any] | None]:
         """The choice of an update, its index, and the entry of its token in logprobs."""
         index = update.prompt * self._body.n + update.sample
         choice = self._choices[index]

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.quantize import ScaleRule
 from megafp8.numerics.quantizers import Cast, Quantizer
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.step import NewestAmaxes, State
 from megafp8.numerics.stochastic_rounding import NoiseClock
 from megafp8.numerics.tensor import TENSOR, Granularity, QuantizedTensor, as_cast
@@ -322,7 +322,7 @@ class RecipeQuantizer:
             return None
         return replace(self, tensor=replace(self.tensor, group=group, token_group=group))
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         return self._cast(source, rowwise=rowwise, columnwise=columnwise)
 
 

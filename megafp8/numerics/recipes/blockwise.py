@@ -18,26 +18,26 @@ from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import quantize_blocks
 from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import AmaxOptions, Capabilities, Fp8Tensor, PerOperand, format_option, option
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, Granularity, QuantizedTensor
 
 
 def cast_1x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
     """Cast by blocks of 128 neighbours in a row, of the matrix and of its transpose."""
     return _cast(source, fmt, BLOCK_1X128, rowwise, columnwise, power_of_two, eps)
 
 
 def cast_128x128(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
     """Cast by square blocks: columnwise is the transpose of rowwise, scales and data."""
     return _cast(source, fmt, BLOCK_128X128, rowwise, columnwise, power_of_two, eps)
 
 
 def _cast(
-    source: Source, fmt: Format, granularity: Granularity, rowwise: bool, columnwise: bool, power_of_two: bool,
+    source: MatrixSource, fmt: Format, granularity: Granularity, rowwise: bool, columnwise: bool, power_of_two: bool,
     eps: float,
 ) -> QuantizedTensor:  # fmt: skip
     cast = partial(quantize_blocks, fmt=fmt, granularity=granularity, power_of_two=power_of_two, eps=eps)

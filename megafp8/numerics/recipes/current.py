@@ -24,7 +24,7 @@ from megafp8.numerics import reference
 from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import PER_TENSOR, AmaxOptions, Capabilities, Fp8Tensor, fast_accumulation
 from megafp8.numerics.recipes.rowwise import cast_rows
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import QuantizedTensor
 
 
@@ -48,7 +48,7 @@ class CurrentScaling(AmaxOptions):
 
 
 def _cast_by_amax(
-    source: Source, *, rowwise: bool, columnwise: bool, amax: Callable[[Source], Tensor],
+    source: MatrixSource, *, rowwise: bool, columnwise: bool, amax: Callable[[MatrixSource], Tensor],
     cast: Callable[..., QuantizedTensor], group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
     """Cast by the amax of the tensor, of which the ranks of `group` hold shards."""
@@ -57,7 +57,7 @@ def _cast_by_amax(
 
 
 def _cast_by_token(
-    source: Source, *, rowwise: bool, columnwise: bool, by_amax: Cast, cast: Cast
+    source: MatrixSource, *, rowwise: bool, columnwise: bool, by_amax: Cast, cast: Cast
 ) -> QuantizedTensor:  # fmt: skip
     """Cast rowwise by a scale of each token, and columnwise by the amax of the tensor."""
     made = cast(source, rowwise=True, columnwise=False) if rowwise else None

@@ -46,7 +46,7 @@ from megafp8.numerics.recipes.base import (
     fast_accumulation,
     option,
 )
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.step import NewestAmaxes
 from megafp8.numerics.stochastic_rounding import NoiseClock
 from megafp8.numerics.tensor import QuantizedTensor
@@ -97,7 +97,7 @@ class DelayedQuantizer(RecipeQuantizer):
         self._amax = implementation(reference.amax, self.device)
         self._cast_tensor = implementation(reference.cast_tensor, self.device)
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         if self.fresh:
             return self.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
         newest_amax = self.newest_amax if self.recording else None
@@ -107,7 +107,7 @@ class DelayedQuantizer(RecipeQuantizer):
         )  # fmt: skip
 
     def cast_by_own_amax(
-        self, source: Source, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool
+        self, source: MatrixSource, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor:
         """Cast the tensor, or the shard of it that this rank of `group` holds, by the amax of the tensor at hand."""
         whole_amax = all_reduce(self._amax(source), group, "max")
@@ -128,7 +128,7 @@ class DelayedShardQuantizer(RecipeQuantizer):
     def __post_init__(self) -> None:
         """Bind nothing: `whole` casts."""
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         if self.whole.fresh:
             return self.whole.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
         return self.whole(source, rowwise=rowwise, columnwise=columnwise)

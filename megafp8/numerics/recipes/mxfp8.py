@@ -30,7 +30,7 @@ from megafp8.numerics.formats import E4M3, Format
 from megafp8.numerics.quantize import block_amax, quantize
 from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, format_option
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X32, QuantizedTensor, ScaledTensor, expand
 
 _MANTISSA = 0x7FFFFF  # of fp32
@@ -65,7 +65,7 @@ def quantize_mxfp8(x_rc: Tensor, fmt: Format = E4M3) -> ScaledTensor:
     return ScaledTensor(data, e8m0_decode(byte), BLOCK_1X32)
 
 
-def cast_mxfp8(source: Source, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+def cast_mxfp8(source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
     """Cast the rows, and the columns, and dequantize both."""
     cast = partial(quantize_mxfp8, fmt=fmt)
     return QuantizedTensor.cast_both(source.values(), cast, rowwise=rowwise, columnwise=columnwise).dequantized()

@@ -45,8 +45,8 @@ from megafp8.numerics.formats import E2M1, E4M3
 from megafp8.numerics.quantize import amax, block_amax, quantize, scale_from_amax
 from megafp8.numerics.quantizers import implementation
 from megafp8.numerics.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Tensor, PerOperand, RecipeQuantizer, option
-from megafp8.numerics.sources import Source
-from megafp8.numerics.stochastic_rounding import Noise, NoiseClock, TensorNoise, uniform
+from megafp8.numerics.sources import MatrixSource
+from megafp8.numerics.stochastic_rounding import CastNoise, NoiseClock, TensorNoise, uniform
 from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
 
 _POINTS = 16
@@ -85,7 +85,7 @@ def hadamard_sums(x_rc: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(
-    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: Noise | None
+    x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: CastNoise | None
 ) -> ScaledTensor:
     """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b, and 1 / S.
 
@@ -107,17 +107,17 @@ def quantize_nvfp4(
     return ScaledTensor(values.to(E2M1.dtype), block, granularity, tensor_scale.reciprocal())
 
 
-def nvfp4_amaxes(source: Source, *, transformed: bool) -> Tensor:
+def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
     """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the `hadamard_sums` of its columns, else 0."""
     x_rc = source.values()
-    of_rows = amax(x_rc)
+    row_amaxes = amax(x_rc)
     if not transformed:
-        return torch.stack([of_rows, torch.zeros_like(of_rows)])
-    return torch.stack([of_rows, amax(hadamard_sums(x_rc.t().contiguous()))])
+        return torch.stack([row_amaxes, torch.zeros_like(row_amaxes)])
+    return torch.stack([row_amaxes, amax(hadamard_sums(x_rc.t().contiguous()))])
 
 
 def cast_nvfp4(
-    source: Source, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
+    source: MatrixSource, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
     """Cast the rows, and the columns, and dequantize both. A zero may have either sign.
 
@@ -160,7 +160,7 @@ class NVFP4Quantizer(RecipeQuantizer):
         self._amaxes = implementation(nvfp4_amaxes, self.device, "fine_blocks")
         self._cast_nvfp4 = implementation(cast_nvfp4, self.device, "fine_blocks")
 
-    def __call__(self, source: Source, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         weight = self.tensor.operand == "weight"
         amaxes = all_reduce(self._amaxes(source, transformed=columnwise and not weight), self.tensor.group, "max")
         made = self._cast_nvfp4(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)

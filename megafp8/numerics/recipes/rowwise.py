@@ -35,18 +35,18 @@ from megafp8.numerics.recipes.base import (
     fast_accumulation,
     format_option,
 )
-from megafp8.numerics.sources import Source
+from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import ROW, QuantizedTensor
 
 
-def amaxes(source: Source) -> tuple[Tensor, Tensor]:
+def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows `[r]` and of the columns `[c]`, fp32, infinite where they are not finite."""
     x_rc = source.values()
     return block_amax(x_rc, ROW).squeeze(-1), block_amax(x_rc.t(), ROW).squeeze(-1)
 
 
 def cast_rows(
-    source: Source, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
+    source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
     """Cast by one scale per row. `amaxes`: of the rows and columns of the tensor that the source is a shard of."""
@@ -84,7 +84,7 @@ class RowwiseScaling(AmaxOptions):
 
 
 def _cast_shard(
-    source: Source, *, rowwise: bool, columnwise: bool, amaxes: Callable[[Source], tuple[Tensor, Tensor]],
+    source: MatrixSource, *, rowwise: bool, columnwise: bool, amaxes: Callable[[MatrixSource], tuple[Tensor, Tensor]],
     cast: Callable[..., QuantizedTensor], group: ProcessGroup,
 ) -> QuantizedTensor:  # fmt: skip
     """Cast a shard of the tokens: a column's amax is over the tokens of all ranks of `group`."""

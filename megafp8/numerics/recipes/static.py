@@ -136,13 +136,13 @@ class StaticState(TensorScales):
     def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         super().__init__(recipe, tensors, device)
         self.recipe = recipe
-        given = [recipe.given_amax(tensor.name) for tensor in tensors]
-        self.amax_t = torch.tensor([amax or 0.0 for amax in given], dtype=torch.float32, device=device)
+        amaxes = [recipe.given_amax(tensor.name) for tensor in tensors]
+        self.amax_t = torch.tensor([amax or 0.0 for amax in amaxes], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
         # Of calibration, on the host: they decide what a layer does.
-        steps = [0 if amax is None else recipe.calibration_steps for amax in given]
+        steps = [0 if amax is None else recipe.calibration_steps for amax in amaxes]
         self.steps_t = torch.tensor(steps, dtype=torch.int64)
-        self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if given[i] is None}
+        self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if amaxes[i] is None}
         views = zip(self.scale_t, self.scale_inv_t, self.newest_t)
         self.quantizers = {
             tensor.name: StaticQuantizer(recipe, tensor, device, *tensor_views)

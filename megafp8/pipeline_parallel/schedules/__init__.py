@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megafp8.pipeline_parallel.actions import Action, Kind, Placement, Schedule
+from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement
 
-__all__ = ["Action", "Kind", "Placement", "RankActions", "Schedule", "ScheduleRecord", "truncated"]
+__all__ = ["Action", "Kind", "RankActions", "Schedule", "ScheduleRecord", "StagePlacement", "truncated"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ScheduleRecord:
     """
 
     name: str
-    build: Callable[[Placement, int], Schedule]
+    build: Callable[[StagePlacement, int], Schedule]
     chunks: int | None = 1
     placement: Literal["loop", "v"] = "loop"
     splits_wgrad: bool = False

@@ -7,10 +7,10 @@ computation; there is none here, and the two run one after the other.
 
 from __future__ import annotations
 
-from megafp8.pipeline_parallel.schedules import Action, Placement, RankActions, Schedule, ScheduleRecord, truncated
+from megafp8.pipeline_parallel.schedules import Action, RankActions, Schedule, ScheduleRecord, StagePlacement, truncated
 
 
-def dualpipev(placement: Placement, num_microbatches: int) -> Schedule:
+def dualpipev(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """DualPipeV for any m; from 2p on it reaches its steady state."""
     p = placement.num_ranks
     m = max(2 * p, num_microbatches)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.pipeline_parallel.schedules import Action, Kind, Placement, Schedule, ScheduleRecord, truncated
+from megafp8.pipeline_parallel.schedules import Action, Kind, Schedule, ScheduleRecord, StagePlacement, truncated
 
 
-def interleaved(placement: Placement, num_microbatches: int) -> Schedule:
+def interleaved(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """1F1B in which each rank takes p micro-batches through a chunk before it takes them through the next.
 
     Rank r is 2(p - r - 1) + (v - 1)p forwards ahead of its backwards. The bubble is (p - 1) / (v·m + p - 1) of the time

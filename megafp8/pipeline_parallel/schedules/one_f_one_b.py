@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megafp8.pipeline_parallel.schedules import Placement, RankActions, Schedule, ScheduleRecord
+from megafp8.pipeline_parallel.schedules import RankActions, Schedule, ScheduleRecord, StagePlacement
 
 
-def one_f_one_b(placement: Placement, num_microbatches: int) -> Schedule:
+def one_f_one_b(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """p - r - 1 forwards on rank r, then one forward and one backward in turn, then the remaining backwards.
 
     Rank r holds at most p - r micro-batches for their backward, for any m. The bubble is (p - 1) / (m + p - 1) of the

@@ -7,10 +7,10 @@ of a weight gradient, inputs and output gradients of linear layers (in FP8 where
 
 from __future__ import annotations
 
-from megafp8.pipeline_parallel.schedules import Placement, RankActions, Schedule, ScheduleRecord
+from megafp8.pipeline_parallel.schedules import RankActions, Schedule, ScheduleRecord, StagePlacement
 
 
-def zb_h1(placement: Placement, num_microbatches: int) -> Schedule:
+def zb_h1(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """1F1B whose rank r computes weight gradients r micro-batches late.
 
     Every rank holds at most p micro-batches until their last gradient, as the first rank of 1F1B does. The bubble is

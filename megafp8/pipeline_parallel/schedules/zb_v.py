@@ -6,10 +6,10 @@ forwards, of half-size stages, until the last rank starts: a sixth of 1F1B's bub
 
 from __future__ import annotations
 
-from megafp8.pipeline_parallel.schedules import Action, Placement, RankActions, Schedule, ScheduleRecord, truncated
+from megafp8.pipeline_parallel.schedules import Action, RankActions, Schedule, ScheduleRecord, StagePlacement, truncated
 
 
-def zb_v(placement: Placement, num_microbatches: int) -> Schedule:
+def zb_v(placement: StagePlacement, num_microbatches: int) -> Schedule:
     """ZB-V for any m; from 2p - 1 on it reaches its steady state."""
     p = placement.num_ranks
     m = max(2 * p - 1, num_microbatches)

@@ -17,11 +17,11 @@ from megafp8.checkpoint.errors import SaveFailed, on_rank0
 from megafp8.object_store import AnyPath
 from megafp8.parallel_state import ParallelState
 from megafp8.replicas import Membership, Quorum, ReplicaLost, StopAsked
-from megafp8.replicas.lighthouse import Place
-from megafp8.replicas.membership import Limits
+from megafp8.replicas.lighthouse import ReplicaEndpoint
+from megafp8.replicas.membership import ReplicaLimits
 from megafp8.replicas.quorum import NEW
 from megafp8.replicas.quorum import share as share_of
-from megafp8.training.inputs import Inputs
+from megafp8.training.inputs import RunInputs
 from megafp8.training.job import Job, Shared
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.replicas.membership import (
@@ -52,13 +52,13 @@ class ReplicaJob(Job):
 
     trainer: ReplicaTrainer
 
-    def __init__(self, inputs: Inputs, parallel: ParallelState, shared: Shared, place: Place) -> None:
+    def __init__(self, inputs: RunInputs, parallel: ParallelState, shared: Shared, place: ReplicaEndpoint) -> None:
         replicas = inputs.config.resilience.replicas
         assert replicas is not None
         self.replicas = replicas
         self.rounds: Rounds | None = None
         self.writes, self.entered = False, False
-        limits = Limits(
+        limits = ReplicaLimits(
             replicas.exchange_seconds, inputs.config.timeout_seconds, replicas.slow_ratio, replicas.slow_steps
         )
         self.membership = Membership(
@@ -91,7 +91,7 @@ class ReplicaJob(Job):
                 self.membership.close()
 
     def _open_observers(self) -> list[Observer]:
-        observers, interval = super()._open_observers(), self.config.training.replica_check_interval
+        observers, interval = super()._open_observers(), self.config.training.consistency_check_interval
         if interval and self.rounds is None:
             observers.append(PeerCheck(self.trainer, self.membership, interval, self.config.checkpoint.interval))
         return observers

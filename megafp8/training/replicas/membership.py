@@ -15,20 +15,20 @@ from pathlib import Path
 
 from megafp8.config import Config, ConfigError, Problem, ReplicasConfig
 from megafp8.distributed.collectives import all_gather_objects
-from megafp8.fp8.health import Record
+from megafp8.fp8.health import Fp8Record
 from megafp8.optimizer.mixed_precision import OUTER_MOMENTUM
 from megafp8.replicas import Membership, ReplicaLost, share
-from megafp8.replicas.lighthouse import Place, place_of
+from megafp8.replicas.lighthouse import ReplicaEndpoint, place_of
 from megafp8.replicas.membership import StateTensors
 from megafp8.training.consistency import bit_sums, compared_state, rank_state
 from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.pipeline import plan_pipeline
 from megafp8.training.replicas.trainer import ReplicaTrainer
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 
-def own_place(config: Config) -> Place | None:
+def own_place(config: Config) -> ReplicaEndpoint | None:
     """The place of this process among the replicas that `config` asks for; None where it asks for none.
 
     Raises ValueError where the environment does not say.
@@ -73,7 +73,7 @@ def state_tensors(trainer: ReplicaTrainer) -> StateTensors:
     return StateTensors([*(x.values for x in state if not x.name.startswith("fp8.")), *start], recorded)
 
 
-def mark_state_received(trainer: Trainer, updates: int) -> None:
+def mark_state_received(trainer: RankTrainer, updates: int) -> None:
     """Forget what was derived from the state, since `state_tensors` now hold a peer's, after so many updates."""
     trainer.optimizer.step_count = updates
     trainer.fp8.invalidate_weights()
@@ -128,7 +128,7 @@ class PeerCheck(Observer):
         self._trainer, self._membership = trainer, membership
         self._intervals = [x for x in (interval, save_interval) if x]
 
-    def write(self, metrics: StepMetrics, records: Sequence[Record] = ()) -> None:
+    def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
         if any(metrics.step % interval == 0 for interval in self._intervals):
             with suppress(ReplicaLost):  # the step is done; the members of the next one are others
                 check_peers(self._trainer, self._membership, metrics.step)

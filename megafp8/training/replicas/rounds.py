@@ -90,7 +90,7 @@ class Rounds:
             self._trainer.strategy.invalidate()
             self._log_lost({quorum.members[rank].id for rank in quorum.trainers})
             self.start, self.running = self.end, False
-            if self._trainer.config.training.replica_check_interval:
+            if self._trainer.config.training.consistency_check_interval:
                 with suppress(ReplicaLost):  # the members of the next round are others
                     check_peers(self._trainer, membership, self.start)
 

@@ -18,15 +18,15 @@ from megafp8.distributed import activity
 from megafp8.optimizer.outer import OuterOptimizer
 from megafp8.optimizer.step import StepResult
 from megafp8.parallel_state import ParallelState
-from megafp8.training.loss import Loss
-from megafp8.training.trainer import Passes, Trainer
+from megafp8.training.loss import BatchLoss
+from megafp8.training.trainer import Passes, RankTrainer
 
 Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Sums the first tensors and maximizes the others over all replicas of the model, in place. Raises where one is lost;
 then their values are undefined."""
 
 
-class ReplicaTrainer(Trainer):
+class ReplicaTrainer(RankTrainer):
     """Trainer of a rank of one replica. Collective: build it on every rank of the replica.
 
     Args:
@@ -52,10 +52,11 @@ class ReplicaTrainer(Trainer):
         *,
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
-    ) -> tuple[Loss, StepResult]:
+    ) -> tuple[BatchLoss, StepResult]:
         """Run one optimizer step on this replica's share of the global batch, with the other replicas.
 
-        See `Trainer.train_step`. There are no `batches` while a peer sends this replica its state (`Membership.begin`).
+        See `RankTrainer.train_step`. There are no `batches` while a peer sends this replica its state
+        (`Membership.begin`).
         """
         if self._has_auxiliary_loss and any(batch.loss_mask is not None for batch in batches):
             raise ValueError(
@@ -77,7 +78,7 @@ class ReplicaTrainer(Trainer):
 
     def _finish_step(
         self, step: int, batches: Sequence[Batch], passes: Passes, **options: Any
-    ) -> tuple[Loss, StepResult]:
+    ) -> tuple[BatchLoss, StepResult]:
         if self.outer is None:
             passes = self._combined(passes)
         return super()._finish_step(step, batches, passes, **options)

@@ -27,7 +27,7 @@ from megafp8.config import FaultConfig
 from megafp8.training.consistency import words_of
 from megafp8.training.observer import Observer
 from megafp8.training.state import checkpoint_folder
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 FOLDER = "faults"
 _LARGEST_FILLER = 1 << 30
@@ -38,7 +38,7 @@ class Faults(Observer):
     """The faults of this rank in the run in folder `run`."""
 
     def __init__(
-        self, run: Path, faults: Sequence[FaultConfig], trainer: Trainer, rank: int, memory: Path | None = None
+        self, run: Path, faults: Sequence[FaultConfig], trainer: RankTrainer, rank: int, memory: Path | None = None
     ) -> None:
         """`memory`: the folder of this node's checkpoints in memory."""
         self._run, self._trainer, self._memory = run, trainer, memory

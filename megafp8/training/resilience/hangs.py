@@ -42,7 +42,7 @@ from megafp8.parallel_state import ParallelState
 from megafp8.text_file import replace_text
 from megafp8.training.errors import HUNG, report_failure
 from megafp8.training.observer import Observer
-from megafp8.training.resilience.verdict import Call, Place, Report, decide
+from megafp8.training.resilience.verdict import CollectiveCall, ProcessLocation, Report, decide
 
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"
@@ -113,7 +113,10 @@ class HangWatch:
         self._rank, self._activity, self._record, self._end = parallel.rank, activity, record, end
         self._seconds, self._elsewhere = seconds, max(seconds, seconds_elsewhere)
         self._interval = min(15.0, seconds / 10)
-        place_and_time = (Place(socket.gethostname(), os.getpid()), time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()))
+        place_and_time = (
+            ProcessLocation(socket.gethostname(), os.getpid()),
+            time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()),
+        )
         launches = all_gather_objects(place_and_time, parallel.world.group)
         self._places = [place for place, _ in launches]
         self._folder = run / FOLDER / launches[0][1]
@@ -176,7 +179,10 @@ class HangWatch:
         """What this rank is doing."""
         activity = self._activity
         calls = activity.calls()
-        waits = [Call(call.op, call.key, number, call.peer_key, list(call.others)) for call, number in activity.waits()]
+        waits = [
+            CollectiveCall(call.op, call.key, number, call.peer_key, list(call.others))
+            for call, number in activity.waits()
+        ]
         host = socket.gethostname()
         return Report(
             rank=self._rank,
@@ -232,7 +238,7 @@ class HangWatch:
 
 def _report_of(fields: dict[str, object]) -> Report:
     report = Report(**fields)  # type: ignore[arg-type]
-    calls = [Call(**call) for call in report.waits]  # type: ignore[arg-type]
+    calls = [CollectiveCall(**call) for call in report.waits]  # type: ignore[arg-type]
     states = {int(rank): state for rank, state in report.process_states.items()}
     return Report(**{**fields, "waits": calls, "process_states": states})  # type: ignore[arg-type]
 

@@ -28,11 +28,11 @@ from megafp8.training.consistency import bit_sums
 from megafp8.training.errors import ComputationDiffers
 from megafp8.training.observer import Observer
 from megafp8.training.resilience.faults import Faults
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 
 def check_recompute(
-    trainer: Trainer, step: int, batches: Sequence[Batch], after_second: Callable[[], None] = lambda: None
+    trainer: RankTrainer, step: int, batches: Sequence[Batch], after_second: Callable[[], None] = lambda: None
 ) -> None:
     """Compute the passes of `step`, counted from 0, twice. Collective; call it before the training step.
 
@@ -65,7 +65,7 @@ def check_recompute(
 class RecomputeCheck(Observer):
     """`check_recompute` of every `interval`-th step, but not while FP8 scales calibrate. `faults`: to be injected."""
 
-    def __init__(self, trainer: Trainer, interval: int, faults: Faults) -> None:
+    def __init__(self, trainer: RankTrainer, interval: int, faults: Faults) -> None:
         self._trainer, self._interval, self._faults = trainer, interval, faults
 
     def before_passes(self, step: int, batches: list[Batch]) -> list[Batch]:
@@ -76,7 +76,7 @@ class RecomputeCheck(Observer):
 
 
 def _passes(
-    trainer: Trainer, step: int, batches: Sequence[Batch], corrupt: Callable[[], None] = lambda: None
+    trainer: RankTrainer, step: int, batches: Sequence[Batch], corrupt: Callable[[], None] = lambda: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of the report, and bit sums of the gradients, of this rank's passes; int64 on the host."""
     report, gradients = trainer.local_passes(step, batches)

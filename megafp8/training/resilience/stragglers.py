@@ -40,7 +40,7 @@ _SIZE, _PRODUCTS = 4096, 8
 
 
 @dataclass(frozen=True)
-class Times:
+class SectionTimes:
     """Seconds of a rank by section since the last report."""
 
     rank: int
@@ -67,7 +67,7 @@ class Slowest:
         return self.ratio >= WARN_RATIO and (self.section == GPU_TEST or self.lost_seconds >= WARN_SECONDS * steps)
 
 
-def slowest(times: Sequence[Times]) -> Slowest | None:
+def slowest(times: Sequence[SectionTimes]) -> Slowest | None:
     """The slowest rank; None if no stage has several ranks."""
     slowest_of_stages = [
         one for stage in {t.stage for t in times} if (one := _slowest([t for t in times if t.stage == stage]))
@@ -75,7 +75,7 @@ def slowest(times: Sequence[Times]) -> Slowest | None:
     return max(slowest_of_stages, key=lambda one: one.ratio, default=None)
 
 
-def _slowest(peers: Sequence[Times]) -> Slowest | None:
+def _slowest(peers: Sequence[SectionTimes]) -> Slowest | None:
     if len(peers) < 2:
         return None
     sections = sorted({section for peer in peers for section in peer.seconds})
@@ -83,7 +83,7 @@ def _slowest(peers: Sequence[Times]) -> Slowest | None:
     gpus = [peer.seconds.get(GPU_TEST, 0.0) for peer in peers]
     total = statistics.median_low([_total(peer) for peer in peers])
 
-    def ratio(times: Times, gpu: float) -> float:
+    def ratio(times: SectionTimes, gpu: float) -> float:
         device_ratio = gpu / medians[GPU_TEST] if medians.get(GPU_TEST) else 0.0
         return max(device_ratio, _total(times) / total if total else 0.0)
 
@@ -94,7 +94,7 @@ def _slowest(peers: Sequence[Times]) -> Slowest | None:
     return Slowest(worst.rank, worst.host, max(ratios), section, lost[section])
 
 
-def _total(times: Times) -> float:
+def _total(times: SectionTimes) -> float:
     return sum(seconds for section, seconds in times.seconds.items() if section != GPU_TEST)
 
 
@@ -115,7 +115,7 @@ class Stragglers(Observer):
         seconds = {name: spent for name, spent in activity.record.take_own_seconds().items() if name in SECTIONS}
         if parallel.device.type == "cuda":
             seconds[GPU_TEST] = _time_products(parallel.device)
-        times = Times(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
+        times = SectionTimes(parallel.rank, socket.gethostname(), parallel.pipeline.rank, seconds)
         slow = self.slowest = slowest(gather_objects(times, parallel.world.group) or [])
         if slow is None:
             return {}

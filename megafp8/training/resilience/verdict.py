@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """Where a rank runs."""
 
     host: str
@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """Call `number` of those that `key` names, and what its other members count (`activity.Calls`)."""
 
     op: str
@@ -51,7 +51,7 @@ class Report:
     idle_seconds: float
     begun: dict[str, int]
     others: dict[str, list[int]]
-    waits: list[Call]
+    waits: list[CollectiveCall]
     waits_for_device: bool
     where: str
     process_states: dict[int, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Verdict:
     message: str
 
 
-def decide(reports: Mapping[int, Report], places: Sequence[Place], folder: str) -> Verdict:
+def decide(reports: Mapping[int, Report], places: Sequence[ProcessLocation], folder: str) -> Verdict:
     """The verdict on `reports`, by rank, of the ranks at `places`; `folder` has the stacks."""
     waited = {rank: _waited_for(report, reports, len(places)) for rank, report in reports.items()}
     waiting = {rank for rank, others in waited.items() if others}

@@ -18,7 +18,7 @@ from megafp8.config import model_spec
 from megafp8.conversion.hf_sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
-from megafp8.inference.server.app import EncodeChat, Limits, Service
+from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
 from megafp8.inference.server.connections import LimitedProtocol
 from megafp8.inference.server.engine import Engine
 from tests.conversion.checkpoints import convert
@@ -53,7 +53,7 @@ def served(
     if folder is not None:
         encode_chat = chat_prompt_encoder(generator.tokenizer, read_chat_template(str(folder / "tokenizer.json")))
     service = Service(
-        Engine(generator), "tiny", encode_chat=encode_chat, limits=Limits(**limits), api_key=api_key,
+        Engine(generator), "tiny", encode_chat=encode_chat, limits=ServerLimits(**limits), api_key=api_key,
         allow_refit=allow_refit,
     )  # fmt: skip
     server = uvicorn.Server(

@@ -28,7 +28,7 @@ from megafp8.inference import generator as generator_module
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import connections
 from megafp8.inference.server.__main__ import parse_arguments
-from megafp8.inference.server.app import Limits
+from megafp8.inference.server.app import ServerLimits
 from megafp8.inference.server.protocol import Response
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
 
@@ -281,7 +281,7 @@ def test_limits(generator: Generator, folder: Path) -> None:
         assert client.get("/v1/models", headers={"authorization": "bearer secret"}).is_success, "schemes have no case"
         assert client.post(COMPLETIONS, json=base).is_success
     with pytest.raises(ValueError, match=r"the limit texts = 0: must be above 0"):
-        Limits(texts=0)
+        ServerLimits(texts=0)
 
 
 @pytest.mark.parametrize("where", ["prepared", "decoded"])

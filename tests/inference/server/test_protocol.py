@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference.options import SamplingOptions
-from megafp8.inference.server.engine import Update
+from megafp8.inference.server.engine import TokenUpdate
 from megafp8.inference.server.protocol import ApiError, ChatBody, CompletionBody, Response, parse, token_text
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -133,8 +133,8 @@ def test_log_probabilities_have_the_form_of_the_endpoint() -> None:
     """A character of two tokens has no bytes; of tokens with one text the most probable counts; no infinity."""
     tops = [[(104, -0.5), (200, -2.0), (201, -float("inf"))], [(195, -1.0), (105, -1.5), (106, -2.0)]]
     updates = [
-        Update(0, 0, "h", token=104, logprob=-0.5, top_logprobs=tops[0], finish_reason=None),
-        Update(0, 0, "", token=195, logprob=-1.0, top_logprobs=tops[1], finish_reason="length"),
+        TokenUpdate(0, 0, "h", token=104, logprob=-0.5, top_logprobs=tops[0], finish_reason=None),
+        TokenUpdate(0, 0, "", token=195, logprob=-1.0, top_logprobs=tops[1], finish_reason="length"),
     ]
     response = Response(completion(logprobs=3), [[1]], BYTES.decode)
     for update in updates:

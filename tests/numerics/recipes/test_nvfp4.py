@@ -14,7 +14,7 @@ from megafp8.fp8 import E4M3, NVFP4Scaling
 from megafp8.numerics.formats import E2M1
 from megafp8.numerics.quantize import amax
 from megafp8.numerics.recipes.nvfp4 import hadamard_sums, quantize_nvfp4, round_to_e2m1
-from megafp8.numerics.stochastic_rounding import Noise
+from megafp8.numerics.stochastic_rounding import CastNoise
 from tests.fp8.reference import E2M1_VALUES, finite_values, spread, to_e2m1
 from tests.linear.test_linear import assert_product, managed, run
 from tests.numerics.recipes.test_conformance import check_cast, nv, tensors
@@ -129,7 +129,7 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
     row = torch.tensor([6, 5.9, 5.0, 4.1, 3.7, 3.0, 2.2, 1.9, 1.6, 1.0, 0.6, 0.3, 0.01, 0.0, -0.2, -4.7])
     x = row.repeat(n + 1, 1)
     x[-1] *= 448
-    noise = Noise(*(x if isinstance(x, tuple) else x.to(device) for x in made_noise("dy", step=1, seed=3)))
+    noise = CastNoise(*(x if isinstance(x, tuple) else x.to(device) for x in made_noise("dy", step=1, seed=3)))
     scaled = quantize_nvfp4(x.to(device), weight=False, stochastic=noise)
     assert (scaled.scale_inv[:-1] == 1).all()
     values = scaled.data[:-1].double().cpu()

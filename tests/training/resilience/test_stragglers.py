@@ -12,16 +12,16 @@ import torch
 from megafp8.distributed import activity
 from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.resilience import stragglers
-from megafp8.training.resilience.stragglers import GPU_TEST, Slowest, Stragglers, Times, slowest
+from megafp8.training.resilience.stragglers import GPU_TEST, SectionTimes, Slowest, Stragglers, slowest
 from tests.world import World
 
 
-def times(*by_rank: tuple[int, float, float], gpu: tuple[float, ...] = ()) -> list[Times]:
+def times(*by_rank: tuple[int, float, float], gpu: tuple[float, ...] = ()) -> list[SectionTimes]:
     """`by_rank`: stage, seconds of data and of the update."""
     found = []
     for rank, (stage, data, update) in enumerate(by_rank):
         device = {GPU_TEST: gpu[rank]} if gpu else {}
-        found.append(Times(rank, f"node{rank}", stage, {"data": data, "update": update, **device}))
+        found.append(SectionTimes(rank, f"node{rank}", stage, {"data": data, "update": update, **device}))
     return found
 
 
@@ -35,7 +35,7 @@ def times(*by_rank: tuple[int, float, float], gpu: tuple[float, ...] = ()) -> li
         (times((0, 1, 1), (0, 1, 1), (0, 1, 1), gpu=(2.0, 3.0, 2.0)), Slowest(1, "node1", 1.5, GPU_TEST, 1.0)),
     ],
 )
-def test_the_slowest_rank_of_a_stage(own: list[Times], expected: Slowest | None) -> None:
+def test_the_slowest_rank_of_a_stage(own: list[SectionTimes], expected: Slowest | None) -> None:
     assert slowest(own) == expected
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megafp8.training.resilience.verdict import Call, Place, Report, decide
+from megafp8.training.resilience.verdict import CollectiveCall, ProcessLocation, Report, decide
 
 RANKS = 4
-PLACES = [Place(f"node{rank // 2}", 100 + rank) for rank in range(RANKS)]
+PLACES = [ProcessLocation(f"node{rank // 2}", 100 + rank) for rank in range(RANKS)]
 
 
 def others(rank: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> list[int]:
@@ -18,7 +18,7 @@ def others(rank: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> list[int]:
 
 def waiting(rank: int, number: int = 7, key: str = "g", ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Report:
     """A rank that has begun call `number` of a group, and waits for it."""
-    call = Call("all_reduce", key, number, key, others(rank, ranks))
+    call = CollectiveCall("all_reduce", key, number, key, others(rank, ranks))
     groups = {"g": others(rank), key: others(rank, ranks)}
     return Report(
         rank, 3, "update", idle_seconds=9.0, begun={"g": 7, key: number}, others=groups, waits=[call],
@@ -42,8 +42,8 @@ def message_at(rank: int, key: str, peer: int, number: int) -> Report:
     """A rank of a pipeline that waits to receive message `number` from `peer`."""
     own, theirs = f"p {peer}>{rank} received", f"p {peer}>{rank} sent"
     return Report(
-        rank, 3, key, idle_seconds=9.0, begun={own: number}, others={}, waits=[Call("receive", own, number, theirs,
-        [peer])], waits_for_device=False, where="x",
+        rank, 3, key, idle_seconds=9.0, begun={own: number}, others={},
+        waits=[CollectiveCall("receive", own, number, theirs, [peer])], waits_for_device=False, where="x",
     )  # fmt: skip
 
 
