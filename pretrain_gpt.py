@@ -12,8 +12,8 @@ Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a 
 
 from __future__ import annotations
 
-from megafp8.commands.pretrain import live_uses
 from megafp8.training import command_line
+from tools.pretrain import live_uses
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megafp8.numerics import attention_reference
-from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, key_ranges
-from megafp8.numerics.attention_scores import AttentionDropout, Scores
+from megafp8.layers.attention import reference as attention_reference
+from megafp8.layers.attention.mask import CAUSAL, AttentionMask, key_ranges
+from megafp8.layers.attention.scores import AttentionDropout, Scores
 
 OTHERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's flash": SDPBackend.FLASH_ATTENTION}
 
@@ -132,7 +132,7 @@ def use_tiles(given: list[str]) -> None:
     """Use other tiles in our kernels, given as kernel=queries,keys,warps,stages."""
     if not given:
         return
-    from megafp8.kernels import attention
+    from megafp8.layers.attention import kernel as attention
 
     found = attention._tiles
     tiles = {
@@ -144,7 +144,7 @@ def use_tiles(given: list[str]) -> None:
 def _own_kernel(device: torch.device) -> Any:
     if device.type != "cuda":
         return attention_reference
-    from megafp8.kernels import attention
+    from megafp8.layers.attention import kernel as attention
 
     return attention
 

@@ -37,12 +37,12 @@ from benchmarks.common import (
     require_positive,
     write_json,
 )
-from megafp8.context_parallel.attention import AttentionCall, plan
 from megafp8.data.samples import room_for
 from megafp8.fp8.speed_measurement import time_round_robin
-from megafp8.numerics.attention_mask import CAUSAL, AttentionMask, causal_mask
-from megafp8.ops import attention as kernels
-from megafp8.ops import cudnn_attention
+from megafp8.layers.attention import cudnn_kernel as cudnn_attention
+from megafp8.layers.attention import op as kernels
+from megafp8.layers.attention.context_parallel import AttentionCall, plan
+from megafp8.layers.attention.mask import CAUSAL, AttentionMask, causal_mask
 
 TABLE = Table("attention", 44, {"ms": ".3f", "pairs": ".1%", "of share": ".2f", "host ms": ".3f", "peak MiB": ",.0f"})
 

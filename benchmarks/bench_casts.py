@@ -40,8 +40,8 @@ class Case:
 
 
 def cases() -> list[Case]:
-    from megafp8.kernels import norm as normalization
     from megafp8.kernels import quantize
+    from megafp8.layers.norm import kernel as normalization
     from megafp8.numerics.formats import E4M3, E5M2
     from megafp8.numerics.sources import GELU, GELUGrad, MatrixSource, Normalized, Plain, QKVGrad, SwiGLU, SwiGLUGrad
 

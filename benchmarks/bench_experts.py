@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Table, add_device_flag, chosen_device, machine, new_parser, require_positive, write_json
-from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import RECIPES, Fp8Manager
 from megafp8.fp8.speed_measurement import time_round_robin
+from megafp8.layers.experts.permute_op import Permutation, by_expert, combine, permute
 from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.groups import RowGroups
 from megafp8.numerics.sources import Plain
-from megafp8.ops.permute import Permutation, by_expert, combine, permute
+from megafp8.parallel.data.grad_buffer import GradBuffer
+from megafp8.parallel.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.plan import LinearSite
 
 TABLE = Table("", 36, {"ms": ".3f", "TFLOP/s": ",.0f", "host ms": ".3f"})

@@ -31,15 +31,15 @@ from benchmarks.common import Table, machine, new_parser, release, require_posit
 from benchmarks.profiling import Kernel, by_name, record
 from megafp8.config import load_config
 from megafp8.config.schema import Fp8Config, ModelConfig
-from megafp8.gpus import H200
+from megafp8.host.gpus import H200
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import InferenceLayout, build_model, config_of
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import quantize_stages
 from megafp8.inference.sampling import SamplingOptions
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS
-from megafp8.parallel_state import destroy_model_parallel
-from megafp8.tensor_parallel.random import initialize_parameters
+from megafp8.parallel.parallel_state import destroy_model_parallel
+from megafp8.parallel.tensor.random import initialize_parameters
 
 FEW = 16
 CACHES = {"fp8-cache": {"dtype": "fp8"}, "int8-cache": {"dtype": "int8"}}

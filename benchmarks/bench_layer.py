@@ -55,7 +55,7 @@ from benchmarks.common import (
 )
 from benchmarks.layer_variants import FLOOR, GRAPH, Layers, NotInstalledError, Problem, build_eager, floor_of, variants
 from benchmarks.profiling import Kernel, by_name, record
-from megafp8.parallel_state import (
+from megafp8.parallel.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_distributed,

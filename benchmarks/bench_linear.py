@@ -40,7 +40,7 @@ from benchmarks.common import (
 from megafp8.fp8 import RECIPES, Fp8Recipe
 from megafp8.fp8.speed_measurement import measure
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, predict
-from megafp8.gpus import CEILINGS, Ceilings, ceilings_of, device_name
+from megafp8.host.gpus import CEILINGS, Ceilings, ceilings_of, device_name
 
 SWEPT_RECIPES = ("delayed", "current", "rowwise", "blockwise")
 TOKENS, WIDTHS = "1024,2048,4096,8192,16384", "1024,2048,4096,8192,16384,28672"

@@ -35,9 +35,9 @@ from benchmarks.common import (
     write_json,
 )
 from megafp8.fp8.speed_measurement import time_round_robin
-from megafp8.numerics.state_space_reference import in_chunks
-from megafp8.ops import delta_rule
-from megafp8.ops.state_space import state_space
+from megafp8.layers.delta_rule import op as delta_rule
+from megafp8.layers.mamba2.op import state_space
+from megafp8.layers.mamba2.reference import in_chunks
 
 TABLE = Table("recurrence", 44, {"fwd ms": ".3f", "bwd ms": ".3f", "y": ".1e", "grads": ".1e"})
 

@@ -38,7 +38,7 @@ from benchmarks.bench_step import random_batches
 from benchmarks.common import Table, new_parser, timed, write_json
 from megafp8.config import Config, check_layout
 from megafp8.data.sampler import sample_indices
-from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 from megafp8.training.trainer import RankTrainer
 

@@ -40,7 +40,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from benchmarks.common import new_parser, require_positive, write_json
 from megafp8.inference import Generator, SamplingOptions
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
 
 LENGTH = 256
 TINY_SERVER = "--max-sequences 16 --max-waiting 32 --cache-tokens 1024 --max-batch-tokens 256"

@@ -49,15 +49,15 @@ from benchmarks.profiling import Kernel, StepProfile, by_name, record, step_prof
 from megafp8.batch import Batch
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data.samples import next_token_batch
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.gpus import peak_flops
-from megafp8.parallel_state import (
+from megafp8.host.gpus import peak_flops
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_distributed,
 )
-from megafp8.pipeline_parallel.simulate import Timeline, mean_times, simulate
-from megafp8.pipeline_parallel.trace import write_timeline
+from megafp8.parallel.pipeline.simulate import Timeline, mean_times, simulate
+from megafp8.parallel.pipeline.trace import write_timeline
 from megafp8.planner.flops import flops_per_token
 from megafp8.planner.memory import pipeline_memory
 from megafp8.planner.outline import model_outline

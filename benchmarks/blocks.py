@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megafp8.config import Config
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.speed_model import LinearSize
-from megafp8.models.context import BuildContext
+from megafp8.layers.context import BuildContext
 from megafp8.models.gpt import GPTStage
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.fp8_config import build_fp8
 
 EPSILON, ROTARY_BASE = 1e-5, 10000.0

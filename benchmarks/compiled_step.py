@@ -20,7 +20,7 @@ from benchmarks.blocks import ATTENTION_BACKENDS, EPSILON, ReferenceLayers, Shap
 from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.optimizer.step import StepResult
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.loss import BatchLoss
 
 SIZES = {

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from benchmarks.bench_step import Groups, layout_overrides, random_batches, variant_overrides
 from benchmarks.common import Table, machine, new_parser, release, write_json
 from megafp8.config import Config, check_layout, load_config
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.training.determinism import make_deterministic
 from megafp8.training.fp8_config import check_recipe
 from megafp8.training.trainer import RankTrainer

@@ -33,10 +33,10 @@ from torch.nn.attention import sdpa_kernel
 from benchmarks.blocks import EPSILON, ROTARY_BASE, ReferenceLayers, Shape, build_stage
 from megafp8.batch import Batch
 from megafp8.config.schema import Fp8Config
-from megafp8.data_parallel.grad_buffer import GradBuffer
 from megafp8.gemm.dispatch import Fp8Gemm
-from megafp8.ops.attention import sdpa_backends
-from megafp8.parallel_state import ParallelState
+from megafp8.layers.attention.op import sdpa_backends
+from megafp8.parallel.data.grad_buffer import GradBuffer
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs
 
 GRAPH, FLOOR = "+graph", "+floor"

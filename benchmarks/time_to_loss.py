@@ -26,7 +26,7 @@ from statistics import fmean, median, stdev
 
 import yaml
 
-from megafp8.commands.common import pyplot
+from megafp8.host.tool import pyplot
 from megafp8.training.metrics import read_metrics
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

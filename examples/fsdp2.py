@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megafp8 import fp8
-from megafp8.data_parallel.fp8_all_gather import gather_in_fp8
+from megafp8.parallel.data.fp8_all_gather import gather_in_fp8
 
 
 def main() -> None:

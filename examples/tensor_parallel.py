@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megafp8 import fp8
-from megafp8.tensor_parallel.dtensor import Fp8ColwiseParallel, Fp8RowwiseParallel
+from megafp8.parallel.tensor.dtensor import Fp8ColwiseParallel, Fp8RowwiseParallel
 
 
 def main() -> None:

@@ -58,8 +58,8 @@ from torch.distributed.elastic.utils.store import barrier
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from megafp8.arguments import ArgumentParser
 from megafp8.commands import COMMANDS
+from megafp8.host.arguments import ArgumentParser
 from megafp8.training import notify
 from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from argparse import REMAINDER
 
-from megafp8.arguments import ArgumentParser
+from megafp8.host.arguments import ArgumentParser
 
 
 def make_parser() -> ArgumentParser:

@@ -14,9 +14,9 @@ from typing import Any
 
 from megafp8 import config as configs
 from megafp8.config import Config
+from megafp8.host.launched import launched_ranks, on_launched_ranks
 from megafp8.inference import live
-from megafp8.launched import launched_ranks, on_launched_ranks
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
 from megafp8.training import metrics
 from megafp8.training.command_line import check_config
 from megafp8.training.init_from import complete_model

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megafp8.context_parallel.split import shard_positions
+from megafp8.parallel.context import shard_positions
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Batch:
         """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
 
         Positions are `[1, s/ranks]` where they are the same in all samples. `cuts_documents`: as in
-        `context_parallel.split.place_tokens`.
+        `parallel.context.place_tokens`.
         """
         if ranks == 1:
             return self

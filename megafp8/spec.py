@@ -45,7 +45,8 @@ class PartRecord(PartialSection):
     """Whether the layer has this part, with a norm and weights."""
 
     hugging_face: ClassVar[Mapping[str, str]] = {}
-    """Names of its modules, or parameters, in the layers of most Hugging Face families; `conversion.families` has the
+    """Names of its modules, or parameters, in the layers of most Hugging Face families;
+    `conversion.huggingface.families` has the
     names of other families. Names of experts have a * for the number."""
 
     megatron: ClassVar[Mapping[str, str]] = {}

@@ -37,7 +37,7 @@ ELSEWHERE = {
     r".*sbatch ": "needs Slurm; tests/test_slurm.py",
     r"launch/": "needs GPUs; tests/test_launch.py",
     r"kubectl ": "needs Kubernetes; tests/test_kubernetes.py",
-    r"megafp8 sweep ": "trains many models; tests/test_sweep.py",
+    r"megafp8 sweep ": "trains many models; tests/tools/test_sweep.py",
     r".*--tasks ": "needs the tasks' data sets; tests/inference/test_harness.py",
     r".*init_from=(adapter|models/)": "starts from weights of 8B; tests/training/test_lora.py, test_init_from.py",
     r".*init_optimizer=true": "continues a run of Megatron-LM; tests/training/test_init_from.py",

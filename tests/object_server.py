@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from megafp8.object_store import ObjectPath
+from megafp8.host.object_store import ObjectPath
 
 BUCKET = "bucket"
 
@@ -31,7 +31,7 @@ class ObjectServer:
         }
         os.environ.update(self.environment)
         self._numbers = itertools.count()
-        from megafp8.object_store.path import filesystem
+        from megafp8.host.object_store.path import filesystem
 
         filesystem("s3://").mkdir(BUCKET)
 

@@ -15,7 +15,7 @@ from megafp8.checkpoint import Rectangle, Rectangles, read_metadata, save
 from megafp8.checkpoint.store import FORMAT_VERSION
 from megafp8.config import Config
 from megafp8.config.schema import ModelConfig
-from megafp8.distributed.sharding import spec_of
+from megafp8.parallel.sharding import spec_of
 from megafp8.planner.stages import stages_of
 from megafp8.training.describe import planned_stage
 

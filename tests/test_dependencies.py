@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megafp8 import shipped
+from megafp8.host import shipped
 
 if sys.version_info >= (3, 11):
     import tomllib

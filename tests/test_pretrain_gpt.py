@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megafp8.pipeline_parallel.schedules import Action, Kind, Schedule, StagePlacement
+from megafp8.parallel.pipeline.schedules import Action, Kind, Schedule, StagePlacement
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, unsharded
 from megafp8.linear.grad_sink import deliver
+from megafp8.parallel.data.grad_buffer import GradBuffer
+from megafp8.parallel.sharding import FlatShard, Init, ParamSpec, set_spec, unsharded
 
 VOCABULARY, HIDDEN = 11, 8
 NO_DECAY = ("norm", "bias")

@@ -53,9 +53,9 @@ from megafp8.config.schema import ModelConfig
 from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.convert import convert
 from megafp8.conversion.formats import FORMATS, open_source
-from megafp8.conversion.hf_tokenizer import find_tokenizer
+from megafp8.conversion.huggingface.tokenizer import find_tokenizer
 from megafp8.conversion.model import model_tensors
-from megafp8.conversion.patterns import matches_end
+from megafp8.conversion.peft.patterns import matches_end
 from megafp8.conversion.safetensors_format import read_header
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.inference.load import InferenceLayout, _end_tokens, open_checkpoint

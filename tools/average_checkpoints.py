@@ -18,14 +18,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.arguments import ArgumentParser
 from megafp8.checkpoint import complete_checkpoints
-from megafp8.commands.common import run_tool
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS, fetched, open_source
-from megafp8.object_store import AnyPath, as_path
-from megafp8.suggestions import did_you_mean
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.object_store import AnyPath, as_path
+from megafp8.host.suggestions import did_you_mean
+from megafp8.host.tool import run_tool
 
 
 def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:

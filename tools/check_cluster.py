@@ -37,12 +37,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands import machine
-from megafp8.commands.machine import Finding, Status, judge_gpu, report
-from megafp8.commands.machine import judge_limits as machine_limits
 from megafp8.config import Config, check_layout, load_config
-from megafp8.distributed.collectives import (
+from megafp8.host.arguments import ArgumentParser
+from megafp8.parallel.collectives import (
     all_gather,
     all_gather_objects,
     all_reduce,
@@ -53,8 +50,11 @@ from megafp8.distributed.collectives import (
     send_async,
     send_recv_async,
 )
-from megafp8.parallel_state import destroy_model_parallel, initialize_distributed
+from megafp8.parallel.parallel_state import destroy_model_parallel, initialize_distributed
+from megafp8.training import machine
 from megafp8.training.errors import NO_RESTART, TrainingError, run_and_report
+from megafp8.training.machine import Finding, Status, judge_gpu, report
+from megafp8.training.machine import judge_limits as machine_limits
 from megafp8.training.validate import run_folder, validate
 
 CLOCK_WARN, CLOCK_FAIL = 0.5, 5.0

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands.common import file_of_run, names_of, pyplot, run_tool, text_table
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.tool import file_of_run, names_of, pyplot, run_tool, text_table
 from megafp8.training.metrics import read_metrics
 
 Run = dict[int, dict[str, Any]]

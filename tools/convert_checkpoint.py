@@ -20,19 +20,19 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from megafp8.arguments import ArgumentParser, at_least
 from megafp8.conversion.adapters import adapters_alone
 from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
 from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
 from megafp8.conversion.formats import FORMATS, CheckpointFormat, fetched, recognize
-from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.huggingface.quantized_export import Expected, QuantizedExport
+from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.model import check_size_of
-from megafp8.conversion.quantized_export import Expected, QuantizedExport
 from megafp8.conversion.target import Sink
-from megafp8.dtypes import DTYPES
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.messages import print_error
 from megafp8.inference.kv_cache_scales import read_scales
-from megafp8.messages import print_error
+from megafp8.numerics.dtypes import DTYPES
 from megafp8.training.quantized_export import quantized_export
 
 OF_MEGATRON = ("megatron", "torch_dist")

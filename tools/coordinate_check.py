@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.arguments import ArgumentParser, at_least
 from megafp8.batch import Batch
-from megafp8.commands.common import add_config_flags, parse_with_config, pyplot, run_tool
+from megafp8.commands import add_config_flags, parse_with_config
 from megafp8.config import Config, ParallelConfig, load_config
-from megafp8.parallel_state import (
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import pyplot, run_tool
+from megafp8.parallel.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_distributed,

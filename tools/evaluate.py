@@ -20,13 +20,15 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megafp8.data.flags import add_input_flags, input_files
 from tqdm import tqdm
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_input_flags, input_files, run_tool
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.packages import import_package
 from megafp8.data.samples import split_documents
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.object_store import as_path
+from megafp8.host.tool import run_tool
 from megafp8.inference import Generator
 from megafp8.inference.arguments import add_model_flags, bind_to_cores, model_options
 from megafp8.inference.kv_cache_scales import KeyValueAmax, write_scales
@@ -39,8 +41,7 @@ from megafp8.inference.perplexity import (
     loss_of,
 )
 from megafp8.inference.scoring import Scorer
-from megafp8.object_store import as_path
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
 
 
 def make_parser() -> ArgumentParser:

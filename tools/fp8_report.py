@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import file_of_run, pyplot, run_tool
-from megafp8.commands.fp8_records import advice_text, grid, ordered_layers, place, read_config
 from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Fp8Record, read_report
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import file_of_run, pyplot, run_tool
+from megafp8.training.fp8_records import advice_text, grid, ordered_layers, place, read_config
 
 _MOST_NAMES = 20
 _PANELS = (

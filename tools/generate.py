@@ -21,14 +21,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands.common import run_tool
-from megafp8.distributed.collectives import broadcast_object
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.object_store import as_path
+from megafp8.host.tool import run_tool
 from megafp8.inference import Completion, Generator
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.inference.options import SamplingOptions
-from megafp8.object_store import as_path
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.collectives import broadcast_object
+from megafp8.parallel.parallel_state import destroy_model_parallel
 
 
 def make_parser() -> ArgumentParser:

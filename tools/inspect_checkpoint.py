@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megafp8.arguments import ArgumentParser
 from megafp8.checkpoint import CheckpointReader, latest
 from megafp8.conversion.formats import FORMATS, open_source, recognize
-from megafp8.messages import print_error
-from megafp8.object_store import AnyPath, as_path
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.messages import print_error
+from megafp8.host.object_store import AnyPath, as_path
 from megafp8.training.state import changed_keys
 
 _BLOCK = 1 << 22  # elements

@@ -13,14 +13,15 @@ from os.path import expanduser
 from pathlib import Path
 
 import numpy as np
+from megafp8.data.flags import add_tokenizer_flags, tokenizer_settings
 from numpy.typing import NDArray
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_tokenizer_flags, pyplot, run_tool, tokenizer_settings
-from megafp8.commands.token_text import show, show_answers
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.samples import PackedDataset
+from megafp8.data.token_text import show, show_answers
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import pyplot, run_tool
 
 _WIDTH = 50
 

@@ -37,11 +37,12 @@ if __package__ in (None, ""):  # started as a file
 
 import yaml
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
+from megafp8.commands import add_config_flags, parse_with_config
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config, planned_stages
 from megafp8.config.frozen import frozen_run
-from megafp8.gpus import GPUS, Gpu
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.gpus import GPUS, Gpu
+from megafp8.host.tool import run_tool, text_table
 from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
 from megafp8.planner.goodput import PARTS, Assumptions, Forecast, forecasts, hang_detection, state_bytes_of

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands.common import file_of_run, pyplot, run_tool
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.tool import file_of_run, pyplot, run_tool
 from megafp8.training.expert_load import FILE_NAME, Load, read_expert_load, relative
 
 

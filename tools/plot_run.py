@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands.common import names_of, pyplot, run_tool
-from megafp8.commands.run_data import (
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.tool import names_of, pyplot, run_tool
+from megafp8.training.goodput import PARTS
+from megafp8.training.plots import draw_learning_rate, draw_loss
+from megafp8.training.run_data import (
     KINDS,
     PANELS,
     Curve,
@@ -37,8 +39,6 @@ from megafp8.commands.run_data import (
     read_run,
     summary,
 )
-from megafp8.training.goodput import PARTS
-from megafp8.training.plots import draw_learning_rate, draw_loss
 
 _PAGE = Path(__file__).with_suffix(".html")
 _AXIS_POINTS = 1000

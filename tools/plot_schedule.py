@@ -26,12 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import pyplot, run_tool
-from megafp8.pipeline_parallel.actions import Kind, StagePlacement, split_backwards
-from megafp8.pipeline_parallel.registry import SCHEDULES, cell, place_stages, training_schedule
-from megafp8.pipeline_parallel.simulate import StageTimes, Timeline, mean_times, simulate
-from megafp8.pipeline_parallel.trace import chrome_trace, read_timeline
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import pyplot, run_tool
+from megafp8.parallel.pipeline.actions import Kind, StagePlacement, split_backwards
+from megafp8.parallel.pipeline.registry import SCHEDULES, cell, place_stages, training_schedule
+from megafp8.parallel.pipeline.simulate import StageTimes, Timeline, mean_times, simulate
+from megafp8.parallel.pipeline.trace import chrome_trace, read_timeline
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
 LABELLED = 1200  # most actions that are drawn with their numbers

@@ -27,21 +27,17 @@ import time
 from os.path import expanduser
 from typing import Any
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import (
-    add_input_flags,
-    add_tokenizer_flags,
-    input_files,
-    run_tool,
-    tokenizer_settings,
-)
-from megafp8.commands.token_text import example
+from megafp8.data.flags import add_input_flags, add_tokenizer_flags, input_files, tokenizer_settings
+
 from megafp8.data.documents import read_documents
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.preprocess import preprocess
 from megafp8.data.styles import Method
 from megafp8.data.styles.registry import STYLES
+from megafp8.data.token_text import example
 from megafp8.data.tokenizers import build_tokenizer
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import run_tool
 
 
 def make_parser() -> ArgumentParser:

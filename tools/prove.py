@@ -28,8 +28,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_config_flags, parse_with_config, run_tool
+from megafp8.commands import add_config_flags, parse_with_config
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import run_tool
 
 
 def make_parser() -> ArgumentParser:

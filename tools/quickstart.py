@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.arguments import ArgumentParser
-from megafp8.commands.common import run_tool, signal_handler
+from megafp8.host.arguments import ArgumentParser
+from megafp8.host.tool import run_tool, signal_handler
 
 RANKS = 4
 DATA = Path("data/quickstart")

@@ -38,11 +38,12 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_config_flags, parse_with_config, run_tool, text_table
+from megafp8.commands import add_config_flags, parse_with_config
 from megafp8.config import load_config
 from megafp8.config.files import file_of
-from megafp8.text_file import replace_text
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.text_file import replace_text
+from megafp8.host.tool import run_tool, text_table
 from megafp8.training.metrics import read_metrics, read_records
 
 SCRIPT = "launch/slurm.sbatch"

@@ -24,11 +24,12 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megafp8.data.flags import add_input_flags, input_files
 from tqdm import tqdm
 
-from megafp8.arguments import ArgumentParser, at_least
-from megafp8.commands.common import add_input_flags, input_files, run_tool, signal_handler
 from megafp8.data.documents import Document, check_inputs_stay, read_documents
+from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.tool import run_tool, signal_handler
 
 _PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
 

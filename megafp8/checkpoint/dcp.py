@@ -44,9 +44,9 @@ from megafp8.checkpoint.files import Checksum, ChecksummedFiles
 from megafp8.checkpoint.pickle_reader import PickledObject, read_pickle
 from megafp8.checkpoint.rectangles import Rectangles
 from megafp8.checkpoint.torch_file import DTYPE_NAMES, TorchFile, is_size, shape_of
-from megafp8.distributed import collectives
-from megafp8.messages import join_first, name_text
-from megafp8.object_store import AnyPath, ObjectPath
+from megafp8.host.messages import join_first, name_text
+from megafp8.host.object_store import AnyPath, ObjectPath
+from megafp8.parallel import collectives
 
 INDEX_FILE = ".metadata"
 

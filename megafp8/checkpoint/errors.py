@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed import collectives
-from megafp8.messages import join_first
+from megafp8.host.messages import join_first
+from megafp8.parallel import collectives
 
 T = TypeVar("T")
 

@@ -31,9 +31,9 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megafp8.checkpoint.errors import DamagedCheckpoint
-from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
-from megafp8.object_store.reader import ObjectReader
-from megafp8.strict_json import parse_json
+from megafp8.host.object_store import AnyPath, ObjectPath, as_path, is_transient
+from megafp8.host.object_store.reader import ObjectReader
+from megafp8.host.strict_json import parse_json
 
 CHECKSUMS_FILE = "checksums.json"
 ALGORITHM = "crc32"

@@ -32,10 +32,10 @@ from megafp8.checkpoint.errors import (
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, find_damage
 from megafp8.checkpoint.reader import CheckpointReader, first_intact
 from megafp8.checkpoint.rectangles import Rectangles, TensorInfo, as_rectangles
-from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Shape
-from megafp8.messages import MAX_LISTED, join_first
-from megafp8.object_store import AnyPath, ObjectPath, as_path
+from megafp8.host.messages import MAX_LISTED, join_first
+from megafp8.host.object_store import AnyPath, ObjectPath, as_path
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import Shape
 
 _REQUESTS = 16
 """Rectangles that a rank reads from object storage at a time."""

@@ -45,10 +45,10 @@ from typing import Any
 
 from megafp8.checkpoint.errors import FolderInUse, group_or_world, on_all_ranks
 from megafp8.checkpoint.files import to_json
-from megafp8.distributed import collectives
-from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path
-from megafp8.processes import pid_namespace, process_start
-from megafp8.strict_json import parse_json
+from megafp8.host.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path
+from megafp8.host.processes import pid_namespace, process_start
+from megafp8.host.strict_json import parse_json
+from megafp8.parallel import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: AnyPath | str, *, takes_over: bool = False) -> None:
-        """`takes_over`: from another replica of this job, which has been lost (`megafp8.replicas`), at once."""
+        """`takes_over`: from another replica of this job, which has been lost (`megafp8.parallel.replicas`), at
+        once."""
         self._takes_over = takes_over
         self.file = as_path(folder) / LOCK_FILE
         self._group = group_or_world()

@@ -55,11 +55,11 @@ from megafp8.checkpoint.files import (
 )
 from megafp8.checkpoint.reader import CheckpointReader
 from megafp8.checkpoint.rectangles import Rectangles
-from megafp8.distributed import collectives
-from megafp8.distributed.activity import CollectiveWork
-from megafp8.distributed.sharding import Shape
-from megafp8.messages import join_first
-from megafp8.user_cache import make_own_folder
+from megafp8.host.messages import join_first
+from megafp8.host.user_cache import make_own_folder
+from megafp8.parallel import collectives
+from megafp8.parallel.activity import CollectiveWork
+from megafp8.parallel.sharding import Shape
 
 NODE_FILE = "node"
 LOADING = "loading"

@@ -30,9 +30,9 @@ from megafp8.checkpoint.errors import DamagedCheckpoint
 from megafp8.checkpoint.files import CHECKSUMS_FILE, Checksum, read_verified
 from megafp8.checkpoint.rectangles import Rectangles, TensorInfo
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
-from megafp8.distributed.sharding import Shape
-from megafp8.messages import MAX_LISTED, join_first
-from megafp8.object_store import AnyPath, as_path
+from megafp8.host.messages import MAX_LISTED, join_first
+from megafp8.host.object_store import AnyPath, as_path
+from megafp8.parallel.sharding import Shape
 
 
 class StoredRectangle(NamedTuple):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megafp8.distributed.sharding import FlatShard, ParamShard, Shape, boxes_of, shards_of
+from megafp8.parallel.sharding import FlatShard, ParamShard, Shape, boxes_of, shards_of
 
 
 class TensorInfo(NamedTuple):

@@ -43,10 +43,10 @@ from megafp8.checkpoint.errors import SaveFailed, group_or_world, on_all_ranks, 
 from megafp8.checkpoint.files import Checksum
 from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
-from megafp8.distributed import collectives
-from megafp8.distributed.sharding import Shape
-from megafp8.error_causes import lost_connection
-from megafp8.object_store import AnyPath, ObjectPath, as_path
+from megafp8.host.error_causes import lost_connection
+from megafp8.host.object_store import AnyPath, ObjectPath, as_path
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import Shape
 
 _ALIGNMENT = 64
 logger = logging.getLogger(__name__)

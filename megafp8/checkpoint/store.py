@@ -54,8 +54,8 @@ from megafp8.checkpoint.files import (
     write_checksums,
     write_file,
 )
-from megafp8.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path, is_transient
-from megafp8.suggestions import did_you_mean
+from megafp8.host.object_store import AnyPath, ObjectPath, ObjectStoreError, as_path, is_transient
+from megafp8.host.suggestions import did_you_mean
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"

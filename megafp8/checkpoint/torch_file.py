@@ -33,9 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megafp8.checkpoint.files import BLOCK_BYTES, RawFile, allocate, crc32_of, open_raw, read_at, read_into, read_some
 from megafp8.checkpoint.pickle_reader import check_tree, read_pickle
-from megafp8.distributed.sharding import Shape
-from megafp8.object_store import AnyPath, ObjectPath, is_transient
-from megafp8.object_store.reader import REQUEST_BYTES, ObjectReader
+from megafp8.host.object_store import AnyPath, ObjectPath, is_transient
+from megafp8.host.object_store.reader import REQUEST_BYTES, ObjectReader
+from megafp8.parallel.sharding import Shape
 
 _LOCAL_HEADER, _DIRECTORY_ENTRY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 _STORAGES = {

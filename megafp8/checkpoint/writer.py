@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint.dcp import write_index
 from megafp8.checkpoint.files import BUFFER_BYTES, EMPTY, WRITTEN_BYTES, Checksum, ChecksummedFile, DropBehind
-from megafp8.distributed.sharding import Shape
+from megafp8.parallel.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30

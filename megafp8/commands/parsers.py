@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from megafp8.arguments import ArgumentParser
+from megafp8.host.arguments import ArgumentParser
 
 _MAKER = "make_parser"
 

@@ -4,11 +4,6 @@ from megafp8.config.checks import canonical_streams_problem, check_layout, fewes
 from megafp8.config.json_schema import json_schema
 from megafp8.config.load import config_and_overrides, load_config
 from megafp8.config.model_keys import model_problems, model_spec, with_keys
-from megafp8.config.parts.attention import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
-from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
-from megafp8.config.parts.latent_attention import LatentAttentionConfig, LatentMixerConfig
-from megafp8.config.parts.mlp import MlpConfig
-from megafp8.config.parts.moe import MoeConfig, MoeFfnConfig
 from megafp8.config.schema import (
     CheckpointConfig,
     Config,
@@ -36,6 +31,11 @@ from megafp8.config.schema import (
     is_text,
 )
 from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
+from megafp8.layers.attention.record import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
+from megafp8.layers.experts.record import MoeConfig, MoeFfnConfig
+from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
+from megafp8.layers.latent_attention.record import LatentAttentionConfig, LatentMixerConfig
+from megafp8.layers.mlp.record import MlpConfig
 from megafp8.problems import ConfigError, Problem
 
 __all__ = [

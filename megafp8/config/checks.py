@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
-from megafp8.config.parts.attention import attention_heads, attention_keys, shared_keys
-from megafp8.config.parts.hyper_connections import HyperConnectionsConfig, hyper_connections
-from megafp8.config.parts.latent_attention import LatentAttentionConfig, latent_attention
-from megafp8.config.parts.moe import MoeConfig, expert_layout, expert_ranks, experts
-from megafp8.config.parts.per_layer_embedding import (
+from megafp8.config.resolve import kind_name
+from megafp8.config.schema import Config, ModelConfig, Section
+from megafp8.kernels.limits import LARGEST_HEAD
+from megafp8.layers.attention.record import attention_heads, attention_keys, shared_keys
+from megafp8.layers.experts.record import MoeConfig, expert_layout, expert_ranks, experts
+from megafp8.layers.hyper_connections.record import HyperConnectionsConfig, hyper_connections
+from megafp8.layers.latent_attention.record import LatentAttentionConfig, latent_attention
+from megafp8.layers.per_layer_embedding.record import (
     PerLayerEmbeddingConfig,
     per_layer_embedding,
     per_layer_embedding_layout,
 )
-from megafp8.config.parts.sparse_attention import SparseAttentionConfig, sparse_attention
-from megafp8.config.resolve import kind_name
-from megafp8.config.schema import Config, ModelConfig, Section
-from megafp8.kernels.limits import LARGEST_HEAD
-from megafp8.pipeline_parallel.registry import SCHEDULES, unsplit_schedule
+from megafp8.layers.sparse_attention.record import SparseAttentionConfig, sparse_attention
+from megafp8.parallel.pipeline.registry import SCHEDULES, unsplit_schedule
 from megafp8.problems import ConfigError, Problem, divisors
 from megafp8.spec import PartRecord
 
@@ -260,7 +260,7 @@ def _urls(config: Config) -> Iterator[Problem]:
     paths += [("checkpoint.folder", checkpoint.folder), ("checkpoint.init_from", checkpoint.init_from)]
     urls = [(key, path) for key, path in paths if path is not None and ":/" in path]
     if urls:
-        from megafp8.object_store import url_problem  # loads fsspec, which most configs do not need
+        from megafp8.host.object_store import url_problem  # loads fsspec, which most configs do not need
 
         for key, path in urls:
             if (problem := url_problem(path)) is not None:

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from megafp8.config.parts import LayerKind
-from megafp8.config.parts.attention import AttentionConfig
-from megafp8.config.parts.latent_attention import LatentMixerConfig
-from megafp8.config.parts.mlp import MlpConfig
-from megafp8.config.parts.moe import MoeFfnConfig
-from megafp8.config.parts.sparse_attention import SparseLatentMixerConfig
+from megafp8.layers.attention.record import AttentionConfig
+from megafp8.layers.experts.record import MoeFfnConfig
+from megafp8.layers.latent_attention.record import LatentMixerConfig
+from megafp8.layers.mlp.record import MlpConfig
+from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.spec import HeadSpec, LayerSpec, ModelSpec, NormSpec, StemSpec
 
 if TYPE_CHECKING:

@@ -16,16 +16,16 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megafp8.config.parts import LayerKind
-from megafp8.config.parts.attention import AttentionKeys
-from megafp8.config.parts.hyper_connections import HyperConnectionsConfig
-from megafp8.config.parts.latent_attention import LatentAttentionConfig
-from megafp8.config.parts.mlp import MlpKeys
-from megafp8.config.parts.moe import MoeConfig
-from megafp8.config.parts.per_layer_embedding import PerLayerEmbeddingConfig
-from megafp8.config.parts.sparse_attention import SparseAttentionConfig
 from megafp8.config.resolve import resolve
+from megafp8.layers.attention.record import AttentionKeys
+from megafp8.layers.experts.record import MoeConfig
+from megafp8.layers.hyper_connections.record import HyperConnectionsConfig
+from megafp8.layers.latent_attention.record import LatentAttentionConfig
+from megafp8.layers.mlp.record import MlpKeys
+from megafp8.layers.per_layer_embedding.record import PerLayerEmbeddingConfig
+from megafp8.layers.sparse_attention.record import SparseAttentionConfig
 from megafp8.optimizer.config import OptimizerConfig
-from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.parallel.pipeline.registry import SCHEDULES
 from megafp8.problems import Problem
 from megafp8.section import (
     FLOAT,
@@ -194,7 +194,7 @@ class ParallelConfig(Section):
     """Number of stages (of consecutive blocks) that each pipeline rank holds. Default: the fewest that the schedule
     allows."""
     schedule: Annotated[UserPath, Field(examples=[*SCHEDULES])] = "1f1b"
-    """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/pipeline_parallel/schedules), the
+    """Pipeline schedule: a built-in one (README has a table; one file each in megafp8/parallel/pipeline/schedules), the
     path of a .csv file with one row per rank and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1, or
     module:function, called with placement and number of micro-batches. megafp8 plot-schedule draws them."""
     placement: Literal["loop", "v"] | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megafp8.conversion.base import CheckpointSource, MasterWeights, is_weight
 from megafp8.conversion.native import NativeSource
-from megafp8.tensor_parallel.lora import A, B, Lora, is_lora
+from megafp8.parallel.tensor.lora import A, B, Lora, is_lora
 
 
 class AdaptedSource(CheckpointSource, Protocol):

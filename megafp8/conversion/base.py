@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
-from megafp8.messages import value_text
+from megafp8.host.messages import value_text
 from megafp8.spec import ModelSpec
 
 

@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig, RotaryKeys, with_keys
 from megafp8.config.parts import Ffn, Mixer
-from megafp8.config.parts.attention import AttentionKeys
-from megafp8.config.parts.latent_attention import LatentAttentionKeys, LatentRecord
-from megafp8.config.parts.mlp import MlpKeys
-from megafp8.config.parts.moe import MoeKeys
-from megafp8.config.parts.sparse_attention import SparseAttentionKeys, SparseLatentMixerConfig
 from megafp8.conversion.keys import Fields
+from megafp8.layers.attention.record import AttentionKeys
+from megafp8.layers.experts.record import MoeKeys
+from megafp8.layers.latent_attention.record import LatentAttentionKeys, LatentRecord
+from megafp8.layers.mlp.record import MlpKeys
+from megafp8.layers.sparse_attention.record import SparseAttentionKeys, SparseLatentMixerConfig
 from megafp8.section import Section
 from megafp8.spec import LayerSpec, ModelSpec, PartRecord
 

@@ -12,21 +12,21 @@ from megafp8.checkpoint.store import METADATA_FILE
 from megafp8.conversion.adapters import open_native
 from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.consolidated import WEIGHTS_FILE, ConsolidatedSink, ConsolidatedSource
-from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
-from megafp8.conversion.megatron_sink import MegatronSink
-from megafp8.conversion.megatron_source import COMMON_FILE, TRACKER, MegatronSource, is_distributed, is_megatron
+from megafp8.conversion.huggingface.sink import HfSink
+from megafp8.conversion.huggingface.source import CONFIG_FILE, HfSource
+from megafp8.conversion.megatron.sink import MegatronSink
+from megafp8.conversion.megatron.source import COMMON_FILE, TRACKER, MegatronSource, is_distributed, is_megatron
+from megafp8.conversion.megatron.torch_dist_sink import TorchDistSink
+from megafp8.conversion.megatron.torch_dist_source import TorchDistSource
 from megafp8.conversion.model import check_size_of
 from megafp8.conversion.native import NativeSink, is_checkpoint
-from megafp8.conversion.peft_sink import PeftSink
-from megafp8.conversion.peft_source import ADAPTER_CONFIG_FILE, open_peft
+from megafp8.conversion.peft.sink import PeftSink
+from megafp8.conversion.peft.source import ADAPTER_CONFIG_FILE, open_peft
 from megafp8.conversion.target import Sink
-from megafp8.conversion.torch_dist_sink import TorchDistSink
-from megafp8.conversion.torch_dist_source import TorchDistSource
 from megafp8.data.hub import is_hub_name, local_folder
-from megafp8.object_store import AnyPath, ObjectPath, as_path, is_transient
-from megafp8.object_store.cache import ObjectCache, ObjectChanged, default_cache
-from megafp8.suggestions import did_you_mean
+from megafp8.host.object_store import AnyPath, ObjectPath, as_path, is_transient
+from megafp8.host.object_store.cache import ObjectCache, ObjectChanged, default_cache
+from megafp8.host.suggestions import did_you_mean
 
 
 class CheckpointFormat(NamedTuple):

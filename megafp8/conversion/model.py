@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import with_keys
 from megafp8.conversion.base import CheckpointSource, TensorInfo
-from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext, PlannedGroup
+from megafp8.parallel.sharding import Shape, spec_of
 from megafp8.spec import ModelSpec
 
 logger = logging.getLogger(__name__)

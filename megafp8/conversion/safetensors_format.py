@@ -23,8 +23,8 @@ from torch import Tensor
 from megafp8.checkpoint.files import parse_object, read_into
 from megafp8.checkpoint.torch_file import as_bytes
 from megafp8.conversion.base import TensorInfo
-from megafp8.distributed.sharding import Shape
-from megafp8.messages import name_text, value_text
+from megafp8.host.messages import name_text, value_text
+from megafp8.parallel.sharding import Shape
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 QUANTIZED = {

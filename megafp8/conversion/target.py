@@ -31,8 +31,8 @@ from torch import Tensor
 from megafp8.checkpoint.files import MAX_FILE_BYTES, rename_synced, sync
 from megafp8.conversion.base import CheckpointSource
 from megafp8.data.tokenizer_files import CONFIG_FILE, TEMPLATE_FILE, TOKENS_FILE
-from megafp8.strict_json import parse_json
-from megafp8.user_cache import make_own_folder
+from megafp8.host.strict_json import parse_json
+from megafp8.host.user_cache import make_own_folder
 
 JOURNAL_FILE = "journal"
 TOKENIZER_FOLDER = "tokenizer"

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from megafp8.data.packages import import_package
 from megafp8.data.styles import Document, position
 from megafp8.data.styles.registry import STYLES
-from megafp8.object_store import AnyPath, ObjectPath, as_path
-from megafp8.strict_json import parse_json
-from megafp8.suggestions import did_you_mean
+from megafp8.host.object_store import AnyPath, ObjectPath, as_path
+from megafp8.host.strict_json import parse_json
+from megafp8.host.suggestions import did_you_mean
 
 Content = Literal["json_lines", "text", "parquet"]
 _CONTENTS: dict[str, Content] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json_lines")

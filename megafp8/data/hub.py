@@ -19,8 +19,8 @@ from typing import Any
 
 from megafp8.data.packages import import_package
 from megafp8.data.tokenizer_files import CODE_FILES
-from megafp8.object_store import ObjectStoreError, as_path
-from megafp8.user_cache import user_cache
+from megafp8.host.object_store import ObjectStoreError, as_path
+from megafp8.host.user_cache import user_cache
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 TOKENIZER_FILES = (

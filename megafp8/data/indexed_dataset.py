@@ -13,7 +13,7 @@ in sequences of the same lengths, 1 if the token is one to learn and 0 if it is 
 fingerprint.
 
 A prefix may be a URL of object storage, such as s3://bucket/corpus. The .idx is then copied to local disk, and tokens
-are read through a cache there (`megafp8.object_store`).
+are read through a cache there (`megafp8.host.object_store`).
 
 Both files are memory-mapped, and all that can be checked without reading the tokens is checked when they are opened.
 Megatron-LM's .idx has no checksum, but is redundant:
@@ -45,11 +45,11 @@ from numpy.typing import NDArray
 
 from megafp8.data import DataError
 from megafp8.data.mapped_file import MappedFile
-from megafp8.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
-from megafp8.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
-from megafp8.processes import incomplete_path, remove_abandoned
-from megafp8.strict_json import parse_json
-from megafp8.suggestions import near_path
+from megafp8.host.object_store import AnyPath, ObjectStoreError, as_path, is_transient, is_url
+from megafp8.host.object_store.cache import THREADS, CachedObject, ObjectCache, ObjectChanged, default_cache
+from megafp8.host.processes import incomplete_path, remove_abandoned
+from megafp8.host.strict_json import parse_json
+from megafp8.host.suggestions import near_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

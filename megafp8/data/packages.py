@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megafp8.shipped import install_command
+from megafp8.host.shipped import install_command
 
 _EXTRAS = {
     "tokenizers": "hf",

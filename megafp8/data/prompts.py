@@ -20,8 +20,8 @@ from megafp8.data.documents import find_files, is_too_long, open_to_read, read_l
 from megafp8.data.styles import position, text_of
 from megafp8.data.styles.chat import messages_of
 from megafp8.data.tokenizers import Tokenizer
-from megafp8.object_store import AnyPath
-from megafp8.strict_json import parse_json
+from megafp8.host.object_store import AnyPath
+from megafp8.host.strict_json import parse_json
 
 
 class Prompt(NamedTuple):

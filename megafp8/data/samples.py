@@ -42,7 +42,7 @@ from megafp8.data import DataError
 from megafp8.data.indexed_dataset import IndexedDataset, check_ids, read_loss_mask
 from megafp8.data.mapped_file import MappedFile
 from megafp8.data.packing import PACKINGS, Arrays, BestFit, Concatenation, Packing, PackingName, Sentences
-from megafp8.user_cache import user_cache
+from megafp8.host.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 

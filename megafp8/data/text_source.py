@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from megafp8.data import DataError
 from megafp8.data.documents import InputFile, find_files, read_part, row_groups
 from megafp8.data.styles import Document
-from megafp8.object_store import AnyPath, ObjectPath
+from megafp8.host.object_store import AnyPath, ObjectPath
 
 WINDOW_RECORDS, WINDOW_CHARACTERS = 256, 2**20
 """A window ends with whichever comes first."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megafp8.strict_json import parse_json
+from megafp8.host.strict_json import parse_json
 
 CONFIG_FILE, TOKENS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"

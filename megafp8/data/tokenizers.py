@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megafp8.data.hub import TOKENIZER_FILES, NotOnThisMachine, is_hub_name, local_folder
 from megafp8.data.packages import MissingPackage, import_package
 from megafp8.data.tokenizer_files import SpecialTokenFiles, read_pattern
-from megafp8.suggestions import did_you_mean
+from megafp8.host.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _END_NAME = "<|endoftext|>"

@@ -27,7 +27,7 @@ from megafp8.fp8.onnx import exported
 from megafp8.fp8.speed_model import LinearSize, predict
 from megafp8.fp8.standalone import StandaloneExperts, StandaloneLayers, StandaloneLinear, end_steps, layers_of
 from megafp8.gemm.dispatch import GemmBackend
-from megafp8.gpus import ceilings_of, device_name
+from megafp8.host.gpus import ceilings_of, device_name
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.numerics.onnx_export import in_onnx_export

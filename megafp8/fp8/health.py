@@ -42,12 +42,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.host.text_file import JsonLines
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import amax, scale_from_amax
 from megafp8.numerics.quantizers import Quantizer
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor, expand
-from megafp8.text_file import JsonLines
 
 FILE_NAME = "fp8_report.jsonl"
 OPERANDS = ("input", "weight", "grad_output")

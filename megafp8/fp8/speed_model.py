@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megafp8.gpus import Ceilings
+from megafp8.host.gpus import Ceilings
 from megafp8.numerics.recipes.base import GEMMS, OPERANDS, Fp8Recipe, OperandName, PerOperand
 from megafp8.numerics.tensor import on_hopper
 

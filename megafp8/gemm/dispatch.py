@@ -32,6 +32,8 @@ from torch.nn import functional as F
 
 from megafp8.gemm.cublaslt import CublasLt, available
 from megafp8.gemm.cublaslt_problem import ALIGNMENT, adds_bias, arranged
+from megafp8.host.shipped import install_command
+from megafp8.host.user_cache import user_cache
 from megafp8.numerics.tensor import (
     BLOCK_1X128,
     BLOCK_128X128,
@@ -42,8 +44,6 @@ from megafp8.numerics.tensor import (
     ScaledTensor,
     zero_pad,
 )
-from megafp8.shipped import install_command
-from megafp8.user_cache import user_cache
 
 GemmBackend = Literal["auto", "cublaslt", "scaled_mm", "emulated"]
 

@@ -33,7 +33,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `open_checkpoint` but for path and layout."""
-    from megafp8.dtypes import DTYPES
+    from megafp8.numerics.dtypes import DTYPES
 
     return {
         "device": arguments.device,

@@ -3,8 +3,8 @@
 The tokens of a step are packed one after the other, of whatever sequences, as `[n, 1, ...]`: everything else in a model
 computes each token by itself. First come sequences with one token, which attend together, each to its own pages; then
 each longer chunk by itself, to its own keys if it begins its sequence, else to its pages. What a query may attend to,
-and what a score is, `ops.attention` knows: the mask has the position of each query, and the keys behind it, in the
-rest of its last page or of longer sequences beside it, are masked as later tokens are.
+and what a score is, `layers.attention.op` knows: the mask has the position of each query, and the keys behind it, in
+the rest of its last page or of longer sequences beside it, are masked as later tokens are.
 
 Shapes: n tokens of a step, s of a chunk, b sequences, t keys, a query heads, g key-value heads, d head width.
 """
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
-from megafp8.models.mixer import AttendTo
-from megafp8.numerics.attention_mask import AttentionMask, causal_mask
-from megafp8.numerics.attention_scores import PLAIN, Scores
-from megafp8.ops.attention import attention
+from megafp8.layers.attention.mask import AttentionMask, causal_mask
+from megafp8.layers.attention.op import attention
+from megafp8.layers.attention.scores import PLAIN, Scores
+from megafp8.layers.mixer import AttendTo
 
 T = TypeVar("T")
 
@@ -158,7 +158,8 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """A layer's core attention (`ops.attention.CoreAttention`) that stores keys and values, and attends to the pages.
+    """A layer's core attention (`layers.attention.op.CoreAttention`) that stores keys and values, and attends to the
+    pages.
 
     `window`: the layer's, None: all tokens before. `chunk`: tokens of the chunks that attention stays within. `stores`:
     False: another layer of the step has stored them.
@@ -222,7 +223,7 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """`megafp8.models.mixer.AttendToKeys` of a step: stores a layer's keys, and attends to those of the pages.
+    """`megafp8.layers.mixer.AttendToKeys` of a step: stores a layer's keys, and attends to those of the pages.
 
     The first of the two is stored as the key of the only head, the second as its value.
     """

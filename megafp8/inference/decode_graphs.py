@@ -19,7 +19,7 @@ from torch import Tensor
 from megafp8.inference.attention import DecodeInputs, PackedStep
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
-from megafp8.ops.capture import Capture, CudaCapture
+from megafp8.linear.capture import Capture, CudaCapture
 
 RunStage = Callable[[int, Tensor | None, PackedStep], Tensor | None]
 """Runs this rank's stage of that index: what comes in and the step -> what goes out, None if nothing does."""

@@ -16,7 +16,6 @@ import torch
 from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.errors import on_all_ranks
 from megafp8.data.tokenizers import Tokenizer
-from megafp8.distributed.collectives import broadcast, broadcast_object
 from megafp8.inference.load import (
     Device,
     InferenceLayout,
@@ -36,6 +35,7 @@ from megafp8.inference.scheduler import GrowingSequence, Scheduler
 from megafp8.inference.staged_weights import StagedWeights, refused_weights
 from megafp8.inference.text import TextStream
 from megafp8.linear.quantized_weight import WeightFormatName
+from megafp8.parallel.collectives import broadcast, broadcast_object
 from megafp8.training.trainer import RankTrainer
 
 Prompt = str | Sequence[int]

@@ -28,10 +28,10 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from megafp8.data.tokenizers import Tokenizer
-from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.generator import Generator
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Request, Score, Scorer, windows
+from megafp8.parallel.collectives import broadcast_object
 
 _MAX_TOKENS = 256
 """Of a generated text, where its task does not say, as in the harness' other adapters."""

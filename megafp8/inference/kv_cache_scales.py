@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import parse_object, read_file, to_json
-from megafp8.distributed.collectives import all_gather_objects
 from megafp8.numerics.formats import E4M3
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.spec import ModelSpec
 
 KEY = "kv_cache_scales"

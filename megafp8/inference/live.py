@@ -10,13 +10,13 @@ from pathlib import Path
 
 from megafp8.config import ConfigError, EvaluateConfig, Problem
 from megafp8.data.tokenizers import Tokenizer
+from megafp8.host.shipped import install_command
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines
 from megafp8.inference import rollouts
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import begin_of_text, live_model
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.scoring import Scorer
-from megafp8.shipped import install_command
-from megafp8.text_file import DiskErrorsLogged, JsonLines
 from megafp8.training.evaluation import LiveUses
 from megafp8.training.inputs import RunInputs
 from megafp8.training.trainer import RankTrainer

@@ -21,23 +21,23 @@ from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.flat import differences
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_source import CONFIG_FILE, HfSource
-from megafp8.conversion.hf_tokenizer import find_tokenizer
+from megafp8.conversion.huggingface.source import CONFIG_FILE, HfSource
+from megafp8.conversion.huggingface.tokenizer import find_tokenizer
 from megafp8.conversion.load import load_scales, load_weights
 from megafp8.data.tokenizer_files import GENERATION_FILE, token_ids
 from megafp8.data.tokenizers import Tokenizer, build_tokenizer
-from megafp8.distributed.sharding import spec_of
-from megafp8.distributed.tp_overlap import default_overlap
-from megafp8.dtypes import DTYPES
+from megafp8.host.launched import launched_ranks, on_launched_ranks
 from megafp8.inference.model import Model, check_decoder
 from megafp8.inference.quantized_weights import check_stages, stored_fp8, weight_format
 from megafp8.inference.refit import Copies, JobPeers, Refit
 from megafp8.inference.staged_weights import prepare_weights, tensors_of
-from megafp8.launched import launched_ranks, on_launched_ranks
+from megafp8.layers.context import BuildContext, lora_of
 from megafp8.linear.quantized_weight import QuantizedWeightFormat
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext, lora_of
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.numerics.dtypes import DTYPES
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.sharding import spec_of
+from megafp8.parallel.tp_overlap import default_overlap
 from megafp8.planner.stages import stages_of
 from megafp8.spec import ModelSpec
 from megafp8.training.cuda_graphs import why_not

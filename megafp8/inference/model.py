@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from megafp8.config import LongRopeConfig
-from megafp8.distributed.collectives import all_gather, own_slice, recv_async, send_async
 from megafp8.fp8 import Fp8Manager
 from megafp8.inference.attention import PackedStep, PagedAttention, PagedKeys
 from megafp8.inference.decode_graphs import DecodeGraphs
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk
 from megafp8.inference.states import StateStore, StepRecurrence
+from megafp8.layers.attention.op import CoreAttention
+from megafp8.layers.head.op import at_temperature, vocab_parallel_cross_entropy
+from megafp8.layers.mixer import StateCache, TokenCache, Tokens
+from megafp8.layers.recurrent.op import Recurrence
+from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.linear.quantized_weight import QuantizedWeightFormat
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import StateCache, TokenCache, Tokens
-from megafp8.models.rotary import RotaryEmbedding
-from megafp8.ops.attention import CoreAttention
-from megafp8.ops.recurrence import Recurrence
-from megafp8.parallel_state import Group, ParallelState
-from megafp8.pipeline_parallel.actions import StagePlacement
+from megafp8.parallel.collectives import all_gather, own_slice, recv_async, send_async
+from megafp8.parallel.parallel_state import Group, ParallelState
+from megafp8.parallel.pipeline.actions import StagePlacement
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
 """FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""

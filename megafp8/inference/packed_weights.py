@@ -13,7 +13,7 @@ from megafp8.linear.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs, 
 from megafp8.linear.packed_weight import PackedWeight, VectorWeight
 from megafp8.linear.quantized_weight import QuantizedWeight
 from megafp8.models.gpt import GPTStage
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 
 @torch.no_grad()

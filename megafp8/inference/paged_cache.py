@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megafp8.kernels.limits import LARGEST_HEAD
-from megafp8.models.mixer import TokenCache
-from megafp8.numerics.attention_scores import Scores
+from megafp8.layers.attention.op import with_sink
+from megafp8.layers.attention.scores import Scores
+from megafp8.layers.mixer import TokenCache
 from megafp8.numerics.formats import E4M3
-from megafp8.ops.attention import with_sink
 
 _LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}
 """What the amax of a head of a token becomes in a quantized cache."""
@@ -86,7 +86,9 @@ class PagedCache:
         """Store keys and values of tokens. `slots_n`: int64, page · page size + place in the page, of each."""
         cached = self._layers[layer]
         if self.in_place:
-            from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
+            from megafp8.layers.attention import (
+                paged_kernel as paged_attention,
+            )  # needs Triton, which comes with torch's CUDA builds
 
             paged_attention.append(k_ngd, v_ngd, slots_n, cached.keys, cached.values, cached.scales)
             return
@@ -111,13 +113,15 @@ class PagedCache:
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
         chunk: int | None, sink_a: Tensor | None, scores: Scores,
     ) -> Tensor:  # fmt: skip
-        """Attention of one query of each sequence, where `in_place`: `kernels.paged_attention.attend`.
+        """Attention of one query of each sequence, where `in_place`: `layers.attention.paged_kernel.attend`.
 
-        In batch-invariant models by `kernels.invariant_attention`.
+        In batch-invariant models by `layers.attention.invariant_kernel`.
         """
         if scores.batch_invariant:
             return self._attend_invariant(layer, q_nad, table_nm, positions_n, window, chunk, sink_a, scores)
-        from megafp8.kernels import paged_attention  # needs Triton, which comes with torch's CUDA builds
+        from megafp8.layers.attention import (
+            paged_kernel as paged_attention,
+        )  # needs Triton, which comes with torch's CUDA builds
 
         cached = self._layers[layer]
         return paged_attention.attend(
@@ -128,7 +132,9 @@ class PagedCache:
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
         chunk: int | None, sink_a: Tensor | None, scores: Scores,
     ) -> Tensor:  # fmt: skip
-        from megafp8.kernels import invariant_attention  # needs Triton, which comes with torch's CUDA builds
+        from megafp8.layers.attention import (
+            invariant_kernel as invariant_attention,
+        )  # needs Triton, which comes with torch's CUDA builds
 
         cached = self._layers[layer]
         assert cached.scales is None

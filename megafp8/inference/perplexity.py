@@ -24,8 +24,8 @@ from megafp8.data.documents import InputFile, read_documents
 from megafp8.data.indexed_dataset import IndexedDataset, check_dataset
 from megafp8.data.preprocess import boundary_ids
 from megafp8.data.tokenizers import Tokenizer
-from megafp8.distributed.collectives import broadcast_object
 from megafp8.inference.scoring import Request, Scorer, windows
+from megafp8.parallel.collectives import broadcast_object
 
 
 class EvaluationDocument(NamedTuple):

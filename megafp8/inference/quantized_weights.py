@@ -17,9 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.conversion.base import CheckpointSource
-from megafp8.conversion.hf_source import HfSource
-from megafp8.distributed.collectives import all_gather_objects, size
-from megafp8.distributed.sharding import spec_of
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.linear.quantized_weight import (
     WEIGHT_FORMATS,
     QuantizedWeight,
@@ -28,7 +26,9 @@ from megafp8.linear.quantized_weight import (
     quantize_weight,
 )
 from megafp8.models.gpt import GPTStage
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.collectives import all_gather_objects, size
+from megafp8.parallel.sharding import spec_of
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 Linear = ColumnParallelLinear | RowParallelLinear
 

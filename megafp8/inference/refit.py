@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint import Rectangle, Rectangles
-from megafp8.distributed.collectives import all_gather_objects, rank, recv_async, send_async
-from megafp8.distributed.sharding import Shape
+from megafp8.parallel.collectives import all_gather_objects, rank, recv_async, send_async
+from megafp8.parallel.sharding import Shape
 
 _PART = 1 << 28
 """Bytes of a message."""

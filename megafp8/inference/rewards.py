@@ -19,7 +19,7 @@ from typing import Any
 
 from megafp8.config import ConfigError, GrpoConfig, Problem
 from megafp8.data.prompts import Prompt
-from megafp8.processes import run_limited
+from megafp8.host.processes import run_limited
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 """From the prompt of each text, and what continues it, to its reward. Raises ValueError."""

@@ -27,14 +27,14 @@ from megafp8.config import Config
 from megafp8.data.blend import Blend
 from megafp8.data.packing import BestFit
 from megafp8.data.prompts import Prompt, PromptSource
-from megafp8.distributed import activity
-from megafp8.distributed.collectives import all_gather_objects
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines
 from megafp8.inference.generator import Completion, Generator
 from megafp8.inference.options import CacheOptions, SamplingOptions
 from megafp8.inference.rewards import Reward, open_reward
+from megafp8.numerics.philox import key_of
 from megafp8.objectives.grpo import group_advantages, text_part
-from megafp8.philox import key_of
-from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.parallel import activity
+from megafp8.parallel.collectives import all_gather_objects
 from megafp8.training.errors import TrainingError
 from megafp8.training.inputs import RunInputs
 from megafp8.training.trainer import RankTrainer

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather, rank
 from megafp8.inference.options import SamplingOptions
-from megafp8.philox import Key, key_of, philox_of_words
+from megafp8.numerics.philox import Key, key_of, philox_of_words
+from megafp8.parallel.collectives import all_gather, rank
 
 _CANDIDATES = 64
 """Candidates of a rank at first, for top_p."""

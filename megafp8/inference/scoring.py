@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from megafp8.data.samples import room_for
-from megafp8.distributed.collectives import broadcast, broadcast_object
 from megafp8.inference.attention import scores_of_length
 from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
+from megafp8.layers.attention.mask import AttentionMask, causal_mask, key_ranges
+from megafp8.layers.attention.op import CoreAttention, attention
+from megafp8.layers.attention.scores import PLAIN, Scores
+from megafp8.layers.mixer import AttendTo, one_of_each
+from megafp8.layers.recurrent.op import Recurrence, RecurrentRule
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import AttendTo, one_of_each
-from megafp8.numerics.attention_mask import AttentionMask, causal_mask, key_ranges
-from megafp8.numerics.attention_scores import PLAIN, Scores
-from megafp8.ops.attention import CoreAttention, attention
-from megafp8.ops.recurrence import Recurrence, RecurrentRule
+from megafp8.parallel.collectives import broadcast, broadcast_object
 
 _LOGIT_ROWS = 1024
 """Rows of logits that are computed at once, in float32."""
@@ -203,7 +203,7 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _PackedAttention:
-    """A layer's core attention of the segments of a step (`ops.attention.CoreAttention`)."""
+    """A layer's core attention of the segments of a step (`layers.attention.op.CoreAttention`)."""
 
     step: _Step
     mask: AttentionMask
@@ -230,7 +230,7 @@ class _PackedAttention:
 
 @dataclass(frozen=True)
 class _PackedKeys:
-    """`megafp8.models.mixer.AttendToKeys` of the segments of a step."""
+    """`megafp8.layers.mixer.AttendToKeys` of the segments of a step."""
 
     step: _Step
     first_1n: Tensor

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangles, collect
 from megafp8.conversion.base import CheckpointSource
-from megafp8.distributed.sharding import spec_of
 from megafp8.inference.model import Model
 from megafp8.inference.packed_weights import pack_weights
 from megafp8.inference.quantized_weights import quantize_stages
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.sharding import spec_of
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 
 
 def tensors_of(model: Model) -> dict[str, Rectangles]:

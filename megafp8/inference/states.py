@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megafp8.inference.attention import PackedStep
-from megafp8.models.mixer import StateCache
-from megafp8.ops.recurrence import RecurrentRule, State
+from megafp8.layers.mixer import StateCache
+from megafp8.layers.recurrent.op import RecurrentRule, State
 
 
 class StateStore:
@@ -40,7 +40,7 @@ class StateStore:
 
 @dataclass(frozen=True)
 class StepRecurrence:
-    """Runs a layer's recurrence over a step's tokens (`megafp8.models.mixer.Recurrence`), from stored states."""
+    """Runs a layer's recurrence over a step's tokens (`megafp8.layers.mixer.Recurrence`), from stored states."""
 
     step: PackedStep
     states: StateStore

@@ -31,7 +31,7 @@ from megafp8.checkpoint.errors import on_rank0
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.inference.model import Model
 from megafp8.inference.refit import Holding, RankTensors, Refit
-from megafp8.replicas import tunnel
+from megafp8.parallel.replicas import tunnel
 from megafp8.training.state import weights
 from megafp8.training.trainer import RankTrainer
 

@@ -44,10 +44,10 @@ from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.kernels.quantize import inputs_of
 from megafp8.kernels.tiles import compute, part_columns, store_rowwise
 from megafp8.numerics.formats import Format
+from megafp8.numerics.philox import Key
 from megafp8.numerics.sources import GatedGrad, MatrixSource, Plain, QKVGrad
 from megafp8.numerics.stochastic_rounding import TensorNoise
 from megafp8.numerics.tensor import DEQUANTIZED, QuantizedTensor, ScaledTensor
-from megafp8.philox import Key
 
 _NOISE_NUMBERS = ("row_key0", "row_key1", "column_key0", "column_key1")
 

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.kernels.arithmetic import INTERPRETED, atomic_amax, ceil_div, magnitude_bits, next_power_of_2
 from megafp8.kernels.cast import cast, record_amax
 from megafp8.kernels.launch import TritonKernel
@@ -32,6 +31,7 @@ from megafp8.numerics.formats import Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
+from megafp8.parallel.collectives import all_reduce
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div, magnitude_bits
-from megafp8.philox import Key
+from megafp8.numerics.philox import Key
 
 _BLOCKS, _WARPS = 16, 4  # of a program
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div
 from megafp8.kernels.launch import TritonKernel
-from megafp8.philox import Key
+from megafp8.numerics.philox import Key
 
 _BLOCK = 1024
 

@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.distributed import tp_overlap
 from megafp8.kernels.arithmetic import ceil_div
 from megafp8.kernels.launch import TritonKernel
+from megafp8.parallel import tp_overlap
 
 _STRETCH = 2048  # elements of a program: two 16-byte loads of each partial sum for each of its threads, in bf16
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather_async
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.numerics.quantizers import Quantizer, casts
 from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+from megafp8.parallel.collectives import all_gather_async
 
 
 @dataclass(frozen=True)

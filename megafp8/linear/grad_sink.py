@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megafp8.dtypes import sum_dtype
 from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
+from megafp8.numerics.dtypes import sum_dtype
 
 
 class GradSink(Protocol):

@@ -9,7 +9,7 @@ layer, and the output's gradient by the one after (`megafp8.linear.fusion`). A G
 unquantized.
 
 dw goes where `megafp8.linear.grad_sink` says. Communication at the two ends of a tensor-parallel layer (`TPComm`)
-overlaps with the GEMMs: dx is reduced while wgrad is computed (`megafp8.distributed.tp_overlap`). A layer without any
+overlaps with the GEMMs: dx is reduced while wgrad is computed (`megafp8.parallel.tp_overlap`). A layer without any
 has a Function of its own, which costs the host less.
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.tp_overlap import NO_COMM, Product, ReduceHandle, TPOverlap
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput, RecomputedInput, as_matrix, check_alignment
 from megafp8.linear.gemms import (
@@ -53,6 +52,7 @@ from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.linear.weight_forms import WeightForm
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
+from megafp8.parallel.tp_overlap import NO_COMM, Product, ReduceHandle, TPOverlap
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import DONE, CollectiveWork, all_gather_async
-from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap
 from megafp8.numerics.tensor import DEQUANTIZED, ROW, TENSOR, ScaledTensor
+from megafp8.parallel.collectives import DONE, CollectiveWork, all_gather_async
+from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap
 
 
 class TPComm(NamedTuple):

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.gemm.dispatch import gemm
 from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.numerics.formats import E4M3
+from megafp8.parallel.collectives import all_reduce
 
 
 class QuantizedWeightFormat(NamedTuple):

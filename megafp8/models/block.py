@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.distributed.sharding import Init, unsharded
+from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, column_sums
+from megafp8.layers.dropout import op as dropouts
+from megafp8.layers.dropout.reference import Dropout, DropoutStream
+from megafp8.layers.hyper_connections.module import HyperConnection
+from megafp8.layers.mixer import FeedForward, LayerInputs, Mixer, make_part
+from megafp8.layers.norm.module import NORMS, Norm, block_norm, normalized
+from megafp8.layers.per_layer_embedding.module import LayerTail
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
-from megafp8.models.context import BuildContext, replicated_parameter
-from megafp8.models.costs import AttentionWork, KernelWork, MicroBatch, column_sums
-from megafp8.models.hyper_connections import HyperConnection
-from megafp8.models.layer_tail import LayerTail
-from megafp8.models.mixer import FeedForward, LayerInputs, Mixer, make_part
-from megafp8.models.norms import NORMS, Norm, block_norm, normalized
-from megafp8.models.recompute import KEEP_ALL, BlockMemory
-from megafp8.numerics.dropout_reference import Dropout, DropoutStream
-from megafp8.ops import dropout as dropouts
+from megafp8.parallel.sharding import Init, unsharded
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec, PartRecord
 

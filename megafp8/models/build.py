@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megafp8.layers.context import BuildContext
+from megafp8.layers.recompute import BlockMemory
 from megafp8.models.block import Block, PredictionLayer
-from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import BlockMemory
 from megafp8.models.t5 import T5Stage
 from megafp8.spec import ModelSpec
 

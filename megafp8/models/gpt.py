@@ -4,7 +4,7 @@ A stage is a run of consecutive blocks; the first stage also has the embedding, 
 layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
 
 BERT differs in three things: attention is bidirectional, the head transforms hidden states before the output layer and
-may have a second loss (`megafp8.models.bert`), and norms may stand after the additions (`norm_position` post).
+may have a second loss (`megafp8.layers.head.bert`), and norms may stand after the additions (`norm_position` post).
 
 With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
 (seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`). So it
@@ -26,35 +26,29 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.batch import Batch
-from megafp8.context_parallel.attention import ContextAttention, plan
-from megafp8.context_parallel.recurrence import ContextRecurrence
-from megafp8.context_parallel.split import place_tokens, rank_rows, shard_positions
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.layers.attention.context_parallel import ContextAttention, plan
+from megafp8.layers.attention.mask import AttentionMask, bidirectional_mask, causal_mask, key_ranges
+from megafp8.layers.attention.op import CoreAttention, SelfAttention, fastest_backends
+from megafp8.layers.context import BuildContext
+from megafp8.layers.dropout import op as dropouts
+from megafp8.layers.dropout.reference import Dropout, TokenPlaces
+from megafp8.layers.embedding.module import Embedding, word_embedding
+from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
+from megafp8.layers.experts.router import Router
+from megafp8.layers.head.module import Head
+from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.mixer import AttendTo, LayerInputs, Mixer, Tokens, one_of_each
+from megafp8.layers.offload import ActivationOffload, Forward
+from megafp8.layers.per_layer_embedding.module import PerLayerEmbedding
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recurrent.context_parallel import ContextRecurrence
+from megafp8.layers.recurrent.op import Recurrence
 from megafp8.models.block import Block, PredictionLayer, block_class
-from megafp8.models.context import BuildContext
-from megafp8.models.embedding import Embedding, word_embedding
-from megafp8.models.head import Head
-from megafp8.models.layer_tail import PerLayerEmbedding
-from megafp8.models.mixer import AttendTo, LayerInputs, Mixer, Tokens, one_of_each
-from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
-from megafp8.models.router import Router
-from megafp8.numerics.attention_mask import (
-    AttentionMask,
-    bidirectional_mask,
-    causal_mask,
-    key_ranges,
-    one_segment,
-)
-from megafp8.numerics.dropout_reference import Dropout, TokenPlaces
-from megafp8.ops import dropout as dropouts
-from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
-from megafp8.ops.offload import ActivationOffload, Forward
-from megafp8.ops.recurrence import Recurrence
+from megafp8.parallel.context import one_segment, place_tokens, rank_rows, shard_positions
+from megafp8.parallel.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.parallel.tensor.lora import freeze
+from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.cross_entropy import LabelLosses
-from megafp8.tensor_parallel.layers import VocabParallelEmbedding
-from megafp8.tensor_parallel.lora import freeze
-from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +132,7 @@ class MicroBatchTokens(Tokens):
 
 @dataclass(frozen=True)
 class KeysOfSequences:
-    """`megafp8.models.mixer.AttendToKeys` of a micro-batch. `first_bs`, `stop_bs`: each token's keys.
+    """`megafp8.layers.mixer.AttendToKeys` of a micro-batch. `first_bs`, `stop_bs`: each token's keys.
 
     `rows_bs`: where the tokens of whole sequences are among those of the ranks of `group`, which share the sequences.
     """
@@ -173,7 +167,7 @@ class GPTStage(nn.Module):
     """The blocks `layers` of the model, of `model.layers`, and what belongs to the first and last stage.
 
     `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
-    everything. Parameters are allocated, not initialised: `tensor_parallel.random.initialize_parameters` fills them.
+    everything. Parameters are allocated, not initialised: `parallel.tensor.random.initialize_parameters` fills them.
     `blocks`: without them only what belongs to the first and last stage is constructed.
     """
 

@@ -33,27 +33,27 @@ from torch.nn import functional as F
 
 from megafp8.batch import Batch
 from megafp8.config import AttentionConfig
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.layers.attention.mask import CAUSAL, AttentionMask
+from megafp8.layers.attention.module import ATTENTION, Attention, ProbabilityDropout
+from megafp8.layers.attention.op import CoreAttention, SelfAttention, fastest_backends
+from megafp8.layers.attention.scores import Scores
+from megafp8.layers.context import BuildContext
+from megafp8.layers.costs import AttentionWork, MicroBatch
+from megafp8.layers.dropout import op as dropouts
+from megafp8.layers.dropout.reference import Dropout, DropoutStream
+from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.mixer import AttendToKeys, LayerInputs, Tokens
+from megafp8.layers.norm.module import Norm, block_norm, normalized
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recurrent.op import Recurrence
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
-from megafp8.models.attention import ATTENTION, Attention, ProbabilityDropout
 from megafp8.models.block import Block, SequentialBlock
-from megafp8.models.context import BuildContext
-from megafp8.models.costs import AttentionWork, MicroBatch
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import AttendToKeys, LayerInputs, Tokens
-from megafp8.models.norms import Norm, block_norm, normalized
-from megafp8.models.recompute import KEEP_ALL, BlockMemory, recomputed
-from megafp8.numerics.attention_mask import CAUSAL, AttentionMask
-from megafp8.numerics.attention_scores import Scores
-from megafp8.numerics.dropout_reference import Dropout, DropoutStream
-from megafp8.ops import dropout as dropouts
-from megafp8.ops.attention import CoreAttention, SelfAttention, fastest_backends
-from megafp8.ops.recurrence import Recurrence
+from megafp8.parallel.sharding import Init, ParamSpec, set_spec, shard_dim
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.cross_entropy import LabelLosses
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 ALL_KEYS = AttentionMask(causal=False)
 ENCODER = Neighbor("encoder", "none", "all layers of the decoder read the encoder's output")

@@ -32,13 +32,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megafp8.layers.attention.mask import AttentionMask, segments_of
+from megafp8.layers.attention.op import attention
+from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.nn.arguments import chosen, divided, refuse, require
 from megafp8.nn.base import RngTracker, default_device, forked, opaque
-from megafp8.numerics.attention_mask import AttentionMask, segments_of
-from megafp8.numerics.attention_scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.numerics.onnx_export import in_onnx_export
-from megafp8.ops.attention import attention
-from megafp8.philox import key_of
+from megafp8.numerics.philox import key_of
 
 Window = tuple[int, int]
 MaskTensor = Tensor | tuple[Tensor, Tensor]

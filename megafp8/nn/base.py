@@ -29,7 +29,6 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
-from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8.autocast import in_torch_autocast_dtype
 from megafp8.fp8.model_init import current_model_init
 from megafp8.fp8.onnx import QdqLinear, exported
@@ -44,6 +43,7 @@ from megafp8.linear.quantized_gather import LOCAL_COMM, TPComm
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.nn.arguments import require
 from megafp8.numerics.onnx_export import in_onnx_export
+from megafp8.parallel.tp_overlap import default_overlap
 from megafp8.plan import LinearSite
 
 InitMethod = Callable[[Tensor], object]

@@ -6,7 +6,7 @@
             x = layer(x)
         x = synchronize(x)
 
-`megafp8.ops.offload` copies what autograd saves, and has it back before backward needs it.
+`megafp8.layers.offload` copies what autograd saves, and has it back before backward needs it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megafp8.layers.offload import ActivationOffload, Forward
 from megafp8.nn.base import default_device
-from megafp8.ops.offload import ActivationOffload, Forward
 
 
 class _Layers:

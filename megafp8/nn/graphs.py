@@ -47,13 +47,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megafp8.fp8.autocast import autocast, current
 from megafp8.fp8.standalone import FixedWeightCopies, StandaloneLinear, linears_of
 from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.capture import Capture, CudaCapture
 from megafp8.linear.grad_sink import grad_sink
 from megafp8.linear.state import LinearState
 from megafp8.nn.arguments import refuse
 from megafp8.nn.base import MainGradSink, opaque
 from megafp8.numerics.recipes import Fp8Recipe
 from megafp8.numerics.recipes.base import RecipeQuantizer
-from megafp8.ops.capture import Capture, CudaCapture
 
 logger = logging.getLogger(__name__)
 FIRST_MICROBATCH = "is_first_microbatch"

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megafp8.layers.mlp.op import is_fused, mlp
 from megafp8.nn.arguments import divided, refuse, require
 from megafp8.nn.base import Gemm, InitMethod, Module, RngTracker, autocast_input, opaque
 from megafp8.nn.norm import InputNorm
-from megafp8.ops.mlp import is_fused, mlp
 from megafp8.plan import Neighbor
 
 ACTIVATIONS = {
@@ -28,7 +28,7 @@ ACTIVATIONS = {
         name: name for name in ("swiglu", "clamped_swiglu", "relu", "reglu", "sreglu", "qgelu", "qgeglu", "silu", "glu")
     },
 }
-"""The activation of `megafp8.ops.mlp` for each name of Transformer Engine's, whose GELU is the tanh form."""
+"""The activation of `megafp8.layers.mlp.op` for each name of Transformer Engine's, whose GELU is the tanh form."""
 
 
 class LayerNormMLP(Module):

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafp8.layers.norm.op import norm
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.nn.arguments import require
 from megafp8.nn.base import Module, autocast_input, opaque
 from megafp8.numerics.sources import norm_factor
-from megafp8.ops.norm import norm
+from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel
 from megafp8.plan import LinearSite, Neighbor
-from megafp8.tensor_parallel.mappings import gather_from_sequence_parallel
 
 NORMS = ("LayerNorm", "RMSNorm")
 

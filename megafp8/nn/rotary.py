@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megafp8.layers.rotary.op import rotate_heads
 from megafp8.nn.attention import in_format, sequence_first
 from megafp8.nn.base import default_device
-from megafp8.ops.rotary import rotate_heads
 
 
 class RotaryPositionEmbedding(nn.Module):

@@ -8,7 +8,7 @@ batches, and between generation and training. In a batch-invariant model all of 
     linear layers    `megafp8.gemm.invariant`: the parts of the summed dim follow from the weight's shape alone
     experts          one tile for all numbers of rows (`megafp8.kernels.grouped_gemm`)
     attention        blocks of keys counted from the first token of the sequence, and parts of so many blocks
-                     (`megafp8.numerics.invariant_attention_reference`)
+                     (`megafp8.layers.attention.invariant_reference`)
     current scaling  a scale for each token of a layer's input, as one per tensor would depend on the other tokens
 
 Backward passes are as they are otherwise. What depends on one token alone, such as norms, needs nothing.

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import groups
 from megafp8.numerics.groups import RowGroups
 from megafp8.numerics.quantizers import AmaxRecording, Quantizer, implementation
 from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, QuantizedTensor
+from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
 """Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import amax, block_amax, quantize, quantize_blocks
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
+from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENT = 128
 """In columnwise copies the rows of each expert are padded with zeros to a multiple of this, a block of scales."""

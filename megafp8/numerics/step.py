@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce, size
+from megafp8.parallel.collectives import all_reduce, size
 
 
 class NewestAmaxes(NamedTuple):

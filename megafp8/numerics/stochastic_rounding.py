@@ -2,8 +2,8 @@
 
 A stateful generator would make a rounding depend on everything drawn before it: a resumed or recomputed step would
 round differently, and so would the CPU that checks the GPU. Here the noise of an element is half a word of Philox
-(`megafp8.philox`) keyed by (seed, name), whose counter is the group of eight elements, the step and the micro-batch.
-The step is in checkpoints, so a resumed run rounds as the uninterrupted one.
+(`megafp8.numerics.philox`) keyed by (seed, name), whose counter is the group of eight elements, the step and the
+micro-batch. The step is in checkpoints, so a resumed run rounds as the uninterrupted one.
 
 Random bits cost a kernel more than the cast itself, so they are few: 16 an element, where Blackwell's instruction takes
 8 (PTX, cvt.rs.satfinite.e2m1x4.f32), and seven rounds of Philox instead of ten, which pass the same tests (Salmon et
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megafp8.numerics.philox import Key, key_of, philox, philox_of_words
 from megafp8.numerics.step import NewestAmaxes
-from megafp8.philox import Key, key_of, philox, philox_of_words
 
 NOISE_ROUNDS = 7
 """Rounds of Philox for `uniform`."""

@@ -6,7 +6,7 @@ layout, trains on the same batches.
 
 To add an objective, add its keys to the section `data` in `megafp8/config/schema.py`, with the rules about them as
 `problems` of an `ObjectiveConfig`, and a file here that defines `OBJECTIVE = ObjectiveRecord(applies, build)`; the
-registry (`registry.py`) finds it. This package has what such a file imports.
+registry (`host/registry.py`) finds it. This package has what such a file imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.data.sampler import Objective, Parts
 from megafp8.data.tokenizers import Tokenizer
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.parallel_state import ParallelState
 
 __all__ = [
     "Config",

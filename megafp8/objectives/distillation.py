@@ -20,16 +20,16 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.data.samples import padded
-from megafp8.dtypes import DTYPES, sum_dtype
-from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
-from megafp8.objectives.answers import Answers
-from megafp8.objectives.next_token import next_token
-from megafp8.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megafp8.tensor_parallel.divergence import (
+from megafp8.layers.head.divergence_op import (
     vocab_parallel_divergence,
     vocab_parallel_log_softmax,
     vocab_parallel_top_k,
 )
+from megafp8.layers.head.op import vocab_parallel_cross_entropy
+from megafp8.numerics.dtypes import DTYPES, sum_dtype
+from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
+from megafp8.objectives.answers import Answers
+from megafp8.objectives.next_token import next_token
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megafp8.batch import Batch
+from megafp8.layers.head.op import at_temperature, vocab_parallel_cross_entropy
 from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
 from megafp8.objectives.answers import Answers
-from megafp8.tensor_parallel.cross_entropy import at_temperature, vocab_parallel_cross_entropy
 
 _LEAST_STD = 1e-4
 """Added to the standard deviation, as in TRL: rewards that are equal give advantages of 0."""

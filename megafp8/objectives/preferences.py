@@ -27,7 +27,7 @@ from torch.nn.functional import logsigmoid
 from megafp8.batch import Batch
 from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
 from megafp8.objectives.answers import Answers
-from megafp8.tensor_parallel.mappings import reduce_from_tensor_parallel
+from megafp8.parallel.tensor.mappings import reduce_from_tensor_parallel
 
 
 @dataclass(frozen=True)

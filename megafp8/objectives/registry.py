@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megafp8 import objectives
+from megafp8.host.registry import records_of
 from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
-from megafp8.registry import records_of
 
 OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # configs are read without torch
     import torch
     from torch import Tensor
 
-    from megafp8.distributed.sharding import Shape
+    from megafp8.parallel.sharding import Shape
 
 
 class TensorOptimizer(Protocol):

@@ -35,11 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.numerics.formats import E4M3
+from megafp8.numerics.philox import Key
 from megafp8.numerics.stochastic_rounding import noise_key, words
 from megafp8.optimizer.state_storage import StateStorage
-from megafp8.philox import Key
+from megafp8.parallel.sharding import FlatShard, spec_of
 
 BLOCK = 128
 _CHUNK = 1 << 22

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.sharding import FlatShard, ParamSpec, spec_of
 
 GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
 """What is measured, as named in metrics: `grad_norm/layers.0`."""

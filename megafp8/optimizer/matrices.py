@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from megafp8.distributed import collectives
-from megafp8.distributed.sharding import FlatShard, Shape, boxes_of
 from megafp8.optimizer.base import MatrixUpdate
 from megafp8.optimizer.layer_norms import Watch
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import FlatShard, Shape, boxes_of
 
 BATCH = 1 << 26
 """Elements of matrices that a rank transforms between two exchanges; or one matrix, if it has more."""

@@ -3,7 +3,7 @@
 A bf16 weight has 8 significant bits, so an update below 1/256 of it would be lost by rounding. Each parameter that is
 not fp32 therefore has an fp32 master copy; moments and update are fp32 and the model gets the rounded result. fp32
 parameters are their own masters, and so are float64 ones, whose gradients and moments are float64 too: where this
-says fp32, it is `megafp8.dtypes.sum_dtype`.
+says fp32, it is `megafp8.numerics.dtypes.sum_dtype`.
 
 Each kind of update (`megafp8.optimizer.base.Update`) makes optimizers over the masters, as torch's are over parameters;
 the gradients are set once, as views of the gradient buffer. Masters and moments exist before the first step, so a
@@ -13,7 +13,7 @@ The optimizer works on flat shards of the parameters and holds their state only.
 ZeRO what this rank owns of it; to an elementwise update this makes no difference, and others put matrices together.
 
 A parameter may be released: its values are in the masters only, and what needs them rounded takes them from there
-(FP8 parameters, `megafp8.data_parallel.fp8_weight_shards`; FSDP, `megafp8.data_parallel.fsdp`).
+(FP8 parameters, `megafp8.parallel.data.fp8_weight_shards`; FSDP, `megafp8.parallel.data.fsdp`).
 
 State may be stored in less between steps (`StateStorage`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437,
 section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters (`state_storage`). Some
@@ -45,9 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
-from megafp8.dtypes import state_dtype, sum_dtype
+from megafp8.numerics.dtypes import state_dtype, sum_dtype
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
@@ -56,6 +54,8 @@ from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.matrices import MatrixOptimizer
 from megafp8.optimizer.param_groups import ParamRates, is_hidden_matrix, rates_of
 from megafp8.optimizer.state_storage import PlainStorage, RemainderStorage, StateStorage
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
 
 BATCH = 1 << 24
 """Elements whose state is fp32 at a time where it is stored in less; or one shard, if it has more."""

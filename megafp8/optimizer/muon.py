@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megafp8.distributed.sharding import Shape
+    from megafp8.parallel.sharding import Shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x³ and x⁵, to whose sum each iteration maps a singular value x."""
@@ -60,7 +60,7 @@ class Muon(MatrixUpdate):
     twice the traffic, and results that hardly depend on the layout."""
 
     def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
-        from megafp8.dtypes import state_dtype
+        from megafp8.numerics.dtypes import state_dtype
 
         return state_dtype(self.newton_schulz_dtype, master)
 

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.grad_buffer import gradient_of
 from megafp8.optimizer.mixed_precision import OUTER_MOMENTUM, MixedPrecisionOptimizer
+from megafp8.parallel.data.grad_buffer import gradient_of
 
 
 def nesterov_(start: Tensor, momentum: Tensor, mean: Tensor, learning_rate: float, mu: float) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 from megafp8.section import NonNegative, Pattern, Section
 
 if TYPE_CHECKING:  # configs are read without torch
-    from megafp8.distributed.sharding import ParamSpec
+    from megafp8.parallel.sharding import ParamSpec
 
 
 class ParamGroup(Section):

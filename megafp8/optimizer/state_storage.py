@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from megafp8.dtypes import sum_dtype
+from megafp8.numerics.dtypes import sum_dtype
 
 
 class StateStorage(ABC):

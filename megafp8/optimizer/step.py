@@ -37,12 +37,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed import activity, collectives
-from megafp8.distributed.sharding import FlatShard, ParamSpec, spec_of
 from megafp8.optimizer.layer_norms import GRADIENT, KINDS, StepNorms, norms
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.parallel import activity, collectives
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import FlatShard, ParamSpec, spec_of
 
 ROUNDING = 1e-12
 """In float64, gradients of at most this share of the norm are zero but for rounding."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from megafp8.config import Config
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities, is_dequantized
-from megafp8.models.costs import ELEMENT, AttentionWork
-from megafp8.models.recompute import BlockMemory
+from megafp8.layers.costs import ELEMENT, AttentionWork
+from megafp8.layers.recompute import BlockMemory
 from megafp8.numerics.recipes.base import GEMMS, OPERANDS
 from megafp8.numerics.tensor import TENSOR
 from megafp8.plan import LinearPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megafp8.gpus import Gpu
+from megafp8.host.gpus import Gpu
 from megafp8.planner.predict import Prediction
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

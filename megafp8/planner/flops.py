@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from megafp8.config import Config
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.layers.context import planning_context
+from megafp8.layers.costs import MicroBatch
+from megafp8.layers.recompute import KEEP_ALL
 from megafp8.models.build import build_layer, build_stage
-from megafp8.models.context import planning_context
-from megafp8.models.costs import MicroBatch
-from megafp8.models.recompute import KEEP_ALL
 
 
 class Flops(NamedTuple):

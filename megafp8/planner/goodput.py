@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megafp8.config import Config
-from megafp8.models.costs import ELEMENT
+from megafp8.layers.costs import ELEMENT
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import least_moment_bytes, sum_bytes
 from megafp8.planner.outline import ModelOutline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.gpus import Gpu
+from megafp8.host.gpus import Gpu
 
 
 @dataclass(frozen=True)

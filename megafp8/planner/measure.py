@@ -14,7 +14,7 @@ import torch
 from megafp8.fp8 import CurrentScaling
 from megafp8.fp8.speed_measurement import measure, time_round_robin
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize
-from megafp8.gpus import GPUS, Gpu
+from megafp8.host.gpus import GPUS, Gpu
 
 SIZE = LinearSize(8192, 8192, 16384)
 ON_H200 = LinearSeconds(high_precision=9.455e-3, fp8=5.236e-3)

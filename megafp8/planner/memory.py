@@ -17,7 +17,7 @@ Under parallel.fsdp a rank holds its shard; gathered parameters are transient: t
 prefetched; a block's whole gradients, and those of the blocks before that are being sent; FP8 copies of one layer. FP8
 weights have buffers for two blocks throughout. Torch keeps what it sent last until it sends again.
 
-What each layer keeps is its own answer (`models.costs`).
+What each layer keeps is its own answer (`layers.costs`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 from megafp8.config import Config
-from megafp8.data_parallel.plan import DataParallelPlan
-from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
-from megafp8.models.costs import ELEMENT, MicroBatch, fp8_bytes
-from megafp8.models.norms import NORMS
-from megafp8.models.recompute import block_memory
+from megafp8.layers.costs import ELEMENT, MicroBatch, fp8_bytes
+from megafp8.layers.norm.module import NORMS
+from megafp8.layers.recompute import block_memory
+from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.numerics.tensor import BLOCK_16X16
 from megafp8.objectives.registry import loss_memory
 from megafp8.optimizer.fp8_moments import BLOCK
-from megafp8.pipeline_parallel.actions import Action, Kind, Schedule, StagePlacement, split_backwards
+from megafp8.parallel.data.plan import DataParallelPlan
+from megafp8.parallel.pipeline.actions import Action, Kind, Schedule, StagePlacement, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, layers_of_stages
 

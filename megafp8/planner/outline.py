@@ -16,20 +16,20 @@ from torch import nn
 
 from megafp8.config import Config
 from megafp8.config.frozen import frozen_run
-from megafp8.distributed.sharding import Shape, spec_of
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.layers.context import planning_context, weight_storage
+from megafp8.layers.costs import MicroBatch
+from megafp8.layers.linear_weights import linear_weights
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.linear.group_state import states_of
 from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.build import build_layer, build_stage
-from megafp8.models.context import planning_context, weight_storage
-from megafp8.models.costs import MicroBatch
-from megafp8.models.linear_weights import linear_weights
-from megafp8.models.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.optimizer.param_groups import is_hidden_matrix
+from megafp8.parallel.sharding import Shape, spec_of
+from megafp8.parallel.tensor.lora import freeze
 from megafp8.plan import LinearPlan, LinearSite
 from megafp8.planner.stages import stages_of
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.lora import freeze
 
 
 class Parameter(NamedTuple):

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.config.checks import cuda_graph_problems
-from megafp8.models.costs import ELEMENT
-from megafp8.models.recompute import BlockMemory, block_memory
+from megafp8.layers.costs import ELEMENT
+from megafp8.layers.recompute import BlockMemory, block_memory
 from megafp8.optimizer.base import Update
-from megafp8.pipeline_parallel.actions import Kind, Schedule, StagePlacement
-from megafp8.pipeline_parallel.forward_only import forward_only
-from megafp8.pipeline_parallel.registry import SCHEDULES, training_schedule
-from megafp8.pipeline_parallel.simulate import StageTimes, simulate
+from megafp8.parallel.pipeline.actions import Kind, Schedule, StagePlacement
+from megafp8.parallel.pipeline.forward_only import forward_only
+from megafp8.parallel.pipeline.registry import SCHEDULES, training_schedule
+from megafp8.parallel.pipeline.simulate import StageTimes, simulate
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, pipeline_memory

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megafp8.config import Config
-from megafp8.data_parallel.plan import DataParallelPlan, plan_type
-from megafp8.pipeline_parallel.actions import StagePlacement
-from megafp8.pipeline_parallel.registry import place_stages
-from megafp8.pipeline_parallel.split import balanced, even, stage_layers
+from megafp8.parallel.data.plan import DataParallelPlan, plan_type
+from megafp8.parallel.pipeline.actions import StagePlacement
+from megafp8.parallel.pipeline.registry import place_stages
+from megafp8.parallel.pipeline.split import balanced, even, stage_layers
 from megafp8.planner.flops import output_layer_in_blocks
 
 

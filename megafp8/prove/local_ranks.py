@@ -68,7 +68,7 @@ def _reset(environment: dict[str, str]) -> None:
     import torch
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from megafp8.parallel_state import destroy_model_parallel
+    from megafp8.parallel.parallel_state import destroy_model_parallel
 
     # Not right after that call: other ranks may still have been connecting to its groups.
     destroy_model_parallel()

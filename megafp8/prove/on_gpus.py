@@ -26,8 +26,8 @@ from torch import Tensor
 from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.distributed.sharding import Shape
-from megafp8.dtypes import DTYPES
+from megafp8.numerics.dtypes import DTYPES
+from megafp8.parallel.sharding import Shape
 from megafp8.prove.certificate import CheckResult, Status
 from megafp8.prove.layout import MOST_RANKS
 from megafp8.prove.local_ranks import LocalRanks, RanksFailed

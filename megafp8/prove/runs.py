@@ -22,10 +22,10 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import CheckpointReader, Rectangles, collect_shards, newest_readable
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import Shape
 from megafp8.optimizer.step import clip_factor
-from megafp8.parallel_state import ParallelState, initialize_distributed
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.parallel_state import ParallelState, initialize_distributed
+from megafp8.parallel.sharding import Shape
 from megafp8.training.history import History
 from megafp8.training.inputs import open_inputs
 from megafp8.training.parallel import build_parallel

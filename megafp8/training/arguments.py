@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from megafp8.arguments import ArgumentParser, UsageError
+from megafp8.host.arguments import ArgumentParser, UsageError
 
 
 def _ranks(text: str) -> int:

@@ -24,13 +24,13 @@ from itertools import groupby
 import torch
 
 from megafp8.config import Config
-from megafp8.distributed.collectives import broadcast_object
 from megafp8.fp8 import Fp8Manager
 from megafp8.fp8.speed_measurement import measure
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, predict
-from megafp8.gpus import ceilings_of, device_name
+from megafp8.host.gpus import ceilings_of, device_name
 from megafp8.numerics.recipes.base import Fp8Recipe, PerOperand
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.collectives import broadcast_object
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.planner.outline import linear_sites
 
 

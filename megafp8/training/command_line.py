@@ -29,7 +29,7 @@ from megafp8.config import (
     planned_stages,
 )
 from megafp8.data.loader_processes import start_server
-from megafp8.launched import launched_ranks, on_launched_ranks
+from megafp8.host.launched import launched_ranks, on_launched_ranks
 from megafp8.training import notify
 from megafp8.training.arguments import make_parser
 from megafp8.training.errors import run_and_report

@@ -50,9 +50,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_gather_objects, all_reduce
-from megafp8.distributed.sharding import spec_of
 from megafp8.fp8.health import Fp8Record
+from megafp8.parallel.collectives import all_gather_objects, all_reduce
+from megafp8.parallel.sharding import spec_of
 from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import RankTrainer

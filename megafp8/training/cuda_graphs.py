@@ -23,7 +23,7 @@ in a graph, so without one a rank that hangs would never be noticed.
 - while static scaling calibrates, in high precision, everything is eager
 - the noise of stochastic rounding is a function of the step and the micro-batch, which are tensors, too
 - how many rows the experts of a rank have differs in every step: a graph has room for some more than were seen before
-  it was recorded, and where there are still more its results are discarded (`megafp8.expert_parallel.own_rows`)
+  it was recorded, and where there are still more its results are discarded (`megafp8.layers.experts.own_rows`)
 - dropout's masks are a function of the samples' indices in the run, which are tensors of the micro-batch
 - exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
   a replay and the first of the next may share one: the all-reduce of losses over the ranks of a model, for which each
@@ -53,7 +53,7 @@ import torch
 from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.config import checks as config_checks
-from megafp8.ops.capture import Capture, CudaCapture
+from megafp8.linear.capture import Capture, CudaCapture
 from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from megafp8.config import Config
-from megafp8.data_parallel.fp8_weight_shards import gathered_format
-from megafp8.data_parallel.fsdp import ShardedStages, ShardGroups, Unit
-from megafp8.data_parallel.grad_buffer import GradBuffer
-from megafp8.data_parallel.strategy import DataParallelStrategy, FullySharded, Replicated, Zero1
-from megafp8.distributed.sharding import set_spec, spec_of
-from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
+from megafp8.layers.linear_weights import linear_weights
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.gpt import GPTStage
-from megafp8.models.linear_weights import linear_weights
-from megafp8.parallel_state import ParallelState
-from megafp8.tensor_parallel.random import initialize, initialize_parameters
+from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
+from megafp8.parallel.data.fp8_weight_shards import gathered_format
+from megafp8.parallel.data.fsdp import ShardedStages, ShardGroups, Unit
+from megafp8.parallel.data.grad_buffer import GradBuffer
+from megafp8.parallel.data.strategy import DataParallelStrategy, FullySharded, Replicated, Zero1
+from megafp8.parallel.parallel_state import ParallelState
+from megafp8.parallel.sharding import set_spec, spec_of
+from megafp8.parallel.tensor.random import initialize, initialize_parameters
 from megafp8.training.overlap import on_one_host
 
 

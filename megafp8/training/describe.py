@@ -17,16 +17,16 @@ import yaml
 from megafp8.config import Config, ParallelConfig
 from megafp8.config.frozen import frozen_run
 from megafp8.data.hub import missing_folder
-from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
-from megafp8.gpus import GPUS
+from megafp8.host.gpus import GPUS
+from megafp8.layers.context import planning_context
+from megafp8.layers.recompute import block_memory
 from megafp8.models.build import build_stage
-from megafp8.models.context import planning_context
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import block_memory
 from megafp8.optimizer.param_groups import check_groups
-from megafp8.parallel_state import rank_groups
-from megafp8.pipeline_parallel.actions import v_placement
+from megafp8.parallel.parallel_state import rank_groups
+from megafp8.parallel.pipeline.actions import v_placement
+from megafp8.parallel.sharding import spec_of
 from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.flops import describe_flops, matmul_parameters

@@ -6,7 +6,7 @@ embedding is summed; data and initial weights are functions of the seed. What re
 
     attention    cuDNN's backward sums dq in the order in which blocks finish. torch's flash and memory-efficient
                  kernels have a deterministic mode, used under `torch.use_deterministic_algorithms`, which also makes
-                 torch refuse operations that have none (`ops.attention` excludes cuDNN)
+                 torch refuse operations that have none (`layers.attention.op` excludes cuDNN)
     cuBLAS       may choose its kernel by the workspace that is free, unless CUBLAS_WORKSPACE_CONFIG fixes it
     cuBLASLt     times its algorithms: the config turns that off, and the first suggested algorithm is used
     NCCL         reduction in switches (NVLS) has no fixed order, so NCCL_ALGO is Ring, whose order follows the ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.distributed.sharding import FlatShard, spec_of
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import FlatShard, spec_of
 from megafp8.training.errors import Diverged
 from megafp8.training.observer import StepMetrics
 from megafp8.training.trainer import RankTrainer

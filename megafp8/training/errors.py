@@ -27,11 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from megafp8.error_causes import causes, lost_connection, no_space, os_error
-from megafp8.messages import printable
-from megafp8.object_store import ObjectStoreError, is_transient
-from megafp8.redaction import redact
-from megafp8.text_file import replace_text
+from megafp8.host.error_causes import causes, lost_connection, no_space, os_error
+from megafp8.host.messages import printable
+from megafp8.host.object_store import ObjectStoreError, is_transient
+from megafp8.host.redaction import redact
+from megafp8.host.text_file import replace_text
 from megafp8.training import notify
 
 DONE = 0  # all steps done, or stopped cleanly on request

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megafp8.batch import Batch
 from megafp8.data.blend import Blend
-from megafp8.distributed import activity
+from megafp8.parallel import activity
 from megafp8.training.inputs import RunInputs
 from megafp8.training.observer import Observer
 from megafp8.training.trainer import RankTrainer

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.distributed.collectives import all_reduce
-from megafp8.models.router import Router
-from megafp8.parallel_state import ParallelState
-from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines
+from megafp8.layers.experts.router import Router
+from megafp8.parallel.collectives import all_reduce
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.metrics import read_steps
 from megafp8.training.observer import Observer
 

@@ -20,13 +20,13 @@ from megafp8.fp8 import (
     Fp8Recipe,
 )
 from megafp8.fp8.health import Recorder
+from megafp8.layers.context import planning_context
+from megafp8.layers.recompute import KEEP_ALL
 from megafp8.models.build import build_layer
-from megafp8.models.context import planning_context
-from megafp8.models.recompute import KEEP_ALL
 from megafp8.numerics.recipes import keys_of
 from megafp8.numerics.recipes.base import OPERANDS, OperandName, config_key
 from megafp8.numerics.tensor import TENSOR
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.planner.outline import linear_sites
 
 

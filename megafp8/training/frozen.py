@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from megafp8.checkpoint.errors import on_rank0
 from megafp8.config import Config
 from megafp8.data.samples import PackedDataset
-from megafp8.distributed.collectives import all_reduce
 from megafp8.objectives import Objective
+from megafp8.parallel.collectives import all_reduce
 from megafp8.training.errors import TrainingError
 from megafp8.training.init_from import load_init
 from megafp8.training.inputs import RunInputs

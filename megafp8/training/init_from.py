@@ -30,14 +30,14 @@ from megafp8.conversion.adapters import adapted_of, lora_of
 from megafp8.conversion.base import CheckpointSource, MasterWeights
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_tokenizer import find_tokenizer
+from megafp8.conversion.huggingface.tokenizer import find_tokenizer
 from megafp8.conversion.load import load_weights
 from megafp8.conversion.model import is_mtp
 from megafp8.conversion.upcycle import UpcycledSource, is_router
 from megafp8.data.hub import missing_folder
 from megafp8.data.tokenizers import Tokenizer, TokenizerKind, TokenizerSettingError, build_tokenizer
 from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM
-from megafp8.tensor_parallel.lora import is_lora
+from megafp8.parallel.tensor.lora import is_lora
 from megafp8.training.state import checkpoint_folder, saved_model, tensor_kinds, weights
 from megafp8.training.trainer import RankTrainer
 

@@ -47,12 +47,12 @@ from megafp8.data.tokenizers import (
     TokenizerSettings,
     build_tokenizer,
 )
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.object_store import AnyPath, ObjectPath
-from megafp8.object_store.cache import ObjectCache, default_cache
+from megafp8.host.object_store import AnyPath, ObjectPath
+from megafp8.host.object_store.cache import ObjectCache, default_cache
 from megafp8.objectives import Objective
 from megafp8.objectives.registry import objective_of
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.process import answering_stop
 
 

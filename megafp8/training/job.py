@@ -25,17 +25,17 @@ from megafp8.checkpoint import (
 )
 from megafp8.config import end_of_stage, stage_at
 from megafp8.data.loader_processes import describe_overload
-from megafp8.distributed import activity
 from megafp8.fp8 import describe_path
 from megafp8.fp8.health import FILE_NAME
-from megafp8.gpus import peak_flops
-from megafp8.object_store import AnyPath
-from megafp8.parallel_state import (
+from megafp8.host.gpus import peak_flops
+from megafp8.host.object_store import AnyPath
+from megafp8.host.text_file import DiskErrorsLogged
+from megafp8.parallel import activity
+from megafp8.parallel.parallel_state import (
     ParallelState,
     host_group,
 )
 from megafp8.planner.flops import describe_flops, flops_per_token
-from megafp8.text_file import DiskErrorsLogged
 from megafp8.training import cuda_graphs
 from megafp8.training.describe import describe_longrope
 from megafp8.training.determinism import describe_determinism

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from megafp8.batch import Batch
+from megafp8.layers.head.op import LabelLosses
 from megafp8.models.gpt import GPTStage
 from megafp8.objectives import ObjectiveLoss
-from megafp8.pipeline_parallel.engine import StageOutput
-from megafp8.tensor_parallel.cross_entropy import LabelLosses
+from megafp8.parallel.pipeline.engine import StageOutput
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Fp8Record, ReportWriter
-from megafp8.redaction import redact_tree
-from megafp8.text_file import DiskErrorsLogged, JsonLines, replace_text
+from megafp8.host.redaction import redact_tree
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines, replace_text
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.run_log import STEPS
 

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megafp8.redaction import redact
-from megafp8.text_file import replace_text
+from megafp8.host.redaction import redact
+from megafp8.host.text_file import replace_text
 
 if TYPE_CHECKING:  # the agent does not read configs
     from megafp8.config import Config

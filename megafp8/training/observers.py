@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from megafp8.fp8.health import FILE_NAME as FP8_REPORT
-from megafp8.text_file import DiskErrorsLogged
+from megafp8.host.text_file import DiskErrorsLogged
 from megafp8.training import expert_load
 from megafp8.training.consistency import ConsistencyCheck
 from megafp8.training.evaluation import Evaluation, TaskEvaluation

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megafp8.config import Config, ParallelConfig
-from megafp8.distributed.tp_overlap import NO_COMM, TPOverlap, default_overlap, sum_partials
-from megafp8.parallel_state import Group, ParallelState
+from megafp8.parallel.parallel_state import Group, ParallelState
+from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap, default_overlap, sum_partials
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _build(mode: str, group: Group, name: str, device: torch.device, environment
     if not on_one_host(group, environment):
         logger.info(f"parallel.overlap_tensor = {mode}: {name} spans hosts; continuing with none")
         return default
-    from megafp8.distributed.tp_symmetric import SymmetricMemory  # imports parts of torch that cost start-up time
+    from megafp8.parallel.tp_symmetric import SymmetricMemory  # imports parts of torch that cost start-up time
 
     try:
         return SymmetricMemory(group.group, device, sum_partials_on(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megafp8.config import Config
-from megafp8.parallel_state import ParallelState, initialize_model_parallel
+from megafp8.parallel.parallel_state import ParallelState, initialize_model_parallel
 
 
 def build_parallel(config: Config, device: torch.device) -> ParallelState:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import Config, ConfigError, Problem
-from megafp8.pipeline_parallel.actions import Schedule, StagePlacement
-from megafp8.pipeline_parallel.check import check_schedule
-from megafp8.pipeline_parallel.communication import with_communication
-from megafp8.pipeline_parallel.forward_only import forward_only
-from megafp8.pipeline_parallel.registry import training_schedule
-from megafp8.pipeline_parallel.simulate import simulate
+from megafp8.parallel.pipeline.actions import Schedule, StagePlacement
+from megafp8.parallel.pipeline.check import check_schedule
+from megafp8.parallel.pipeline.communication import with_communication
+from megafp8.parallel.pipeline.forward_only import forward_only
+from megafp8.parallel.pipeline.registry import training_schedule
+from megafp8.parallel.pipeline.simulate import simulate
 from megafp8.planner.stages import stages_of
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.fp8.health import Fp8Record
-from megafp8.pipeline_parallel.trace import write_timeline
-from megafp8.text_file import DiskErrorsLogged
+from megafp8.host.text_file import DiskErrorsLogged
+from megafp8.parallel.pipeline.trace import write_timeline
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import RankTrainer
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
+from megafp8.parallel.collectives import all_reduce
 
 Item = TypeVar("Item")
 

@@ -6,7 +6,7 @@ repeated after a restart:
     trace_rank_00000.json.gz     torch.profiler's trace, with the sections of a step, for https://ui.perfetto.dev
     memory_rank_00000.pickle     allocations in these steps, and what is allocated after them, for
                                  https://docs.pytorch.org/memory_viz
-    collectives_rank_00000       of `distributed.flight_recorder`
+    collectives_rank_00000       of `parallel.flight_recorder`
 
 What fails here is a warning: training goes on. Without the section a step costs two comparisons.
 """
@@ -26,8 +26,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megafp8.config import ProfileConfig
-from megafp8.distributed import activity, flight_recorder
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel import activity, flight_recorder
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.observer import Observer
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megafp8.distributed.collectives import all_reduce
-from megafp8.models.mixer import Mixer
-from megafp8.parallel_state import ParallelState
+from megafp8.layers.mixer import Mixer
+from megafp8.parallel.collectives import all_reduce
+from megafp8.parallel.parallel_state import ParallelState
 
 
 class QkClip:

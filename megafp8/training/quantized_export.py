@@ -11,11 +11,11 @@ from megafp8.config import Config
 from megafp8.conversion.adapters import MergedSource
 from megafp8.conversion.base import CheckpointSource, is_weight
 from megafp8.conversion.format_names import Activations, FormName
+from megafp8.conversion.huggingface.quantized_export import QuantizedExport
+from megafp8.conversion.huggingface.weight_casts import weight_casts
 from megafp8.conversion.model import without_mtp
-from megafp8.conversion.quantized_export import QuantizedExport
-from megafp8.conversion.weight_casts import weight_casts
-from megafp8.dtypes import DTYPES
 from megafp8.fp8 import CurrentScaling, Fp8Manager
+from megafp8.numerics.dtypes import DTYPES
 from megafp8.training.fp8_config import build_fp8
 
 

@@ -11,9 +11,9 @@ import torch
 
 from megafp8.checkpoint import FolderLock
 from megafp8.config import stage_at
-from megafp8.distributed import flight_recorder
-from megafp8.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed, rejoin
-from megafp8.replicas.lighthouse import ReplicaEndpoint
+from megafp8.parallel import flight_recorder
+from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed, rejoin
+from megafp8.parallel.replicas.lighthouse import ReplicaEndpoint
 from megafp8.training import notify
 from megafp8.training.errors import TrainingError
 from megafp8.training.evaluation import LiveUses

@@ -23,13 +23,13 @@ import torch
 from tqdm import tqdm
 
 import megafp8
-from megafp8.distributed.collectives import gather_objects
-from megafp8.error_causes import no_space
-from megafp8.messages import printable
-from megafp8.parallel_state import ParallelState
-from megafp8.redaction import redact, redact_arguments
-from megafp8.shipped import is_checkout
-from megafp8.text_file import DiskErrorsLogged, JsonLines
+from megafp8.host.error_causes import no_space
+from megafp8.host.messages import printable
+from megafp8.host.redaction import redact, redact_arguments
+from megafp8.host.shipped import is_checkout
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines
+from megafp8.parallel.collectives import gather_objects
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.errors import TrainingError
 
 LOG_FILE = "log.txt"

@@ -1,6 +1,6 @@
 """Time by section of the training loop: waiting for data, passes, update, and what is between steps.
 
-A section begins where `distributed.activity` is told so. On a GPU the host only queues work, so its clock says little:
+A section begins where `parallel.activity` is told so. On a GPU the host only queues work, so its clock says little:
 there a CUDA event marks each beginning on the device's main stream, and sections are measured on the device's timeline.
 What the device waits for the host counts in the section in which it waits, so all sections add up to the wall time. The
 events of a section are read when they have passed, a step later at most: nothing waits for them. A mark costs some
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megafp8.distributed import activity
+from megafp8.parallel import activity
 from megafp8.training.observer import Observer
 
 

@@ -11,7 +11,7 @@
     loss_scale.{scale,growth_tracker,hysteresis_tracker}    fp32, with training.precision fp16
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
-data order, initial values and dropout are functions of the seed (`data.samples`, `tensor_parallel.random`,
+data order, initial values and dropout are functions of the seed (`data.samples`, `parallel.tensor.random`,
 `ops.dropout_reference`), which is in the metadata with the config.
 
 A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused
@@ -58,13 +58,13 @@ from megafp8.config import Config, ConfigError, PlannedStage, Problem, config_at
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.target import TOKENIZER_FOLDER, with_companions
 from megafp8.data.tokenizers import tokenizer_file
-from megafp8.distributed.sharding import Shape, spec_of
-from megafp8.dtypes import DTYPES, state_dtype, sum_dtype
-from megafp8.object_store import AnyPath, as_path
+from megafp8.host.object_store import AnyPath, as_path
+from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import AVERAGE, OUTER_MOMENTUM, State
 from megafp8.optimizer.param_groups import is_hidden_matrix
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel.parallel_state import ParallelState
+from megafp8.parallel.sharding import Shape, spec_of
 from megafp8.planner.stages import stages_of
 from megafp8.spec import ModelSpec
 from megafp8.training.auto_filter import FilterChoice, kept_choice

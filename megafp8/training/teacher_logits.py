@@ -37,9 +37,9 @@ from megafp8.checkpoint.errors import on_all_ranks, on_rank0
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.conversion.formats import open_source
 from megafp8.data.samples import PackedDataset
-from megafp8.distributed.collectives import gather_objects
-from megafp8.dtypes import DTYPES, sum_dtype
+from megafp8.numerics.dtypes import DTYPES, sum_dtype
 from megafp8.objectives import Objective
+from megafp8.parallel.collectives import gather_objects
 from megafp8.training.errors import TrainingError
 from megafp8.training.frozen_config import frozen_config, live
 from megafp8.training.init_from import load_init

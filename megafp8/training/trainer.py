@@ -23,28 +23,28 @@ from torch import Tensor, nn
 
 from megafp8.batch import Batch
 from megafp8.config import Config
-from megafp8.distributed import activity
-from megafp8.distributed.collectives import all_gather_objects, all_reduce
-from megafp8.dtypes import DTYPES
-from megafp8.expert_parallel.own_rows import RowBound
 from megafp8.fp8.health import Fp8Record, Statistics
+from megafp8.layers.context import BuildContext, lora_of, tokens_per_rank, weight_storage
+from megafp8.layers.experts.own_rows import RowBound
+from megafp8.layers.recompute import block_memory
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext, lora_of, tokens_per_rank, weight_storage
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import block_memory
+from megafp8.numerics.dtypes import DTYPES
 from megafp8.objectives import ObjectiveLoss
 from megafp8.objectives.registry import loss_of
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult
-from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.engine import PipelineEngine, StageFunction
-from megafp8.pipeline_parallel.simulate import Timeline
-from megafp8.pipeline_parallel.trace import Stopwatch
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.tensor_parallel.lora import without_adapters
+from megafp8.parallel import activity
+from megafp8.parallel.collectives import all_gather_objects, all_reduce
+from megafp8.parallel.parallel_state import ParallelState
+from megafp8.parallel.pipeline.engine import PipelineEngine, StageFunction
+from megafp8.parallel.pipeline.simulate import Timeline
+from megafp8.parallel.pipeline.trace import Stopwatch
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.lora import without_adapters
 from megafp8.training.auto_filter import FilterChoice, choose
 from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole

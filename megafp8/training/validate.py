@@ -17,9 +17,9 @@ import torch
 from megafp8.checkpoint import CheckpointReader, newest_readable
 from megafp8.config import Config, ConfigError, Problem, canonical_streams_problem, planned_stages
 from megafp8.data.samples import default_cache
-from megafp8.object_store import AnyPath, ObjectPath, is_transient
-from megafp8.parallel_state import set_cuda_environment
-from megafp8.shipped import install_command
+from megafp8.host.object_store import AnyPath, ObjectPath, is_transient
+from megafp8.host.shipped import install_command
+from megafp8.parallel.parallel_state import set_cuda_environment
 from megafp8.training import auto_filter
 from megafp8.training.describe import check_device_memory, check_optimizer
 from megafp8.training.determinism import make_deterministic

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint import Rectangles
 from megafp8.conversion.base import CheckpointSource
-from megafp8.distributed.collectives import all_gather_objects, rank, size
-from megafp8.distributed.sharding import Shape
-from megafp8.dtypes import DTYPES
+from megafp8.numerics.dtypes import DTYPES
+from megafp8.parallel.collectives import all_gather_objects, rank, size
+from megafp8.parallel.sharding import Shape
 from megafp8.training.state import weights
 from megafp8.training.trainer import RankTrainer
 

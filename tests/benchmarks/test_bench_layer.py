@@ -18,7 +18,7 @@ from benchmarks import bench_layer, layer_variants
 from benchmarks.bench_layer import Result, Work, difference, rows, time_iterations
 from benchmarks.blocks import SHAPES, ReferenceLayers, random_weights
 from benchmarks.layer_variants import GraphedLayers, Layers, Problem, build_eager, floor_of, variants
-from megafp8.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel, initialize_distributed, initialize_model_parallel
 from megafp8.training.cuda_graphs import Graphs
 from tests.marks import slow_but
 from tests.training.runs import LoggedCapture

@@ -14,7 +14,7 @@ from benchmarks import bench_linear
 from benchmarks.bench_linear import PUBLISHED, Point
 from megafp8.fp8 import CurrentScaling
 from megafp8.fp8.speed_model import LinearSeconds, LinearSize, predict
-from megafp8.gpus import CEILINGS
+from megafp8.host.gpus import CEILINGS
 
 
 def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -19,8 +19,8 @@ from benchmarks.compiled_step import CompiledTrainer
 from benchmarks.profiling import Kernel, by_name, outside, step_profile, union
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.data.samples import next_token_batch
-from megafp8.parallel_state import ParallelState
-from megafp8.pipeline_parallel.simulate import StageTimes, simulate
+from megafp8.parallel.parallel_state import ParallelState
+from megafp8.parallel.pipeline.simulate import StageTimes, simulate
 from megafp8.training.describe import planned_stage
 from megafp8.training.pipeline import plan_pipeline
 from megafp8.training.trainer import RankTrainer

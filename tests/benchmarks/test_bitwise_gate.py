@@ -11,7 +11,7 @@ import pytest
 from benchmarks import bitwise_gate as gate
 from megafp8.config import load_config
 from megafp8.config.parts import PARTS
-from megafp8.shipped import PACKAGE
+from megafp8.host.shipped import PACKAGE
 
 ROOT = PACKAGE.parent
 

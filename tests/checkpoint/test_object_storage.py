@@ -33,7 +33,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.files import CHECKSUMS_FILE
 from megafp8.conversion.formats import fetched
-from megafp8.object_store import ObjectPath, ObjectStoreError
+from megafp8.host.object_store import ObjectPath, ObjectStoreError
 from tests.checkpoint import toy
 from tests.checkpoint.killing import start
 from tests.object_server import ObjectServer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import CheckpointReader, Rectangle, Rectangles, collect, collect_shards, load, save
-from megafp8.distributed.sharding import FlatShard, Init, ParamSpec, set_spec, shard_dim, stack_rows
+from megafp8.parallel.sharding import FlatShard, Init, ParamSpec, set_spec, shard_dim, stack_rows
 from tests.checkpoint import toy
 
 

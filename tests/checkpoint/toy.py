@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.checkpoint import Rectangles, collect
-from megafp8.distributed.sharding import Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
+from megafp8.parallel.sharding import Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows, unsharded
 
 LAYERS = 2
 QKV = {"q": (16, 4), "k": (8, 4), "v": (8, 4)}

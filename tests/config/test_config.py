@@ -21,7 +21,7 @@ from megafp8.config import (
     model_spec,
 )
 from megafp8.conversion.flat import differences
-from megafp8.pipeline_parallel.registry import SCHEDULES
+from megafp8.parallel.pipeline.registry import SCHEDULES
 from megafp8.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from torch import Tensor
 from megafp8.config import RopeScaling
 from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.conversion.model import model_tensors
-from megafp8.distributed.sharding import Init, ParamShard
+from megafp8.parallel.sharding import Init, ParamShard
+from megafp8.parallel.tensor.random import fill_
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.random import fill_
 
 V, S, B = 101, 12, 2
 

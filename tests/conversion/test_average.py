@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megafp8.checkpoint import save
 from megafp8.config import Config
-from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.conversion.native import NativeSource
 from tests.conversion import checkpoints
 from tests.training.presets import SAMPLES_1, TP2, config_of

@@ -14,7 +14,7 @@ from megafp8.checkpoint import load, save
 from megafp8.config import model_spec
 from megafp8.conversion.average import Averaged
 from megafp8.conversion.convert import Selected
-from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.model import check_source, model_tensors
 from megafp8.conversion.native import NativeSink, NativeSource
 from tests.checkpoint.rewritten import flip, rewrite

@@ -15,8 +15,8 @@ from megafp8.data.blend import Blend, Segment
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_dataset
 from megafp8.data.sampler import READ_AHEAD, _with_ahead, batches
 from megafp8.data.samples import PackedDataset
-from megafp8.object_store import ObjectPath, ObjectStoreError, as_path
-from megafp8.object_store.cache import ObjectCache
+from megafp8.host.object_store import ObjectPath, ObjectStoreError, as_path
+from megafp8.host.object_store.cache import ObjectCache
 from megafp8.objectives.next_token import NextToken
 from tests.data.test_indexed_dataset import pack
 from tests.object_server import ObjectServer

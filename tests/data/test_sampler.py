@@ -23,10 +23,10 @@ from megafp8.data.blend import Blend, Segment
 from megafp8.data.loader_processes import describe_overload, start_server
 from megafp8.data.sampler import _Samples, batches, sample_indices
 from megafp8.data.samples import PackedDataset
+from megafp8.host.processes import process_start
 from megafp8.objectives.next_token import NextToken
-from megafp8.processes import process_start
+from megafp8.parallel.replicas import share
 from megafp8.prove.local_ranks import RanksFailed
-from megafp8.replicas import share
 from tests.data.datasets import write_dataset
 from tests.world import World
 

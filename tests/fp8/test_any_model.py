@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8
-from megafp8.data_parallel.fp8_all_gather import gather_in_fp8
-from megafp8.tensor_parallel.dtensor import Fp8ColwiseParallel, Fp8RowwiseParallel
+from megafp8.parallel.data.fp8_all_gather import gather_in_fp8
+from megafp8.parallel.tensor.dtensor import Fp8ColwiseParallel, Fp8RowwiseParallel
 from tests.fp8.test_convert import RECIPES, VOCAB, _shard, batches, mixtral
 from tests.world import World
 

@@ -16,13 +16,13 @@ from megafp8.fp8 import (
     Fp8Recipe,
 )
 from megafp8.fp8.health import OPERANDS, Fp8Record, Recorder
+from megafp8.layers.activation.op import activation
+from megafp8.layers.norm.op import norm
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
 from megafp8.numerics.recipes import NVFP4Scaling
 from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.numerics.tensor import QuantizedTensor
-from megafp8.ops.activation import activation
-from megafp8.ops.norm import norm
 from tests.fp8.linear_layer import LinearLayer
 from tests.marks import slow_but
 

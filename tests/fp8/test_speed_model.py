@@ -20,7 +20,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.fp8.speed_model import LinearSize, predict
-from megafp8.gpus import CEILINGS, Ceilings, ceilings_of, device_name
+from megafp8.host.gpus import CEILINGS, Ceilings, ceilings_of, device_name
 
 H200 = CEILINGS["NVIDIA H200"]
 SIZE = LinearSize(2, 3, 5)  # 60 operations a GEMM; x has 6 elements, w 15, dy 10

@@ -11,12 +11,12 @@ from torch import Tensor
 from megafp8.inference.attention import DecodeInputs, PackedStep, PagedAttention
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk, GrowingSequence
-from megafp8.kernels import paged_attention
 from megafp8.kernels.arithmetic import INTERPRETED
-from megafp8.models.mixer import TokenCache
-from megafp8.numerics.attention_mask import causal_mask
-from megafp8.numerics.attention_scores import Scores, alibi_slopes
-from megafp8.ops.attention import attention
+from megafp8.layers.attention import paged_kernel as paged_attention
+from megafp8.layers.attention.mask import causal_mask
+from megafp8.layers.attention.op import attention
+from megafp8.layers.attention.scores import Scores, alibi_slopes
+from megafp8.layers.mixer import TokenCache
 
 HEADS, GROUPS, D, PAGE, LAYER = 4, 2, 8, 3, 5
 CHUNKS = [[[0, 1, 2, 3, 4], [5], [6], [7, 8]], [[0], [1], [2, 3, 4, 5, 6, 7], [8]], [[0, 1], [2, 3, 4], [5, 6, 7], [8]]]
@@ -52,7 +52,7 @@ def _rounded(x: Tensor, stored: torch.dtype | None) -> Tensor:
 
 COVERED = ["plain", "window", "sinks", "narrow values", "padding"]
 """Kinds of which the kernels are tested with others: "soft cap" has a window and "in int8" narrow values too, and
-tests.kernels.test_paged_attention has sinks."""
+tests.layers.attention.test_paged_kernel has sinks."""
 
 
 INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")

@@ -18,7 +18,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import live_model
 from megafp8.inference.options import CacheOptions
 from megafp8.inference.scoring import Request, Scorer
-from megafp8.parallel_state import ParallelState, destroy_model_parallel
+from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel
 from megafp8.training.state import save_state
 from megafp8.training.trainer import RankTrainer
 from tests.conversion.families import make_theirs, tokens

@@ -18,9 +18,9 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import InferenceLayout, build_model, config_of
 from megafp8.inference.model import Model
 from megafp8.inference.options import CacheOptions
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
+from megafp8.parallel.tensor.random import initialize_parameters
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.random import initialize_parameters
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset
 from tests.training.presets import config_of as run_of

@@ -13,7 +13,7 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import latest
 from megafp8.config import Config, model_spec
 from megafp8.conversion.convert import Selected
-from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.native import NativeSink, NativeSource
 from megafp8.data.tokenizers import build_tokenizer
 from megafp8.inference import Generator, SamplingOptions

@@ -17,7 +17,7 @@ from megafp8.inference.generator import CacheOptions
 from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.inference.paged_cache import PagedCache
 from megafp8.inference.scheduler import Chunk, GrowingSequence
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.families import make_theirs, tokens
 
 FAMILIES = ("llama3", "gemma2", "gpt-oss", "bloom", "deepseek-v3", "mixtral")

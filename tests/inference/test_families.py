@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.inference import Generator, SamplingOptions
-from megafp8.parallel_state import destroy_model_parallel
+from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.families import make_theirs, tokens
 from tests.marks import slow_but
 

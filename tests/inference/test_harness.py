@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conversion.test_smollm2 import folder as smollm2_folder
+from tests.conversion.huggingface.test_smollm2 import folder as smollm2_folder
 from tests.inference.harness_tasks import TASKS, write_tasks
 from tests.inference.small_model import save_small
 from tests.world import World

@@ -14,14 +14,14 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.inference import Generator, SamplingOptions, staged_weights
 from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
+from megafp8.layers.activation.op import activation
+from megafp8.layers.norm.op import norm
+from megafp8.layers.rotary.op import rotate_and_split, rotate_heads
 from megafp8.linear.onednn_weight import OneDnnInt8Weight, OneDnnWeight, packs, packs_int8
 from megafp8.numerics.sources import ACTIVATION_SOURCES
-from megafp8.ops.activation import activation
-from megafp8.ops.norm import norm
-from megafp8.ops.rotary import rotate_and_split, rotate_heads
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests.conversion import smollm2
-from tests.conversion.test_smollm2 import folder as smollm2_folder
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from tests.conversion.huggingface import smollm2
+from tests.conversion.huggingface.test_smollm2 import folder as smollm2_folder
 from tests.inference.small_model import llama_with_biases
 from tests.world import World
 

@@ -29,8 +29,8 @@ from megafp8.config import Config
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.format_names import FORM_NAMES, FormName
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.huggingface.sink import HfSink
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.kv_cache_scales import KeyValueAmax, Scales, read_scales, write_scales
 from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint

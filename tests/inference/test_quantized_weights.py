@@ -13,17 +13,17 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.format_names import FormName
-from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.hf_source import HfSource
-from megafp8.distributed.sharding import spec_of
+from megafp8.conversion.huggingface.sink import HfSink
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.inference.load import InferenceLayout, load_model, open_checkpoint
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS, QuantizedWeight, WeightFormatName, quantize_weight
+from megafp8.parallel.sharding import spec_of
 from megafp8.training.quantized_export import quantized_export
-from tests.conversion import smollm2
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import make_theirs
-from tests.conversion.test_smollm2 import folder as smollm2_folder
+from tests.conversion.huggingface import smollm2
+from tests.conversion.huggingface.test_smollm2 import folder as smollm2_folder
 from tests.inference.small_model import llama_with_biases
 from tests.marks import slow_but
 from tests.world import World

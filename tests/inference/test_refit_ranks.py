@@ -14,13 +14,13 @@ import torch.distributed as dist
 from megafp8.checkpoint import Rectangles
 from megafp8.checkpoint.rectangles import as_rectangles
 from megafp8.config import Config, load_config
-from megafp8.distributed.sharding import Shape
-from megafp8.dtypes import DTYPES
 from megafp8.inference.load import InferenceLayout, build_model, config_of, live_model
 from megafp8.inference.refit import Refit
 from megafp8.inference.staged_weights import StagedWeights, tensors_of
 from megafp8.inference.weight_transfer import TwoJobs
-from megafp8.parallel_state import initialize_distributed
+from megafp8.numerics.dtypes import DTYPES
+from megafp8.parallel.parallel_state import initialize_distributed
+from megafp8.parallel.sharding import Shape
 from megafp8.prove.local_ranks import LocalRanks
 from megafp8.training.parallel import build_parallel
 from megafp8.training.state import weights

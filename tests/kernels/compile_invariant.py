@@ -13,8 +13,9 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megafp8.kernels import invariant_attention, invariant_gemm
-from megafp8.numerics.attention_scores import Scores
+from megafp8.kernels import invariant_gemm
+from megafp8.layers.attention import invariant_kernel as invariant_attention
+from megafp8.layers.attention.scores import Scores
 
 GPU = GPUTarget("cuda", 90, 32)
 PRODUCTS = {  # data, rows, parts, with blocks of scales, fast

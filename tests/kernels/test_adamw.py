@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.grad_buffer import main_grad_of
-from megafp8.distributed.sharding import FlatShard
 from megafp8.optimizer.adamw import AdamW
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.state_storage import join_master, split_master
+from megafp8.parallel.data.grad_buffer import main_grad_of
+from megafp8.parallel.sharding import FlatShard
 from tests.kernels import DEVICE, noise
 from tests.tiny_model import make_buffer, make_param
 

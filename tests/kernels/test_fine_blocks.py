@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megafp8.numerics import sources
 from megafp8.numerics.formats import E4M3, E5M2, Format
+from megafp8.numerics.philox import philox_of_words
 from megafp8.numerics.recipes import mxfp8, nvfp4
 from megafp8.numerics.sources import MatrixSource, Plain
 from megafp8.numerics.stochastic_rounding import NoiseClock, TensorNoise
 from megafp8.numerics.tensor import QuantizedTensor
-from megafp8.philox import philox_of_words
 from tests.kernels import DEVICE, every_bf16, noise
 from tests.kernels.test_quantize import BOTH, ORIENTATIONS, SOURCES
 from tests.marks import slow_but

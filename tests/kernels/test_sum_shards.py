@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.distributed.tp_overlap import sum_partials
+from megafp8.parallel.tp_overlap import sum_partials
 from tests.kernels import DEVICE
 
 

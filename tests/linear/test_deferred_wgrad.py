@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.linear.deferred_wgrad import Wgrad, WgradStore, run
+from megafp8.parallel.data.grad_buffer import GradBuffer, main_grad_of
+from megafp8.parallel.sharding import Init, ParamSpec, set_spec, unsharded
 from tests.fp8.linear_layer import LinearLayer
 from tests.marks import slow_but
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.distributed.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.fp8 import (
     BlockwiseScaling,
     CurrentScaling,
@@ -23,6 +21,7 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.kernels import grouped_gemm
+from megafp8.layers.activation.op import activation
 from megafp8.linear import group_state
 from megafp8.linear.deferred_wgrad import WgradStore, run
 from megafp8.linear.group_state import GroupState
@@ -30,7 +29,8 @@ from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.linear.linear import linear
 from megafp8.numerics.groups import RowGroups, amax_of_groups
 from megafp8.numerics.sources import SwiGLU
-from megafp8.ops.activation import activation
+from megafp8.parallel.data.grad_buffer import GradBuffer, main_grad_of
+from megafp8.parallel.sharding import Init, ParamSpec, set_spec, unsharded
 from megafp8.plan import LinearSite, Neighbor
 from tests.marks import slow_but
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.distributed.tp_overlap import AllGatherHandle, Product, ReduceHandle
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, DelayedScaling, Fp8Manager, Fp8Recipe
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.linear.grad_sink import set_grad_sink
 from megafp8.linear.quantized_gather import TPComm
+from megafp8.parallel.tp_overlap import AllGatherHandle, Product, ReduceHandle
 from tests.fp8.linear_layer import LinearLayer
 
 RECIPES = {

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, group
 
-from megafp8.distributed.tp_overlap import Collective, TPOverlap
 from megafp8.gemm.cublaslt_problem import is_arranged
 from megafp8.linear.quantized_gather import Rows, gather_columns
 from megafp8.numerics.formats import E4M3, E5M2
@@ -31,9 +30,10 @@ from megafp8.numerics.recipes.nvfp4 import NVFP4Quantizer
 from megafp8.numerics.recipes.static import StaticQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_1X128, DEQUANTIZED, ROW, QuantizedTensor, ScaledTensor, on_hopper
-from tests.distributed.chunks import InChunks
+from megafp8.parallel.tp_overlap import Collective, TPOverlap
 from tests.fp8.reference import bytes_of
 from tests.marks import slow_but
+from tests.parallel.chunks import InChunks
 from tests.world import World
 
 

@@ -11,10 +11,10 @@ import torch
 from megafp8.batch import Batch
 from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext
+from megafp8.layers.context import BuildContext
+from megafp8.layers.recompute import BlockMemory
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import BlockMemory
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_model_parallel
 from tests.marks import slow_but
 from tests.models.encoder_twin import bert_loss
 from tests.models.twin import Dropouts

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from megafp8.batch import Batch
 from megafp8.config import RopeScaling
 from megafp8.config.schema import ModelConfig
-from megafp8.distributed.collectives import all_reduce
-from megafp8.distributed.tp_overlap import default_overlap
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext
+from megafp8.layers.context import BuildContext
+from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.recompute import BlockMemory
 from megafp8.models.gpt import GPTStage
-from megafp8.models.recompute import BlockMemory
-from megafp8.parallel_state import Group, initialize_model_parallel
-from megafp8.tensor_parallel.cross_entropy import LabelLosses
+from megafp8.parallel.collectives import all_reduce
+from megafp8.parallel.parallel_state import Group, initialize_model_parallel
+from megafp8.parallel.tp_overlap import default_overlap
 from tests.marks import slow_but
 from tests.models.twin import shares_of_the_step_before, twin_loss
 from tests.models.weights import gradients, randomize

@@ -9,8 +9,8 @@ import torch
 
 from megafp8.batch import Batch
 from megafp8.inference.load import InferenceLayout, build_model, config_of
-from megafp8.parallel_state import destroy_model_parallel
-from megafp8.tensor_parallel.random import initialize_parameters
+from megafp8.parallel.parallel_state import destroy_model_parallel
+from megafp8.parallel.tensor.random import initialize_parameters
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import config_of as run_of
 

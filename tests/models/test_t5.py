@@ -10,12 +10,12 @@ from torch import nn
 
 from megafp8.batch import Batch
 from megafp8.config.schema import ModelConfig
-from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.layers.context import BuildContext
+from megafp8.layers.recompute import BlockMemory
 from megafp8.models.build import build_stage
-from megafp8.models.context import BuildContext
-from megafp8.models.recompute import BlockMemory
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_model_parallel
+from megafp8.parallel.sharding import spec_of
 from tests.marks import slow_but
 from tests.models.encoder_twin import t5_logits
 from tests.models.twin import Dropouts

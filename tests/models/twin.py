@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from megafp8.config.parts.rwkv7 import Rwkv7Config
 from torch import Tensor
 
 from megafp8.config.parts import LayerKind
-from megafp8.config.parts.absent import NoFfnConfig, NoMixerConfig
-from megafp8.config.parts.attention import AttentionConfig
-from megafp8.config.parts.compressed_attention import CompressedAttentionConfig
-from megafp8.config.parts.gated_delta_net import GatedDeltaNetConfig
-from megafp8.config.parts.kimi_delta_attention import KimiDeltaAttentionConfig
-from megafp8.config.parts.mamba2 import Mamba2Config
-from megafp8.config.parts.moe import MoeFfnConfig
-from megafp8.config.parts.rwkv7 import Rwkv7Config
-from megafp8.config.parts.short_convolution import ShortConvolutionConfig
 from megafp8.config.schema import ModelConfig
+from megafp8.layers.absent.record import NoFfnConfig, NoMixerConfig
+from megafp8.layers.attention.record import AttentionConfig
+from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
+from megafp8.layers.experts.record import MoeFfnConfig
+from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
+from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
+from megafp8.layers.mamba2.record import Mamba2Config
+from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
-from megafp8.distributed.sharding import Init, ParamShard, shards_of, spec_of
+from megafp8.parallel.collectives import all_reduce
+from megafp8.parallel.sharding import Init, ParamShard, shards_of, spec_of
+from megafp8.parallel.tensor.random import fill_
 from megafp8.spec import ModelSpec
-from megafp8.tensor_parallel.random import fill_
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 Std = Callable[[ParamShard], float]

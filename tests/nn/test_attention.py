@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megafp8 import nn
-from megafp8.numerics.attention_scores import alibi_slopes
+from megafp8.layers.attention.scores import alibi_slopes
 from tests.nn import twin
 from tests.nn.compare import TIGHT, assert_same, random
 

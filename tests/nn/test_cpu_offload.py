@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megafp8 import fp8, nn
+from megafp8.layers.offload import ActivationOffload
 from megafp8.nn import cpu_offload
-from megafp8.ops.offload import ActivationOffload
 from tests.nn.compare import random, randomized
 
 S, B, H, LAYERS = 8, 2, 32, 3

@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from megafp8 import fp8, nn
 from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import E4M3, E5M2
-from megafp8.models.context import BuildContext, PlannedGroup
-from megafp8.models.mlp import MLP
-from megafp8.models.norms import RMSNormPart
+from megafp8.layers.context import BuildContext, PlannedGroup
+from megafp8.layers.mlp.module import MLP
+from megafp8.layers.norm.module import RMSNormPart
 from megafp8.nn.base import default_device
 from megafp8.numerics.recipes.base import RecipeQuantizer
 from megafp8.plan import Neighbor

@@ -170,7 +170,7 @@ def test_attention_in_one_block_is_attention(
     module = nn.DotProductAttention(4, 8, 2, **options).eval()
     q, k, v = (torch.randn(6, 2, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected = module(q, k, v, **arguments)
-    for file in ("ops.attention", "numerics.attention_mask"):
+    for file in ("layers.attention.op", "layers.attention.mask"):
         monkeypatch.setattr(f"megafp8.{file}.in_onnx_export", lambda: True)
     torch.testing.assert_close(module(q, k, v, **arguments), expected, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(expected, nn.DotProductAttention(4, 8, 2)(q, k, v))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8, nn
-from megafp8.distributed.collectives import all_gather, all_reduce
+from megafp8.parallel.collectives import all_gather, all_reduce
 from tests.nn.compare import CPU64, random, randomized
 from tests.world import World
 

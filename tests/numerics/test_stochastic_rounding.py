@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup, group
 
+from megafp8.numerics.philox import Key, key_of
 from megafp8.numerics.step import end_step
 from megafp8.numerics.stochastic_rounding import CastNoise, NoiseClock, TensorNoise, noise_key, uniform
-from megafp8.philox import Key, key_of
-from tests.test_philox import philox_by_hand
+from tests.numerics.test_philox import philox_by_hand
 from tests.world import World
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

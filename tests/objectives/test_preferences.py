@@ -9,7 +9,7 @@ import torch
 from megafp8.batch import Batch
 from megafp8.objectives.answers import Answers
 from megafp8.objectives.preferences import PreferenceLoss, Preferences
-from megafp8.parallel_state import initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_model_parallel
 from tests.world import World
 
 TRL = [

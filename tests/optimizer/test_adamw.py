@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import main_grad_of
 from megafp8.optimizer import adamw, mixed_precision
 from megafp8.optimizer.adamw import choose_adam
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.parallel.data.grad_buffer import main_grad_of
 from tests.tiny_model import CPU, flat_shard, make_buffer, make_param
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.numerics.philox import Key
 from megafp8.numerics.stochastic_rounding import noise_key, words
 from megafp8.optimizer import fp8_moments
 from megafp8.optimizer.fp8_moments import BLOCK, FIRST, SECOND, Fp8MomentStorage, MomentFormat, decode, encode
-from megafp8.philox import Key
 from tests.marks import slow_but
 from tests.tiny_model import flat_shard
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.optimizer import mixed_precision
 from megafp8.optimizer.layer_norms import KINDS, in_order
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import FlatShard, spec_of
 from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403

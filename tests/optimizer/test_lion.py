@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.data_parallel.param_buffer import ParamBuffer
 from megafp8.linear.grad_sink import deliver
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.lion import Lion
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megafp8.parallel.data.grad_buffer import GradBuffer, main_grad_of
+from megafp8.parallel.data.param_buffer import ParamBuffer
 from megafp8.training.describe import planned_stage
 from megafp8.training.state import tensor_kinds
 from tests.tiny_model import CPU, make_buffer, make_param

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megafp8.data_parallel.grad_buffer import main_grad_of
-from megafp8.distributed.sharding import FlatShard, Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows
-from megafp8.distributed.sharding import unsharded as whole
 from megafp8.optimizer import matrices as matrix_optimizer
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.matrices import MatrixPart, assign_owners, batches
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.muon import Muon, newton_schulz
 from megafp8.optimizer.param_groups import is_hidden_matrix
+from megafp8.parallel.data.grad_buffer import main_grad_of
+from megafp8.parallel.sharding import FlatShard, Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows
+from megafp8.parallel.sharding import unsharded as whole
 from tests.marks import slow_but
 from tests.tiny_model import CPU
 from tests.world import World

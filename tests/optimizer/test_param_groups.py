@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megafp8.config.parts import PARTS
-from megafp8.data_parallel.grad_buffer import main_grad_of
-from megafp8.distributed.sharding import Init, ParamSpec, spec_of, stack_rows, unsharded
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.muon import Muon
 from megafp8.optimizer.param_groups import ParamGroup, ParamRates, check_groups, is_hidden_matrix, rates_of
+from megafp8.parallel.data.grad_buffer import main_grad_of
+from megafp8.parallel.sharding import Init, ParamSpec, spec_of, stack_rows, unsharded
 from megafp8.training.describe import planned_stage
 from tests.tiny_model import CPU, make_buffer, make_param
 from tests.training.presets import *  # noqa: F403

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megafp8.config.schema import ModelConfig
-from megafp8.data_parallel.grad_buffer import GradBuffer, main_grad_of
-from megafp8.data_parallel.param_buffer import ParamBuffer
-from megafp8.distributed.sharding import spec_of
 from megafp8.fp8 import Fp8Manager
+from megafp8.layers.context import BuildContext
 from megafp8.linear.grad_sink import deliver
-from megafp8.models.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.optimizer.step import OptimizerStep, StepResult, clip_factor, multiply_
-from megafp8.parallel_state import ParallelState, initialize_model_parallel
+from megafp8.parallel.data.grad_buffer import GradBuffer, main_grad_of
+from megafp8.parallel.data.param_buffer import ParamBuffer
+from megafp8.parallel.parallel_state import ParallelState, initialize_model_parallel
+from megafp8.parallel.sharding import spec_of
 from tests.marks import slow_but
 from tests.models.test_gpt import MODELS, MOE_MODELS
 from tests.models.weights import randomize

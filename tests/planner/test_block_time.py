@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megafp8.config import Config, load_config
-from megafp8.gpus import GPUS, Ceilings, Gpu
-from megafp8.models.recompute import KEEP_ALL, BlockMemory
+from megafp8.host.gpus import GPUS, Ceilings, Gpu
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.planner.block_time import Phases, block_costs, summed
 from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.planner.hardware import Cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.gpus import GPUS
+from megafp8.host.gpus import GPUS
 from megafp8.planner.budget import budget, mfu, number_of_tokens, tokens_per_day
 from megafp8.planner.predict import Prediction
 

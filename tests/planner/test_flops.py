@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megafp8.batch import Batch
 from megafp8.config import Config, load_config
-from megafp8.models.costs import pairs_of
-from megafp8.parallel_state import ParallelState, destroy_model_parallel
+from megafp8.layers.costs import pairs_of
+from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel
 from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
 from megafp8.training.parallel import build_parallel
 from megafp8.training.trainer import RankTrainer
@@ -52,7 +52,7 @@ def test_pairs_of_chunks() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[ParallelState]:
-    from megafp8.parallel_state import initialize_distributed
+    from megafp8.parallel.parallel_state import initialize_distributed
 
     config = Config.model_validate(MINIMAL)
     yield build_parallel(config, initialize_distributed("cpu"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.fp8.speed_model import LinearSeconds
-from megafp8.gpus import GPUS
+from megafp8.host.gpus import GPUS
 from megafp8.planner.measure import ON_H200, SIZE, measured, on_cuda
 
 H200 = GPUS["h200-141gb"]

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from megafp8.batch import Batch
 from megafp8.config import Config, load_config
-from megafp8.data_parallel.strategy import FullySharded, Zero1
+from megafp8.layers.experts.module import Experts
+from megafp8.layers.mixer import LayerInputs
+from megafp8.layers.recompute import BlockMemory, block_memory
 from megafp8.models.gpt import GPTStage
-from megafp8.models.mixer import LayerInputs
-from megafp8.models.moe import Experts
-from megafp8.models.recompute import BlockMemory, block_memory
 from megafp8.objectives.registry import loss_memory, loss_of
-from megafp8.parallel_state import initialize_model_parallel
-from megafp8.pipeline_parallel.actions import Action, Kind
+from megafp8.parallel.data.strategy import FullySharded, Zero1
+from megafp8.parallel.parallel_state import initialize_model_parallel
+from megafp8.parallel.pipeline.actions import Action, Kind
 from megafp8.planner.memory import (
     RankMemory,
     fp8_weight_bytes,
@@ -290,7 +290,7 @@ def test_saved_activations_of_a_rank_of_two(world2: World, layout: str, fmt: str
 
 
 def test_recompute_saves_what_the_documentation_says(world2: World) -> None:
-    """Bytes a token and block, from the table in `megafp8.models.recompute`; measured, not planned."""
+    """Bytes a token and block, from the table in `megafp8.layers.recompute`; measured, not planned."""
     h, f, ad, a = 64, 96, 64, 8
     tokens = 2 * 64  # of two blocks
     for recipe, less_by_mode in {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import load_config
-from megafp8.pipeline_parallel.actions import loop_placement, v_placement
+from megafp8.parallel.pipeline.actions import loop_placement, v_placement
 from megafp8.planner.flops import output_layer_in_blocks
 from megafp8.planner.stages import layers_of_stages
 from tests.quickstart_data import ROOT

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.batch import Batch
-from megafp8.expert_parallel.own_rows import own_rows
-from megafp8.models.context import BuildContext
+from megafp8.layers.context import BuildContext
+from megafp8.layers.experts.own_rows import own_rows
 from megafp8.optimizer.step import OptimizerStep
-from megafp8.pipeline_parallel.engine import StageOutput
+from megafp8.parallel.pipeline.engine import StageOutput
 from megafp8.training.history import History
 from megafp8.training.loss import TrainedStage
 from megafp8.training.trainer import RankTrainer
@@ -102,7 +102,7 @@ def wrong_expert_offset() -> Iterator[None]:
     def moved(experts_nk: Tensor, num_experts: int, *args: Any, **options: Any) -> Any:
         return own_rows((experts_nk + 1) % num_experts, num_experts, *args, **options)
 
-    with patch("megafp8.models.moe.own_rows", moved):
+    with patch("megafp8.layers.experts.module.own_rows", moved):
         yield
 
 

@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel, model_parallel_is_initialized
+from megafp8.parallel.parallel_state import (
+    initialize_distributed,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from tests.world import Ranks, World
 
 

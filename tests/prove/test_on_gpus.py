@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megafp8.config import ConfigError, load_config
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import spec_of
 from megafp8.optimizer.step import OptimizerStep, StepResult
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import spec_of
 from megafp8.prove.certificate import CheckResult
 from megafp8.prove.layout import ProvedLayout, fold
 from megafp8.prove.on_gpus import Squares, noise_of, relative, rows

@@ -30,8 +30,6 @@ from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
 from megafp8.data import sampler
 from megafp8.data.samples import PADDING
-from megafp8.distributed import tp_symmetric
-from megafp8.distributed.sharding import FlatShard, spec_of
 from megafp8.objectives import Objective
 from megafp8.objectives.answers import Answers
 from megafp8.objectives.grpo import SampledTexts, text_part
@@ -40,7 +38,9 @@ from megafp8.objectives.next_token import NextToken
 from megafp8.objectives.preferences import Preferences
 from megafp8.objectives.prefix_lm import PrefixLM
 from megafp8.objectives.span_corruption import SpanCorruption
-from megafp8.parallel_state import ParallelState, initialize_distributed
+from megafp8.parallel import tp_symmetric
+from megafp8.parallel.parallel_state import ParallelState, initialize_distributed
+from megafp8.parallel.sharding import FlatShard, spec_of
 from megafp8.training import job, run
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.fp8_config import check_recipe
@@ -49,7 +49,7 @@ from megafp8.training.parallel import build_parallel
 from megafp8.training.state import checkpoint_folder, save_state
 from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_run
-from tests.distributed.chunks import InChunks
+from tests.parallel.chunks import InChunks
 from tests.quickstart_data import CONFIG, QuickstartData
 from tests.training.latest import load_latest
 from tests.training.presets import TEXT, VOCABULARY, Preset, Sections, config, config_of, merged, without_execution

@@ -24,10 +24,10 @@ from benchmarks.bench_step import random_batches
 from megafp8.config import Config, check_layout, load_config
 from megafp8.fp8 import speed_measurement
 from megafp8.fp8.speed_model import LinearSize
-from megafp8.gpus import CEILINGS, Ceilings
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.host.gpus import CEILINGS, Ceilings
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.planner.outline import linear_sites
-from megafp8.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.training import auto_filter
 from megafp8.training.auto_filter import Comparison, kept_choice, shown, verdict
 from megafp8.training.describe import planned_stage

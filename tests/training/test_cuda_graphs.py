@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError
-from megafp8.expert_parallel import own_rows
-from megafp8.parallel_state import (
+from megafp8.layers.experts import own_rows
+from megafp8.parallel.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_distributed,
     initialize_model_parallel,
 )
-from megafp8.pipeline_parallel.engine import StageOutput
+from megafp8.parallel.pipeline.engine import StageOutput
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import choose_device

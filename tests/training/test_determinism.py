@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils import deterministic
 
 from megafp8.config import Config, ConfigError, check_layout
-from megafp8.ops.attention import sdpa_backends
+from megafp8.layers.attention.op import sdpa_backends
 from megafp8.training.determinism import describe_determinism, make_deterministic
 from megafp8.training.fp8_config import build_fp8
 from tests.marks import slow_but

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megafp8.config import ConfigError, check_layout, load_config
-from megafp8.parallel_state import initialize_model_parallel
-from megafp8.tensor_parallel.divergence import (
+from megafp8.layers.head.divergence_op import (
     vocab_parallel_divergence,
     vocab_parallel_log_softmax,
     vocab_parallel_top_k,
 )
+from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.training.errors import TrainingError
 from megafp8.training.frozen_config import check_frozen
 from megafp8.training.init_from import complete_model, load_init

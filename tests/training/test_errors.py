@@ -23,7 +23,7 @@ from launch.agent import TORCH_LOGGERS, Outcome, hide_torch_messages, outcome_of
 from megafp8.checkpoint import DamagedCheckpoint, FolderInUse, SaveFailed
 from megafp8.data import DataError
 from megafp8.data.samples import split_documents
-from megafp8.object_store import ObjectStoreError
+from megafp8.host.object_store import ObjectStoreError
 from megafp8.training.errors import (
     DONE,
     FAILED,

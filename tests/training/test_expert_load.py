@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.data_parallel.grad_buffer import gradient_of
-from megafp8.distributed.sharding import spec_of
-from megafp8.models.router import RouterLoad
+from megafp8.layers.experts.router import RouterLoad
+from megafp8.parallel.data.grad_buffer import gradient_of
+from megafp8.parallel.sharding import spec_of
 from megafp8.training.describe import describe_experts
 from megafp8.training.expert_load import ExpertLoad, ExpertLoadMetrics, LoadCollector, read_expert_load
 from megafp8.training.metrics import read_metrics

@@ -18,10 +18,10 @@ from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.config.schema import ModelConfig
 from megafp8.data.indexed_dataset import IndexedDatasetWriter
 from megafp8.fp8 import Fp8Manager
-from megafp8.models.context import BuildContext
+from megafp8.layers.context import BuildContext
 from megafp8.models.gpt import GPTStage
 from megafp8.objectives.answers import Answers
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.init_from import complete_model, load_init
 from megafp8.training.inputs import RunInputs, open_inputs
 from megafp8.training.metrics import read_metrics

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError
-from megafp8.data_parallel.strategy import Zero1
-from megafp8.distributed import collectives
+from megafp8.parallel import collectives
+from megafp8.parallel.data.strategy import Zero1
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import MIXED, Preset, config_of

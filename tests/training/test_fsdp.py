@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from megafp8.config import Config, ConfigError
-from megafp8.data_parallel.fsdp import Released
-from megafp8.data_parallel.strategy import FullySharded
-from tests.data_parallel.test_fsdp import param_groups
+from megafp8.parallel.data.fsdp import Released
+from megafp8.parallel.data.strategy import FullySharded
+from tests.parallel.data.test_fsdp import param_groups
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
 from tests.training.runs import check_config, start, steps_of

@@ -20,9 +20,9 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.config import Config, ConfigError, TokenizerConfig, check_layout
 from megafp8.data import DataError
+from megafp8.host.processes import process_start
 from megafp8.inference import live
 from megafp8.objectives.answers import Answers
-from megafp8.processes import process_start
 from megafp8.training.errors import TrainingError
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from megafp8.config import Config, ConfigError, check_layout, load_config, model_spec
-from megafp8.conversion.hf_source import HfSource
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.data.sampler import batches
 from megafp8.data.tokenizers import build_tokenizer
-from megafp8.distributed.sharding import shards_of, spec_of
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.sharding import shards_of, spec_of
 from megafp8.training.init_from import _tokenizer_file, check_init, complete_model, load_init
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import read_metrics
 from megafp8.training.state import save_state
 from megafp8.training.trainer import RankTrainer
 from tests.conversion import families
-from tests.conversion.test_tokenizer_families import FAMILIES, write_family
+from tests.conversion.huggingface.test_tokenizer_families import FAMILIES, write_family
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, VOCABULARY, QuickstartData
 from tests.world import World

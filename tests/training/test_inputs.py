@@ -21,7 +21,7 @@ from megafp8.data import DataError
 from megafp8.data.blend import BLOCK
 from megafp8.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.samples import PackedDataset, SamplePosition, split_documents
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import (
     RunInputs,
     check_ranks_agree,

@@ -13,9 +13,9 @@ from megafp8.checkpoint import IncompatibleCheckpoint, newest_readable
 from megafp8.config import ConfigError, check_layout, load_config
 from megafp8.conversion.formats import open_source
 from megafp8.conversion.native import NativeSource
-from megafp8.distributed.sharding import spec_of
 from megafp8.linear.state import LinearState
-from megafp8.tensor_parallel.lora import is_lora
+from megafp8.parallel.sharding import spec_of
+from megafp8.parallel.tensor.lora import is_lora
 from megafp8.training.init_from import complete_model
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import check_resume, checkpoint_folder, save_state

@@ -10,10 +10,10 @@ import pytest
 
 from megafp8.config import Config
 from megafp8.conversion.flat import differences
-from megafp8.conversion.hf_config import choose, write_config
-from megafp8.distributed.sharding import spec_of
+from megafp8.conversion.huggingface.config import choose, write_config
 from megafp8.optimizer.adamw import AdamW
 from megafp8.optimizer.muon import Muon
+from megafp8.parallel.sharding import spec_of
 from megafp8.training.describe import check_optimizer, planned_stage
 from tests.training.presets import DP2, EP2, LAYERS_4, MOE, PP2, TIED, TP2, ZERO, Preset, config, config_of
 from tests.training.runs import Runs

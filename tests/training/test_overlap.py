@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megafp8.config import ParallelConfig
-from megafp8.distributed import tp_overlap
-from megafp8.distributed.tp_overlap import Collective, ReplicatedTokens
-from megafp8.parallel_state import Group, initialize_distributed, initialize_model_parallel
+from megafp8.parallel import tp_overlap
+from megafp8.parallel.parallel_state import Group, initialize_distributed, initialize_model_parallel
+from megafp8.parallel.tp_overlap import Collective, ReplicatedTokens
 from megafp8.training.overlap import build_tp_overlap, on_one_host, sum_partials_on
 from tests.kernels import DEVICE  # before the kernels: it chooses the interpreter where there is no GPU
 from tests.world import World

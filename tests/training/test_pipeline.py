@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import Config
-from megafp8.pipeline_parallel.actions import COMPUTE, Action, Kind, Schedule, StagePlacement, loop_placement
-from megafp8.pipeline_parallel.registry import SCHEDULES
-from tests.pipeline_parallel.notation import csv_of
+from megafp8.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule, StagePlacement, loop_placement
+from megafp8.parallel.pipeline.registry import SCHEDULES
+from tests.parallel.pipeline.notation import csv_of
 from tests.training.presets import LAYERS_4, LAYERS_8, NO_CLIP, PP2, ZB_V, config_of
 from tests.training.runs import Runs, start, steps_of
 from tests.world import World

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megafp8.config import ConfigError, ProfileConfig, check_layout
-from megafp8.distributed import activity
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel import activity
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.metrics import read_metrics
 from megafp8.training.profiling import Profiler
 from tests.ports import free_port

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.ops.attention import SelfAttention
+from megafp8.layers.attention.op import SelfAttention
 from tests.training.presets import (
     BF16,
     DEEPSEEK,

@@ -22,13 +22,13 @@ from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.convert import Selected, verify
 from megafp8.conversion.format_names import Activations, FormName
 from megafp8.conversion.formats import open_source
-from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_export import Expected, QuantizedExport
-from megafp8.distributed.sharding import spec_of
+from megafp8.conversion.huggingface.quantized_export import Expected, QuantizedExport
+from megafp8.conversion.huggingface.sink import HfSink
+from megafp8.conversion.huggingface.source import HfSource
+from megafp8.layers.linear_weights import linear_weights
 from megafp8.linear.group_state import states_of
-from megafp8.models.linear_weights import linear_weights
 from megafp8.numerics.tensor import expand
+from megafp8.parallel.sharding import spec_of
 from megafp8.training.quantized_export import config_of_run, quantized_export
 from megafp8.training.state import checkpoint_folder, save_state
 from tests.conversion.checkpoints import convert

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megafp8.conversion.convert import verify
 from megafp8.conversion.format_names import FORM_NAMES, FormName
-from megafp8.conversion.hf_names import present_name
-from megafp8.conversion.hf_sink import HfSink
-from megafp8.conversion.hf_source import HfSource
-from megafp8.conversion.quantized_export import Expected
+from megafp8.conversion.huggingface.names import present_name
+from megafp8.conversion.huggingface.quantized_export import Expected
+from megafp8.conversion.huggingface.sink import HfSink
+from megafp8.conversion.huggingface.source import HfSource
 from megafp8.training.quantized_export import quantized_export
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import make_theirs

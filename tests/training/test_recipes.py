@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megafp8.batch import Batch
 from megafp8.config import check_layout, load_config
 from megafp8.data.sampler import batches
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.inputs import open_inputs
 from megafp8.training.state import save_state
 from megafp8.training.trainer import RankTrainer

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megafp8.batch import Batch
-from megafp8.replicas import ReplicaLost, share
+from megafp8.parallel.replicas import ReplicaLost, share
 from megafp8.training.consistency import rank_state
 from megafp8.training.replicas.trainer import ReplicaTrainer
 from megafp8.training.trainer import RankTrainer
-from tests.replicas.twin import SharesInTurn
+from tests.parallel.replicas.twin import SharesInTurn
 from tests.training.presets import (
     DEEPSEEK,
     DELAYED,

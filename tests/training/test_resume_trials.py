@@ -23,7 +23,7 @@ from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout
 from megafp8.conversion.native import NativeSource
 from megafp8.models.gpt import GPTStage
-from megafp8.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import ParallelState, initialize_distributed, initialize_model_parallel
 from megafp8.training import state
 from megafp8.training.state import check_resume, check_same_run, checkpoint_folder, save_state, tensor_kinds, weights
 from megafp8.training.trainer import RankTrainer

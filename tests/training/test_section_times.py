@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.distributed import activity
+from megafp8.parallel import activity
 from megafp8.training.section_times import SectionTimer
 
 

@@ -19,10 +19,10 @@ from megafp8.checkpoint import CheckpointReader, IncompatibleCheckpoint
 from megafp8.checkpoint.loading import misfits
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, ConfigError
-from megafp8.distributed.sharding import ParamSpec, spec_of
 from megafp8.optimizer import mixed_precision
 from megafp8.optimizer.param_groups import is_hidden_matrix
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel.sharding import ParamSpec, spec_of
 from megafp8.training.state import (
     _can_lack,
     _changed_fixed_keys,

@@ -1,7 +1,7 @@
 """What a record of a file of text holds, and how it becomes tokens, one file each.
 
-To add a style, add a file here that defines `STYLE = Style("its-name", ...)`; the registry (`registry.py`) finds it,
-and `megafp8 preprocess --style its-name` reads it. This package has what such a file imports.
+To add a style, add a file here that defines `STYLE = Style("its-name", ...)`; the registry (`host/registry.py`) finds
+it, and `megafp8 preprocess --style its-name` reads it. This package has what such a file imports.
 """
 
 from __future__ import annotations

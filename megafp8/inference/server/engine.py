@@ -31,12 +31,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megafp8.checkpoint.errors import on_all_ranks
-from megafp8.distributed.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
 from megafp8.inference.generator import FinishReason, Generator, Load, Submission
 from megafp8.inference.options import SamplingOptions
 from megafp8.inference.server.incoming_weights import IncomingWeights, NewWeights
 from megafp8.inference.staged_weights import refused_weights
-from megafp8.parallel_state import host_group
+from megafp8.parallel.collectives import all_gather_objects, broadcast, broadcast_object, rank, size
+from megafp8.parallel.parallel_state import host_group
 
 HEARTBEAT = 30.0
 """Seconds between the commands that the first rank sends while there is nothing to do."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import reference
 from megafp8.numerics.quantizers import Cast, implementation
 from megafp8.numerics.recipes.base import PER_TENSOR, AmaxOptions, Capabilities, Fp8Tensor, fast_accumulation
 from megafp8.numerics.recipes.rowwise import cast_rows
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import QuantizedTensor
+from megafp8.parallel.collectives import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics import reference
 from megafp8.numerics.formats import Format
 from megafp8.numerics.implementations import kernels
@@ -50,6 +49,7 @@ from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.step import NewestAmaxes
 from megafp8.numerics.stochastic_rounding import NoiseClock
 from megafp8.numerics.tensor import QuantizedTensor
+from megafp8.parallel.collectives import all_reduce
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 

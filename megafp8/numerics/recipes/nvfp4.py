@@ -40,7 +40,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import E2M1, E4M3
 from megafp8.numerics.quantize import amax, block_amax, quantize, scale_from_amax
 from megafp8.numerics.quantizers import implementation
@@ -48,6 +47,7 @@ from megafp8.numerics.recipes.base import Built, Capabilities, Fp8Recipe, Fp8Ten
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.stochastic_rounding import CastNoise, NoiseClock, TensorNoise, uniform
 from megafp8.numerics.tensor import BLOCK_1X16, BLOCK_16X16, QuantizedTensor, ScaledTensor, expand
+from megafp8.parallel.collectives import all_reduce
 
 _POINTS = 16
 _GREATEST_SCALE = 2.0**118

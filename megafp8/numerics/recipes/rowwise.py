@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.distributed.collectives import all_reduce
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import block_amax, quantize_blocks
 from megafp8.numerics.quantizers import Cast, implementation
@@ -37,6 +36,7 @@ from megafp8.numerics.recipes.base import (
 )
 from megafp8.numerics.sources import MatrixSource
 from megafp8.numerics.tensor import ROW, QuantizedTensor
+from megafp8.parallel.collectives import all_reduce
 
 
 def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""A training job as one of several replicas: whole copies of the model that may leave and rejoin (`megafp8.replicas`).
+"""A training job as one of several replicas: whole copies of the model that may leave and rejoin
+(`megafp8.parallel.replicas`).
 
 job           the training loop, which forms a quorum before each step
 trainer       the training step, which combines gradients with the other replicas

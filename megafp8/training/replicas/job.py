@@ -14,13 +14,13 @@ import torch
 from megafp8.batch import Batch
 from megafp8.checkpoint import BackgroundSaver, CheckpointReader, FolderLock, NodeMemory, clean_incomplete
 from megafp8.checkpoint.errors import SaveFailed, on_rank0
-from megafp8.object_store import AnyPath
-from megafp8.parallel_state import ParallelState
-from megafp8.replicas import Membership, Quorum, ReplicaLost, StopAsked
-from megafp8.replicas.lighthouse import ReplicaEndpoint
-from megafp8.replicas.membership import ReplicaLimits
-from megafp8.replicas.quorum import NEW
-from megafp8.replicas.quorum import share as share_of
+from megafp8.host.object_store import AnyPath
+from megafp8.parallel.parallel_state import ParallelState
+from megafp8.parallel.replicas import Membership, Quorum, ReplicaLost, StopAsked
+from megafp8.parallel.replicas.lighthouse import ReplicaEndpoint
+from megafp8.parallel.replicas.membership import ReplicaLimits
+from megafp8.parallel.replicas.quorum import NEW
+from megafp8.parallel.replicas.quorum import share as share_of
 from megafp8.training.inputs import RunInputs
 from megafp8.training.job import Job, Shared
 from megafp8.training.observer import Observer, StepMetrics

@@ -14,12 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from megafp8.config import Config, ConfigError, Problem, ReplicasConfig
-from megafp8.distributed.collectives import all_gather_objects
 from megafp8.fp8.health import Fp8Record
 from megafp8.optimizer.mixed_precision import OUTER_MOMENTUM
-from megafp8.replicas import Membership, ReplicaLost, share
-from megafp8.replicas.lighthouse import ReplicaEndpoint, place_of
-from megafp8.replicas.membership import StateTensors
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.replicas import Membership, ReplicaLost, share
+from megafp8.parallel.replicas.lighthouse import ReplicaEndpoint, place_of
+from megafp8.parallel.replicas.membership import StateTensors
 from megafp8.training.consistency import bit_sums, compared_state, rank_state
 from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics

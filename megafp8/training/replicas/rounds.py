@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from megafp8.config import OuterConfig, ReplicasConfig
-from megafp8.replicas import Membership, ReplicaLost
-from megafp8.replicas.quorum import share
+from megafp8.parallel.replicas import Membership, ReplicaLost
+from megafp8.parallel.replicas.quorum import share
 from megafp8.training.replicas.membership import check_peers, micro_batches
 from megafp8.training.replicas.trainer import ReplicaTrainer
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.config import Config
-from megafp8.distributed import activity
 from megafp8.optimizer.outer import OuterOptimizer
 from megafp8.optimizer.step import StepResult
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel import activity
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.loss import BatchLoss
 from megafp8.training.trainer import Passes, RankTrainer
 

@@ -3,7 +3,7 @@
 Problem: if one rank stops, hangs or leaves a collective out, all others wait in collectives, whose time limit ends all
 of them with the same error. Which rank is at fault, and where it is, is lost with the processes.
 
-Idea: on each rank a thread looks at the marks of `distributed.activity`. After `seconds` without a mark it creates the
+Idea: on each rank a thread looks at the marks of `parallel.activity`. After `seconds` without a mark it creates the
 folder `hangs/<launch>/` in the run folder and writes its report there: step, section, calls begun and waited for, and
 the stacks of all threads, and what torch's flight recorder has. The threads of the other ranks see the folder and write
 theirs. Once all reports are there, or some have not come in time, the lowest rank that has reported writes the verdict
@@ -34,12 +34,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megafp8.config import Config
-from megafp8.distributed import activity
-from megafp8.distributed.activity import Activity
-from megafp8.distributed.collectives import all_gather_objects
-from megafp8.distributed.flight_recorder import write_collectives
-from megafp8.parallel_state import ParallelState
-from megafp8.text_file import replace_text
+from megafp8.host.text_file import replace_text
+from megafp8.parallel import activity
+from megafp8.parallel.activity import Activity
+from megafp8.parallel.collectives import all_gather_objects
+from megafp8.parallel.flight_recorder import write_collectives
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.errors import HUNG, report_failure
 from megafp8.training.observer import Observer
 from megafp8.training.resilience.verdict import CollectiveCall, ProcessLocation, Report, decide

@@ -22,9 +22,9 @@ from typing import Any
 from megafp8.checkpoint import CheckpointReader, NodeMemory, complete_checkpoints
 from megafp8.checkpoint.errors import on_all_ranks, on_rank0
 from megafp8.config import Config
-from megafp8.parallel_state import ParallelState, host_group
-from megafp8.strict_json import parse_json
-from megafp8.text_file import replace_text
+from megafp8.host.strict_json import parse_json
+from megafp8.host.text_file import replace_text
+from megafp8.parallel.parallel_state import ParallelState, host_group
 from megafp8.training.resilience.spikes import read_skipped, skipped_of
 from megafp8.training.state import check_same_run, checkpoint_folder, find_checkpoint
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megafp8.batch import Batch
-from megafp8.distributed import activity
-from megafp8.distributed.collectives import all_gather_objects, all_reduce
+from megafp8.parallel import activity
+from megafp8.parallel.collectives import all_gather_objects, all_reduce
 from megafp8.training.consistency import bit_sums
 from megafp8.training.errors import ComputationDiffers
 from megafp8.training.observer import Observer

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config import Config, LossSpikeConfig
-from megafp8.strict_json import parse_json
-from megafp8.text_file import replace_text
+from megafp8.host.strict_json import parse_json
+from megafp8.host.text_file import replace_text
 from megafp8.training.observer import Observer, StepMetrics
 
 FILE_NAME = "skipped_samples.json"

@@ -1,7 +1,7 @@
 """Slow ranks: the time that each rank spends in each section of its steps, without waiting for others.
 
 In synchronous training all ranks take as long as the slowest. Their steps are equally long, so it shows only in what a
-rank does itself: the time of a section minus the time in which it waits in collectives, which `distributed.activity`
+rank does itself: the time of a section minus the time in which it waits in collectives, which `parallel.activity`
 sums up. At an interval all ranks gather these sums; a rank is compared with the ranks of its pipeline stage, which do
 the same work. A slow disk, a busy or throttled CPU are found this way.
 
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from megafp8.distributed import activity
-from megafp8.distributed.collectives import gather_objects
-from megafp8.parallel_state import ParallelState
+from megafp8.parallel import activity
+from megafp8.parallel.collectives import gather_objects
+from megafp8.parallel.parallel_state import ParallelState
 from megafp8.training.observer import Observer
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from megafp8.config import model_spec
-from megafp8.conversion.hf_sink import HfSink
+from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.inference import Generator
 from megafp8.inference.server.app import EncodeChat, ServerLimits, Service

@@ -27,9 +27,9 @@ from megafp8.inference import Completion, Generator, SamplingOptions
 from megafp8.inference import generator as generator_module
 from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import connections
-from megafp8.inference.server.__main__ import parse_arguments
 from megafp8.inference.server.app import ServerLimits
 from megafp8.inference.server.protocol import Response
+from megafp8.inference.server.run import parse_arguments
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
 
 if TYPE_CHECKING:

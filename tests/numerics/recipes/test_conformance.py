@@ -43,11 +43,11 @@ from megafp8.fp8 import (
     StaticScaling,
 )
 from megafp8.numerics import reference as per_tensor_casts
+from megafp8.numerics.philox import key_of
 from megafp8.numerics.recipes import blockwise, mxfp8, nvfp4, rowwise
 from megafp8.numerics.recipes.base import OPERANDS, Fp8Tensor, config_key
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import DEQUANTIZED, ScaledTensor, on_hopper
-from megafp8.philox import key_of
 from tests.fp8.linear_layer import LinearLayer, Sum
 from tests.fp8.reference import bytes_of, decode, encode, scale_of, spread, to_e2m1
 from tests.fp8.test_manager import Model, copied

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megafp8.config import Config
-from megafp8.distributed import activity
-from megafp8.distributed.collectives import all_reduce, barrier
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel import activity
+from megafp8.parallel.collectives import all_reduce, barrier
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.errors import HUNG
 from megafp8.training.resilience import hangs
 from megafp8.training.resilience.hangs import HangWatch, StepMarks, progress_watched

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.distributed import activity
-from megafp8.parallel_state import initialize_distributed, initialize_model_parallel
+from megafp8.parallel import activity
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from megafp8.training.resilience import stragglers
 from megafp8.training.resilience.stragglers import GPU_TEST, SectionTimes, Slowest, Stragglers, slowest
 from tests.world import World

@@ -1,1 +1,0 @@
-"""Context parallelism: sequences sharded over ranks, and attention over all shards."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: names and keys of each family, quantized weights, tokenizers."""

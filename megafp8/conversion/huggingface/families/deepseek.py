@@ -1,0 +1,85 @@
+"""DeepSeek-V2 and V3."""
+
+from collections.abc import Mapping
+
+from megafp8.config import LatentMixerConfig
+from megafp8.conversion.base import refuse
+from megafp8.conversion.huggingface import traits
+from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, like_llama, usual
+from megafp8.conversion.huggingface.rope import rope
+from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
+
+_DERIVED_WIDTHS = {
+    "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
+    "head_dim": ("qk_rope_head_dim",),  # of the rotary embedding
+    "num_key_value_heads": ("num_attention_heads",),
+}
+_GROUP_METHODS = ("greedy", "group_limited_greedy")
+
+
+def check_derived_widths(hf: HfConfig, derived: Mapping[str, tuple[str, ...]] = _DERIVED_WIDTHS) -> None:
+    """Keys that follow from others, but that transformers uses as they are in config.json."""
+    for key, parts in derived.items():
+        values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
+        if len(values) == len(parts):
+            expect(hf, key, sum(values), f"{' + '.join(parts)} ({sum(values)})")
+
+
+def _read_group_method(hf: HfConfig) -> Fields:
+    """deepseek_v2 has groups with one method, and ignores their number with the other."""
+    method = hf.get("topk_method", "greedy")
+    if method not in _GROUP_METHODS:
+        refuse("topk_method", method, ", ".join(_GROUP_METHODS))
+    if method == "greedy":
+        return {}
+    return {"moe.num_groups": hf.get("n_group"), "moe.top_groups": hf.get("topk_group")}
+
+
+def _write_group_method(ours: Fields) -> Keys:
+    groups = traits.write_expert_groups(ours)
+    return {**groups, "topk_method": _GROUP_METHODS[groups["n_group"] > 1]}
+
+
+LATENT_KEYS = (
+    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED,
+    same(
+        "latent_attention", q_rank=ConfigKey("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
+        nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
+    ),
+    only(attention_bias=False),
+    same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"),
+)  # fmt: skip
+LATENT_MODEL = (
+    *LATENT_KEYS, always(norm_eps=1e-6),
+    only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+)  # fmt: skip
+DEEPSEEK_KEYS = (
+    rope(1e4),
+    # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
+    check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
+    only(moe_layer_freq=1),  # read by other engines than transformers, as those below
+    unread("aux_loss_alpha", "seq_aux"),  # of losses that ours is not, as router_aux_loss_coef
+)  # fmt: skip
+_DEEPSEEK = *LATENT_MODEL, *DEEPSEEK_KEYS
+_NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)
+FAMILIES = (
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", (
+        *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), traits.shared_experts(2),
+        same("moe", first_dense_layers=("first_k_dense_replace", 0), scaling_factor=("routed_scaling_factor", 1.0)),
+        Trait(("topk_method", "n_group", "topk_group"), _read_group_method, _write_group_method),
+        # transformers never normalizes; other engines do if the key says so.
+        always("moe", normalize=False), only(norm_topk_prob=False, scoring_func="softmax"),
+        only(written=False, mlp_bias=False), traits.HEADS_DIVIDE,
+    ), _NAMES, moe=True, latent=True),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", (
+        *_DEEPSEEK, only(rope_interleave=True), traits.num_experts("n_routed_experts", "num_local_experts"),
+        traits.shared_experts(1),
+        same(
+            "moe", first_dense_layers=("first_k_dense_replace", 3), normalize=("norm_topk_prob", True),
+            scaling_factor=("routed_scaling_factor", 2.5),
+        ),
+        traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True),
+        only(scoring_func="sigmoid", topk_method="noaux_tc"), traits.MULTI_TOKEN_PREDICTION,
+    ), _NAMES, moe=True, latent=True),
+)  # fmt: skip

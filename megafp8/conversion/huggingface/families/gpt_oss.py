@@ -1,0 +1,44 @@
+"""gpt-oss."""
+
+from megafp8.conversion.base import refuse
+from megafp8.conversion.huggingface import traits
+from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.layers import full_every, windows
+from megafp8.conversion.huggingface.names import HfPlace, Names, alternating, fused, like_llama
+from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, write_rope
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, unread
+
+
+def _read_rope(hf: HfConfig) -> Fields:
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        refuse("rope_scaling", None, "a dictionary, as releases of transformers differ in its default for gpt_oss")
+    return read_rope(hf, 1.5e5)
+
+
+def _write_rope(ours: Fields) -> Keys:
+    rope = write_rope(ours)
+    plain = {"rope_type": "default", "rope_theta": ours["rope_theta"]}
+    return rope if rope["rope_scaling"] else rope | {"rope_parameters": plain}
+
+
+def _experts(parameter: str, suffix: str) -> Names:
+    places = {
+        **fused(f"mlp.experts.gate_up_proj{suffix}", alternating(2), ("gate", "up"), transposed=True, stacked=True),
+        "down": HfPlace(f"mlp.experts.down_proj{suffix}", transposed=True, stacked=True),
+    }
+    return {f"mlp.experts.*.{module}.{parameter}": place for module, place in places.items()}
+
+
+FAMILIES = (
+    Family("gpt_oss", "GptOssForCausalLM", (
+        *traits.llama_like(8, 64, 1e-5, Trait(ROPE_KEYS, _read_rope, _write_rope), always(activation="clamped_swiglu")),
+        always(linear_bias=True, attention_sinks=True), windows(128, full_every(2)),
+        *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts("num_local_experts", "num_experts"),
+        aliases(experts_per_token="num_experts_per_tok"),
+        only(hidden_act="silu", swiglu_limit=7.0, attention_bias=True), only(written=False, swiglu_alpha=1.702),
+        unread("initial_context_length"),  # original_max_position_embeddings under another name
+    ), like_llama(
+        {"mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias"}, _experts("weight", ""),
+        _experts("bias", "_bias"),
+    ), moe=True),
+)  # fmt: skip

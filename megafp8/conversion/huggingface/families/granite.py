@@ -1,0 +1,83 @@
+"""Granite, GraniteMoE, and Granite 4 (granitemoehybrid), of Mamba-2 and attention."""
+
+from megafp8.conversion.base import refuse
+from megafp8.conversion.huggingface import traits
+from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.layers import FULL, num_layers
+from megafp8.conversion.huggingface.mamba import LINEAR, MAMBA_NAMES, bamba_like, kinds_of, mixers
+from megafp8.conversion.huggingface.names import HfPlace, equal_parts, fused, like_llama
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, same
+
+_MODEL = (
+    *traits.llama_like(None),
+    same(
+        embedding_multiplier=("embedding_multiplier", 1.0), residual_multiplier=("residual_multiplier", 1.0),
+        logits_scaling=("logits_scaling", 1.0), attention_scale=("attention_multiplier", 1.0),
+    ),
+)  # fmt: skip
+_GRANITE = (*_MODEL, *traits.NO_WINDOW)
+_NUM_EXPERTS = ("num_local_experts", "num_experts")
+_GATE_UP = ("mlp.experts.*.gate", "mlp.experts.*.up")
+_EXPERTS = {
+    "mlp.router": "block_sparse_moe.router.layer",
+    **fused("block_sparse_moe.input_linear", equal_parts(2), _GATE_UP, stacked=True),
+    "mlp.experts.*.down": HfPlace("block_sparse_moe.output_linear", stacked=True),
+}
+_SHARED = {
+    **fused("shared_mlp.input_linear", equal_parts(2), ("mlp.shared.gate", "mlp.shared.up")),
+    **fused("shared_mlp.input_linear", equal_parts(2), ("mlp.gate", "mlp.up")),
+    **dict.fromkeys(("mlp.shared.down", "mlp.down"), "shared_mlp.output_linear"),
+}
+"""The MLP beside the experts, which models without experts have alone."""
+
+
+def _kinds(hf: HfConfig) -> list[str]:
+    layers = num_layers(hf)
+    kinds = kinds_of(hf.get("layer_types", [LINEAR] * layers), "layer_types", (LINEAR, FULL))
+    if len(kinds) != layers:
+        refuse("layer_types", hf["layer_types"], f"one entry for each of num_hidden_layers ({layers})")
+    return kinds
+
+
+def _is_sparse(hf: HfConfig) -> bool:
+    return bool(hf.get("num_local_experts", 8))
+
+
+def _read_shared(hf: HfConfig) -> Fields:
+    width = hf.get("shared_intermediate_size", 1024)
+    return {"moe.shared_ffn_hidden_size" if _is_sparse(hf) else "ffn_hidden_size": width}
+
+
+def _write_shared(ours: Fields) -> Keys:
+    if ours["moe"] is None:
+        return {"num_local_experts": 0, "shared_intermediate_size": ours["ffn_hidden_size"]}
+    width = ours["moe.shared_ffn_hidden_size"]
+    return {} if width is None else {"shared_intermediate_size": width}  # it has a shared expert, of 1024 by default
+
+
+_HYBRID = (
+    *_MODEL,
+    Trait(
+        ("layer_types",),
+        lambda hf: mixers(_kinds(hf)),
+        lambda ours: {"layer_types": [LINEAR if kind == "mamba2" else FULL for kind in ours["mixer.kind"]]},
+    ),
+    Trait(
+        ("position_embedding_type",),
+        lambda hf: {"position_embedding": "rope" if hf.get("position_embedding_type") == "rope" else "none"},
+        lambda ours: {"position_embedding_type": "rope" if ours["position_embedding"] == "rope" else None},
+    ),
+    *bamba_like(_kinds),
+    *traits.if_sparse(_is_sparse, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts(*_NUM_EXPERTS)),
+    Trait(("shared_intermediate_size", "num_local_experts"), _read_shared, _write_shared),
+    only(written=False, attention_bias=False),
+)
+FAMILIES = (
+    Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES)),
+    Family("granitemoe", "GraniteMoeForCausalLM", (
+        *_GRANITE, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts(*_NUM_EXPERTS),
+        only(written=False, attention_bias=False),
+    ), like_llama(_EXPERTS), moe=True),
+    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,
+           like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5),
+)  # fmt: skip

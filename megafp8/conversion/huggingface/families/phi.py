@@ -1,0 +1,46 @@
+"""Phi-3 and Phi-4."""
+
+from megafp8.conversion.base import refuse
+from megafp8.conversion.huggingface import traits
+from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.names import FUSED_GATE_UP, QKV, fused, like_llama, qkv
+from megafp8.conversion.huggingface.rope import ORIGINAL_LENGTH, ROPE_KEYS, read_rope, write_rope
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only
+
+
+def _read_rope(hf: HfConfig) -> Fields:
+    """longrope, whose first name is su, or none: transformers takes yarn for longrope in this family.
+
+    It reads the original length at the top level of config.json, with a default, whatever the dictionary says.
+    """
+    original, ropes = hf.get(ORIGINAL_LENGTH, 4096), {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(rope := hf.get(key), dict):
+            continue
+        rope = {name: "longrope" if name in ("type", "rope_type") and x == "su" else x for name, x in rope.items()}
+        ropes[key] = {ORIGINAL_LENGTH: original} | rope if "longrope" in map(str, rope.values()) else rope
+    fields = read_rope({**hf, **ropes, ORIGINAL_LENGTH: original}, 1e4, 1.0)
+    if {"yarn", "rope_scaling", "rope_interpolation_factor"} & fields.keys():
+        scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
+        refuse("rope_scaling", scaling, "in this family rope_type 'longrope', or null")
+    return fields
+
+
+def _write_rope(ours: Fields) -> Keys:
+    """transformers 4 takes three keys of rope_scaling only."""
+    written = write_rope(ours) | {"partial_rotary_factor": ours["partial_rotary_factor"]}
+    if ours["longrope"] is not None:
+        kept = ("short_factor", "long_factor")
+        written["rope_scaling"] = {"type": "longrope", **{key: written["rope_scaling"][key] for key in kept}}
+    return written
+
+
+FAMILIES = (
+    Family("phi3", "Phi3ForCausalLM", (
+        *traits.llama_like(None, norm_eps=1e-5, rope=Trait(ROPE_KEYS, _read_rope, _write_rope)), traits.NO_PADDING,
+        traits.window_of_all(None),
+        # The others are in Phi-4-mini's, and are read by code of its own.
+        only(written=False, attention_bias=False, mlp_bias=False, lm_head_bias=False),
+        only(written=False, full_attn_mod=1, interpolate_factor=1),
+    ), like_llama(fused("self_attn.qkv_proj", qkv, QKV), FUSED_GATE_UP), rank=2),
+)  # fmt: skip

@@ -1,0 +1,374 @@
+"""Weights in FP8 in a Hugging Face folder that is written: their tensors, their data and scales, and the config.
+
+    fp8-block      DeepSeek-V3's: X.weight E4M3, X.weight_scale_inv fp32 for each 128×128 block
+    fp8-channel    compressed-tensors (float-quantized): X.weight E4M3, X.weight_scale fp32 [n, 1]
+    fp8-tensor     the same with X.weight_scale fp32 [1]
+
+The linear layers that the run has in FP8 are quantized, and no others. A weight is written as training casts it, the
+same data and scales, where the form has a place for the scales: one per tensor fits every form, one per row channels,
+128×128 blocks blocks, as far as the blocks of the run's matrices are those of the folder's. Where it has not, the rule
+`amax` casts it: scale_inv = amax / 448 of what shares a scale (a block; a row; a layer's matrix, so that q, k and v or
+gate and up share one), data = x / scale_inv, rounded to nearest even.
+
+Shapes: n rows, k columns of a weight of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.conversion.base import CheckpointSource, TensorInfo
+from megafp8.conversion.format_names import Activations, FormName
+from megafp8.conversion.huggingface.names import Location
+from megafp8.conversion.huggingface.weight_casts import (
+    LayerCasts,
+    LinearMatrix,
+    WeightCast,
+    amax_cast,
+    casts_of,
+    rows_at_a_time,
+)
+from megafp8.numerics.formats import E4M3
+from megafp8.numerics.quantize import dequantize
+from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor, expand
+from megafp8.parallel.sharding import Shape
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 128
+_FORMS: Mapping[FormName, tuple[Granularity, str]] = {
+    "fp8-block": (BLOCK_128X128, "weight_scale_inv"),
+    "fp8-channel": (ROW, "weight_scale"),
+    "fp8-tensor": (TENSOR, "weight_scale"),
+}
+_INPUT_SCALE = "input_scale"
+_KEYS = re.compile(r"model\.layers\.(\d+)\.attention\.k\.weight")
+
+
+class WeightSlice(NamedTuple):
+    """A weight of ours in a tensor of theirs. `cast`: of its rows, where its scales are its own in the form."""
+
+    name: str
+    rows: Tensor
+    cast: WeightCast | None
+
+
+class ExportedWeight(NamedTuple):
+    """A tensor of theirs, `[n, k]`. `why_not`: why its data is not training's; empty where it is."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[WeightSlice, ...]
+    why_not: str
+    input_scale_inv: Tensor | None
+
+
+class Write(NamedTuple):
+    """Values of a tensor of theirs: rows of it, or all where `rows` is None."""
+
+    name: str
+    rows: Tensor | None
+    values: Tensor
+
+
+class QuantizedExport:
+    """How the FP8 `layers` of a run are written in `form`.
+
+    `activations`: static have the scale that training has for a layer's input; None: static where all have one.
+    `kv_cache`: by layer, scales of the keys and of the values that an engine stores in E4M3; none where it is empty.
+    Raises ValueError where the form does not allow them, or a layer has none.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        layers: Sequence[LayerCasts],
+        form: FormName,
+        activations: Activations | None = None,
+        kv_cache: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+    ) -> None:
+        self.form = form
+        self.granularity, self._scale = _FORMS[form]
+        self._source, self._layers = source, casts_of(layers)
+        if not layers:
+            raise ValueError(f"{form}: no layer of {source.path} would be FP8: fp8.include and exclude leave none")
+        self.activations = self._activations(layers, activations)
+        self.weights: dict[str, ExportedWeight] = {}
+        self._kv_cache, self.kv_cache_scales = kv_cache, list[Write]()
+        self._ignored: list[str] = []
+
+    def _activations(self, layers: Sequence[LayerCasts], wanted: Activations | None) -> Activations:
+        without = next((layer.matrix.layer for layer in layers if layer.input_scale_inv is None), None)
+        if wanted == "static" and self.granularity is BLOCK_128X128:
+            raise ValueError("activations = static: fp8-block has dynamic ones; try fp8-tensor or fp8-channel")
+        if wanted == "static" and without is not None:
+            raise ValueError(
+                f"activations = static: {self._source.path} has no scale of the input of {without}, which the recipes "
+                "delayed and static have; try dynamic"
+            )
+        if wanted is None and self.granularity is not BLOCK_128X128 and without is None:
+            return "static"
+        return wanted or "dynamic"
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def plan(self, locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
+        """Shapes and dtypes of the tensors of theirs that hold quantized weights, by their names.
+
+        `locations`: where each weight of the model lies. Raises ValueError for a tensor that has no such form.
+        """
+        pieces: dict[str, list[tuple[str, Location]]] = {}
+        for name, location in locations.items():
+            pieces.setdefault(location.name, []).append((name, location))
+        infos: dict[str, TensorInfo] = {}
+        for theirs, parts in pieces.items():
+            fp8 = [name for name, _ in parts if name in self._layers]
+            if not fp8:
+                if parts[0][1].shape[1:] and len(parts[0][1].shape) == 2 and theirs.endswith(".weight"):
+                    self._ignored += [] if _is_table(parts[0][0]) else [theirs.removesuffix(".weight")]
+                continue
+            self._check(theirs, parts, fp8)
+            self.weights[theirs] = weight = self._weight(theirs, parts)
+            infos[theirs] = TensorInfo(weight.shape, E4M3.dtype)
+            infos[self._scale_name(theirs)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
+            if self.activations == "static":
+                infos[_of_module(theirs, _INPUT_SCALE)] = TensorInfo((1,), torch.float32)
+        self.kv_cache_scales = list(self._plan_kv_cache(locations))
+        infos |= {write.name: TensorInfo((1,), torch.float32) for write in self.kv_cache_scales}
+        reasons = Counter(weight.why_not for weight in self.weights.values())
+        logger.info(f"{self.form}: {reasons.pop('', 0)} of {len(self.weights)} tensors have training's data and scales")
+        for reason, count in reasons.items():
+            logger.info(f"{self.form}: {count} tensors are quantized by the rule amax: {reason}")
+        return infos
+
+    def _plan_kv_cache(self, locations: Mapping[str, Location]) -> Iterator[Write]:
+        """`k_scale` and `v_scale` of each layer of attention, in the module that its projections are in."""
+        layers = {int(match[1]): x.name for name, x in locations.items() if (match := _KEYS.fullmatch(name))}
+        if self._kv_cache and layers.keys() != self._kv_cache.keys():
+            raise ValueError(
+                f"scales of the cache are those of layers {sorted(self._kv_cache)}, and {self._source.path} has keys "
+                f"in layers {sorted(layers)}"
+            )
+        for layer, scales in self._kv_cache.items():
+            module = layers[layer].removesuffix(".weight").rpartition(".")[0]
+            if not module.endswith(".self_attn"):
+                raise ValueError(f"scales of the cache: engines read those of modules self_attn, and here is {module}")
+            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+                yield Write(f"{module}.{name}", None, torch.tensor([scale]))
+
+    def _check(self, theirs: str, parts: list[tuple[str, Location]], fp8: list[str]) -> None:
+        if len(fp8) < len(parts):
+            other = next(name for name, _ in parts if name not in fp8)
+            raise ValueError(
+                f"{self.form}: {theirs} holds {fp8[0]}, which is FP8, and {other}, which is not; a tensor is one or "
+                "the other: include or exclude both in section fp8"
+            )
+        location = parts[0][1]
+        if location.transposed or location.outer is not None or location.flat or not theirs.endswith(".weight"):
+            how = "the transpose" if location.outer is None else "all experts of a layer"
+            raise ValueError(
+                f"{self.form}: {theirs} holds {how}, and the form has single matrices [out, in]; leave "
+                "--quantization out for this family"
+            )
+
+    def _weight(self, theirs: str, parts: list[tuple[str, Location]]) -> ExportedWeight:
+        """How a tensor of theirs is cast: as in training, by the rule for each part, or by the rule as a whole."""
+        layers = [self._layers[name] for name, _ in parts]
+        input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
+        one_layer = all(layer is layers[0] for layer in layers)
+        static = torch.stack(input_scales).amax() if input_scales else None
+        shape, why_not, trained = parts[0][1].shape, "", []
+        for (_, location), layer in zip(parts, layers):
+            if isinstance(layer.trained, str):
+                why_not = why_not or layer.trained
+            else:
+                trained.append(layer.trained)
+                why_not = why_not or self._misfit(trained[-1], location)
+        if not why_not:
+            why_not = self._overlap(trained, parts, one_layer)
+        if not why_not:
+            pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, trained))
+            return ExportedWeight(theirs, shape, pieces, "", static)
+        casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
+        misfit = next(filter(None, (self._misfit(cast, location) for cast, (_, location) in zip(casts, parts))), "")
+        if misfit or self._overlap(casts, parts, one_layer):
+            return ExportedWeight(theirs, shape, tuple(WeightSlice(n, x.rows, None) for n, x in parts), why_not, static)
+        pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, casts))
+        return ExportedWeight(theirs, shape, pieces, why_not, static)
+
+    def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
+        matrix = layer.matrix
+        if self.granularity is not TENSOR:  # a scale of a row or a block has nothing to do with other weights
+            matrix = LinearMatrix.from_weight(matrix.layer, name, len(location.rows), location.shape[1])
+        return amax_cast(self._source.read, matrix, self.granularity)
+
+    def _misfit(self, cast: WeightCast, location: Location) -> str:
+        """Why the scales of a cast are not those of blocks of theirs; empty where they are."""
+        granularity, matrix = cast.granularity, cast.matrix
+        if granularity is TENSOR:
+            return ""
+        if granularity is not self.granularity:
+            return f"its recipe has a scale for each {granularity.name}"
+        cut_columns = matrix.shard_columns != location.shape[1]
+        if granularity is ROW:
+            return "tensor-parallel ranks had scales of their own for parts of its rows" if cut_columns else ""
+        cut_rows = matrix.shard_rows != matrix.rows
+        borders = [*matrix.shard_rows[: None if cut_rows else -1], *([matrix.shard_columns] if cut_columns else [])]
+        if any(border % _BLOCK for border in borders):
+            return "blocks of the run's matrix reach over the borders of its weights or shards"
+        ours, theirs = torch.arange(len(location.rows)) // _BLOCK, location.rows // _BLOCK
+        if not torch.equal(theirs, theirs[ours * _BLOCK]):  # as the first row of the block is
+            return "its rows are in another order there"
+        return ""
+
+    def _overlap(self, casts: Sequence[WeightCast], parts: list[tuple[str, Location]], one_layer: bool) -> str:
+        """Why the parts of a tensor of theirs cannot each have scales of their own; empty where they can."""
+        if len(parts) == 1 or self.granularity is ROW:
+            return ""
+        if one_layer and all(cast.granularity is TENSOR for cast in casts):
+            return ""
+        if self.granularity is BLOCK_128X128:
+            blocks = [(location.rows // _BLOCK).unique() for _, location in parts]
+            if len(torch.cat(blocks).unique()) == sum(map(len, blocks)):
+                return ""
+        return "it holds several of the run's matrices, which share a scale there"
+
+    def _scale_name(self, theirs: str) -> str:
+        return _of_module(theirs, self._scale)
+
+    def _scale_shape(self, shape: Shape) -> Shape:
+        n, k = shape
+        if self.granularity is TENSOR:
+            return (1,)
+        return (n, 1) if self.granularity is ROW else (-(-n // _BLOCK), -(-k // _BLOCK))
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def writes(self, theirs: str, name: str, w_nk: Tensor) -> Iterator[Write]:
+        """The tensors and rows to be written for the weight `name`, which lies in the tensor `theirs`."""
+        weight = self.weights[theirs]
+        first = name == weight.pieces[0].name
+        if first and self.activations == "static":
+            assert weight.input_scale_inv is not None
+            yield Write(_of_module(theirs, _INPUT_SCALE), None, weight.input_scale_inv.view(1))
+        if weight.pieces[0].cast is None:
+            if first:
+                whole = self._whole(weight)
+                yield Write(theirs, torch.arange(weight.shape[0]), whole.data)
+                yield Write(self._scale_name(theirs), None, whole.scale_inv.view(self._scale_shape(weight.shape)))
+            return
+        (piece,) = (piece for piece in weight.pieces if piece.name == name)
+        for rows, part in self._cast(piece, w_nk):
+            yield Write(theirs, rows, part.data)
+            yield self._scales(theirs, rows, part, w_nk.shape[1])
+
+    def _cast(self, piece: WeightSlice, w_nk: Tensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
+        """A weight of ours in FP8, in parts of some rows: which these are in theirs, and the values."""
+        assert piece.cast is not None
+        step = rows_at_a_time(w_nk)
+        for first in range(0, len(w_nk), step):
+            part = w_nk[first : first + step]
+            yield piece.rows[first : first + len(part)], piece.cast(part)
+
+    def _scales(self, theirs: str, rows: Tensor, part: ScaledTensor, columns: int) -> Write:
+        name, scale_inv = self._scale_name(theirs), part.scale_inv
+        if self.granularity is TENSOR:
+            return Write(name, None, scale_inv.view(1))
+        if self.granularity is ROW:
+            return Write(name, rows, scale_inv.reshape(-1, 1).expand(len(rows), 1))
+        blocks = rows // _BLOCK
+        if part.granularity is TENSOR:
+            down = blocks.unique()
+            return Write(name, down, scale_inv.expand(len(down), -(-columns // _BLOCK)))
+        firsts = torch.arange(0, len(rows), _BLOCK)
+        return Write(name, blocks[firsts], scale_inv)
+
+    def _whole(self, weight: ExportedWeight) -> ScaledTensor:
+        """A tensor of theirs, all of whose parts are read, by the rule."""
+        parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
+        w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
+        for rows, values in parts:
+            w_nk[rows] = values
+        matrix = LinearMatrix.from_weight("", weight.name, *weight.shape)
+        return amax_cast(lambda _: w_nk, matrix, self.granularity)(w_nk)
+
+    def dequantized(self, theirs: str, name: str) -> Tensor:
+        """The values that the weight `name` has in the folder, fp32."""
+        weight = self.weights[theirs]
+        (piece,) = (piece for piece in weight.pieces if piece.name == name)
+        if piece.cast is None:
+            return self._whole(weight).dequantize()[piece.rows]
+        w_nk = self._source.read(name)
+        values = [
+            dequantize(part.data, expand(part.scale_inv, part.granularity, *part.data.shape))
+            for _, part in self._cast(piece, w_nk)
+        ]
+        return torch.cat(values)
+
+    # --- config.json ------------------------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """`quantization_config` of config.json."""
+        if self.granularity is BLOCK_128X128:
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [_BLOCK, _BLOCK],
+                "modules_to_not_convert": self._ignored,
+            }
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        dynamic = self.activations == "dynamic"
+        per_token = dynamic and self.granularity is ROW
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": number
+                    | {"strategy": "channel" if self.granularity is ROW else "tensor", "dynamic": False},
+                    "input_activations": number | {"strategy": "token" if per_token else "tensor", "dynamic": dynamic},
+                    "output_activations": None,
+                    "format": "float-quantized",
+                }
+            },
+            "ignore": self._ignored,
+            "kv_cache_scheme": number | {"strategy": "tensor", "dynamic": False} if self._kv_cache else None,
+        }
+
+
+class Expected(CheckpointSource):
+    """`source` as it reads from the folder that `export` describes, to compare with that."""
+
+    def __init__(self, source: CheckpointSource, export: QuantizedExport) -> None:
+        self._source, self._export = source, export
+        self.path, self.model, self.about = source.path, source.model, source.about
+        self.tokenizer_files = source.tokenizer_files
+        self._theirs = {piece.name: name for name, weight in export.weights.items() for piece in weight.pieces}
+        self.tensors = {
+            name: TensorInfo(info.shape, torch.float32) if name in self._theirs else info
+            for name, info in source.tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        theirs = self._theirs.get(name)
+        return self._source.read(name) if theirs is None else self._export.dequantized(theirs, name)
+
+
+def _of_module(theirs: str, suffix: str) -> str:
+    return f"{theirs.removesuffix('.weight')}.{suffix}"
+
+
+def _is_table(name: str) -> bool:
+    """Whether rows of a weight of ours are looked up, and not multiplied."""
+    return name.startswith("model.") and ".embedding." in f".{name.removeprefix('model.')}"

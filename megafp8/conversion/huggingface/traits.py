@@ -1,0 +1,195 @@
+"""Traits that several of Hugging Face's families have; arguments are the defaults of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megafp8.conversion.base import refuse
+from megafp8.conversion.huggingface.layers import FULL, SLIDING, layer_types
+from megafp8.conversion.huggingface.rope import rope
+from megafp8.conversion.keys import (
+    ConfigKey,
+    Fields,
+    HfConfig,
+    Keys,
+    Trait,
+    always,
+    check,
+    either,
+    flag,
+    only,
+    same,
+    unread,
+)
+from megafp8.layers.activation.record import ACTIVATIONS
+
+SIZES = same(
+    num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
+    ffn_hidden_size="intermediate_size", vocab_size="vocab_size",
+)  # fmt: skip
+POSITIONS = same(max_position_embeddings=("max_position_embeddings", None))
+TIED, UNTIED = (same(tie_embeddings=("tie_word_embeddings", tied)) for tied in (True, False))
+INIT_STD = Trait(
+    ("initializer_range",),
+    lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
+    # LlamaConfig refuses more than 1. It does not matter for a trained model.
+    lambda ours: {"initializer_range": ours["init_std"]} if ours["init_std"] <= 1 else {},
+)
+NO_PADDING = unread(pad_token_id=None)
+"""Where the default of `transformers` is a token that a smaller vocabulary lacks."""
+
+
+def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Trait:
+    """Trait of an MLP's activation, `gated` or not, under any name that transformers has for it."""
+    kinds = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
+    return same(activation=(key, default, {theirs: name for name, x in kinds.items() for theirs in x.hugging_face}))
+
+
+RMSNORM_MODEL = (
+    SIZES,
+    INIT_STD,
+    same(attention_dropout=("attention_dropout", 0.0)),
+    always(normalization="rmsnorm"),
+)
+
+
+_ROPE, _SILU = rope(1e4), activation()
+
+
+def llama_like(
+    groups: int | None,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope: Trait = _ROPE,
+    activation: Trait = _SILU,
+) -> tuple[Trait, ...]:
+    """Traits of Llama and its relatives. `groups`: num_key_value_heads, None for as many as heads."""
+    return (
+        rope,
+        *RMSNORM_MODEL,
+        POSITIONS,
+        activation,
+        UNTIED,
+        same(num_query_groups=ConfigKey("num_key_value_heads", groups, nullable=True), head_dim=("head_dim", head_dim)),
+        same(norm_eps=("rms_norm_eps", norm_eps)),
+        only(written=False, rope_interleaved=False),
+    )
+
+
+def _read_biases(hf: HfConfig) -> Fields:
+    attention, mlp = flag(hf, "attention_bias"), flag(hf, "mlp_bias")
+    if attention != mlp:
+        key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
+        refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
+    return {"linear_bias": attention}
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+LINEAR_BIASES = Trait(_BIASES, _read_biases, lambda ours: dict.fromkeys(_BIASES, ours["linear_bias"]))
+
+
+def _check_heads(hf: HfConfig) -> None:
+    hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and hidden % max(heads, 1):
+        refuse("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) in this family, even with head_dim")
+
+
+HEADS_DIVIDE = check(_check_heads)
+"""What some classes of transformers check, although their layers could be otherwise."""
+
+_AUX_LOSS = "router_aux_loss_coef"
+AUX_LOSS = Trait((_AUX_LOSS,), write=lambda ours: {_AUX_LOSS: ours["moe.aux_loss"]})
+"""Weight of the balancing loss that the run trained with. It is not read: transformers' loss is of the whole batch, and
+is not divided by top_k."""
+ROUTER = (same("moe", top_k="num_experts_per_tok"), AUX_LOSS)
+EXPERTS_ONLY = Trait((), write=lambda ours: {"intermediate_size": ours["moe.ffn_hidden_size"]})
+"""Where all layers have experts, the width of an MLP is theirs."""
+
+
+def if_sparse(sparse: Callable[[HfConfig], bool], *traits: Trait) -> tuple[Trait, ...]:
+    """Traits of experts in a family whose models need not have any. `sparse`: whether config.json says so."""
+
+    def where_sparse(trait: Trait) -> Trait:
+        return Trait(
+            trait.keys,
+            lambda hf: trait.read(hf) if sparse(hf) else {},
+            lambda ours: trait.write(ours) if ours["moe"] is not None else {},
+        )
+
+    return tuple(map(where_sparse, traits))
+
+
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key for the number of layers of multi-token prediction."""
+MULTI_TOKEN_PREDICTION = Trait(
+    (MTP_LAYERS, "num_mtp_layers"),
+    lambda hf: {"mtp_num_layers": hf.get(MTP_LAYERS) or 0},
+    lambda ours: {MTP_LAYERS: 0},  # transformers has no such layers
+)
+
+
+def expert_groups(groups: int, top: int) -> Trait:
+    """Groups of experts that a token's experts are chosen from; the arguments are the defaults."""
+
+    def read(hf: HfConfig) -> Fields:
+        experts, count = hf.get("n_routed_experts"), hf.get("n_group", groups)
+        if isinstance(experts, int) and isinstance(count, int) and 0 < experts < 2 * count:
+            refuse("n_group", count, f"groups of at least two of the n_routed_experts ({experts})")
+        return {"moe.num_groups": count, "moe.top_groups": hf.get("topk_group", top)}
+
+    return Trait(("n_group", "topk_group"), read, write_expert_groups)
+
+
+def write_expert_groups(ours: Fields) -> Keys:
+    """The numbers of groups."""
+    groups, top = ours["moe.num_groups"], ours["moe.top_groups"]
+    if top in (None, groups):  # experts of all groups are chosen from
+        groups = top = 1
+    return {"n_group": groups, "topk_group": top}
+
+
+def shared_experts(default: int, key: str = "n_shared_experts", least: int = 1) -> Trait:
+    """One MLP in place of several shared experts of the width of the others. `least`: how few a model may have."""
+
+    def read(hf: HfConfig) -> Fields:
+        count, width = hf.get(key, default), hf.get("moe_intermediate_size")
+        if not isinstance(count, int) or count < least:
+            refuse(key, count, f"{least} or more in this family")
+        return {"moe.shared_ffn_hidden_size": (count * width if isinstance(width, int) else width) if count else None}
+
+    def write(ours: Fields) -> Keys:
+        return {key: max(least, (ours["moe.shared_ffn_hidden_size"] or 0) // ours["moe.ffn_hidden_size"])}
+
+    return Trait((key,), read, write)
+
+
+def num_experts(key: str, other: str) -> Trait:
+    """The number of experts, under either name."""
+    return either("moe.num_experts", key, other)
+
+
+def check_window(window: Any, kinds: list[str] | None) -> None:
+    """Refuse layer_types that contradict a window of all layers, or of none."""
+    kind = FULL if window is None else SLIDING
+    if kinds is not None and set(kinds) != {kind}:
+        refuse("layer_types", sorted(set(kinds)), f"{kind} of all layers, as the window is {window}")
+
+
+NO_WINDOW = (
+    check(lambda hf: check_window(None, layer_types(hf)), "layer_types"),
+    only(written=False, sliding_window=None),
+)
+"""Where no layer has a window, though keys may say so."""
+
+
+def window_of_all(default: int | None) -> Trait:
+    """A window that all layers have, or none."""
+
+    def read(hf: HfConfig) -> Fields:
+        window = hf.get("sliding_window", default)
+        check_window(window, layer_types(hf))
+        return {"sliding_window": window}
+
+    keys = ("sliding_window", "layer_types")
+    return Trait(keys, read, lambda ours: {"sliding_window": ours["sliding_window"]})

@@ -1,0 +1,236 @@
+"""How training casts each weight of a model to FP8: which layers it computes in FP8, and the data and scales of these.
+
+`weight_casts` builds the model on torch's meta device, as a run does, with the run's FP8 manager. So which layers are
+FP8 follows from the model's parts and the run's patterns, and a cast is that of the layer's own quantizer, with the
+scales that a checkpoint holds. A weight is cast a few rows at a time.
+
+A layer's matrix may be several weights, one below the other (q, k and v; gate and up). Where a scale is that of the
+whole matrix, all of them are read for its amax.
+
+Shapes: n rows, k columns of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.load import load_scales
+from megafp8.fp8 import BlockwiseScaling, CurrentScaling, Fp8Manager, RowwiseScaling
+from megafp8.layers.context import BuildContext, PlannedGroup
+from megafp8.layers.linear_weights import linear_weights
+from megafp8.linear.group_state import states_of
+from megafp8.linear.state import LinearState
+from megafp8.models.build import build_stage
+from megafp8.numerics import reference
+from megafp8.numerics.formats import E4M3
+from megafp8.numerics.quantize import amax
+from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
+from megafp8.numerics.sources import Plain
+from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
+from megafp8.parallel.sharding import spec_of
+from megafp8.spec import ModelSpec
+
+_CACHED_BYTES = 1 << 22
+
+
+class LinearMatrix(NamedTuple):
+    """The matrix of a linear layer: its weights, from top to bottom, and their rows.
+
+    `shard_rows`, `shard_columns`: of a tensor-parallel rank, whose shards of the weights lie one below the other.
+    """
+
+    layer: str
+    weights: tuple[str, ...]
+    rows: tuple[int, ...]
+    shard_rows: tuple[int, ...]
+    shard_columns: int
+
+    @classmethod
+    def from_weight(cls, layer: str, weight: str, n: int, k: int) -> LinearMatrix:
+        """The matrix of a layer that has one weight `[n, k]`, on one rank."""
+        return cls(layer, (weight,), (n,), (n,), k)
+
+
+@dataclass(frozen=True)
+class WeightCast:
+    """The cast of a weight of `matrix` by `quantizer`; `scale`: that of the matrix where it has one.
+
+    It reads the checkpoint for its amax when it has to.
+    """
+
+    matrix: LinearMatrix
+    quantizer: RecipeQuantizer
+    scale: Callable[[], Tensor]
+
+    @property
+    def granularity(self) -> Granularity:
+        return self.quantizer.recipe.granularity("weight")
+
+    def __call__(self, w_nk: Tensor) -> ScaledTensor:
+        """Rows of the weight in E4M3; for blocks from a row that is a multiple of 128."""
+        if self.granularity is not TENSOR:
+            return self.quantizer(Plain(w_nk.contiguous()), rowwise=True, columnwise=False).required_rowwise
+        scale = self.scale()
+        made = reference.cast_tensor(
+            Plain(w_nk), scale, scale.reciprocal(), E4M3, rowwise=True, columnwise=False, newest_amax=None
+        )
+        return made.required_rowwise
+
+
+@dataclass(frozen=True)
+class LayerCasts:
+    """A linear layer that is FP8.
+
+    `trained`: how training casts each of its weights, or why that cannot be said. `input_scale_inv`: of its input,
+    where the recipe knows it before it sees the input.
+    """
+
+    matrix: LinearMatrix
+    trained: WeightCast | str
+    input_scale_inv: Tensor | None = None
+
+
+AMAX_RECIPES: Mapping[Granularity, Fp8Recipe] = {
+    TENSOR: CurrentScaling(),
+    ROW: RowwiseScaling(),
+    BLOCK_128X128: BlockwiseScaling(power_of_two=False),
+}
+"""Scales of the rule `amax`: 448 / amax of what shares a scale."""
+
+
+def amax_cast(read: Callable[[str], Tensor], matrix: LinearMatrix, granularity: Granularity) -> WeightCast:
+    """The cast of a weight of `matrix` by the rule `amax`; `read` gives weights by name."""
+    tensor = Fp8Tensor(matrix.layer, "weight", None, None)
+    return _cast(read, matrix, RecipeQuantizer(AMAX_RECIPES[granularity], tensor, torch.device("cpu")))
+
+
+def weight_casts(
+    source: CheckpointSource,
+    model: ModelSpec,
+    fp8: Fp8Manager,
+    *,
+    trained: str = "",
+    tensor: int = 1,
+    expert_tensor: int = 1,
+) -> list[LayerCasts]:
+    """The FP8 layers of `model`, by the patterns and the recipe of `fp8`, of which no layer has been built.
+
+    `trained`: why the recipe is not that of the run; else empty, and `source` has its scales. `tensor`,
+    `expert_tensor`: ranks over which the run cut its layers. Raises ValueError where scales are missing.
+    """
+    stage = _build(model, fp8, tensor, expert_tensor)
+    layers = list(_layers(stage))
+    if not trained:
+        fp8.materialize(torch.device("cpu"))
+        _load_scales(source, fp8)
+    casts = []
+    for matrix, state in layers:
+        if state.precision is not None:
+            reason = trained or _why_unknown(state)
+            casts.append(
+                LayerCasts(matrix, reason or _trained(source, matrix, state), _input_scale_inv(state, trained))
+            )
+    return casts
+
+
+def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -> nn.Module:
+    """The model on the meta device, as the first tensor-parallel rank of one expert-parallel rank has it."""
+    context = BuildContext(
+        tensor=cast(ProcessGroup, PlannedGroup(tensor)),
+        fp8=fp8,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        sequence_parallel=False,
+        expert=cast(ProcessGroup, PlannedGroup(expert_tensor)),
+        expert_tensor=cast(ProcessGroup, PlannedGroup(expert_tensor)),
+    )
+    return build_stage(
+        model, context, layers=range(len(model.layers)), positions=model.stem.max_position_embeddings or 1
+    )
+
+
+def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
+    """Each linear layer and its matrix; of experts the layer of each."""
+    for weight, state in linear_weights(stage):
+        states, shards = states_of(state), spec_of(weight).shards
+        rows = weight.shape[0] // len(states)
+        for i, layer in enumerate(states):
+            parts = [shard for shard in shards if i * rows <= shard.row < (i + 1) * rows]
+            yield (
+                LinearMatrix(
+                    layer.site.name,
+                    tuple(f"model.{shard.name}" for shard in parts),
+                    tuple(shard.global_shape[0] for shard in parts),
+                    tuple(shard.shape[0] for shard in parts),
+                    weight.shape[1],
+                ),
+                layer,
+            )
+
+
+def _load_scales(source: CheckpointSource, fp8: Fp8Manager) -> None:
+    """Scales of weights and inputs as the checkpoint has them; nothing is cast from gradients."""
+    state = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
+    load_scales(source, state, ", so its FP8 weights are unknown; give the run's own checkpoint")
+    fp8.invalidate_weights()
+
+
+def _why_unknown(state: LinearState) -> str:
+    """Why it cannot be said how training casts a layer's weight; empty where it can."""
+    if state.plan.calibrating:
+        return "its static scales are still being calibrated"
+    quantizer = state.own_quantizers.weight
+    if not isinstance(quantizer, RecipeQuantizer):
+        return "its recipe is none whose scales the format has a place for"
+    granularity = quantizer.recipe.granularity("weight")
+    if granularity not in AMAX_RECIPES:
+        return f"its recipe has a scale for each {granularity.name}, which the format has no place for"
+    return ""
+
+
+def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
+    if trained or state.plan.calibrating:
+        return None
+    quantizer = state.own_quantizers.input
+    known = quantizer.known_scale if isinstance(quantizer, RecipeQuantizer) else None
+    return None if known is None else known[1].clone()
+
+
+def _trained(source: CheckpointSource, matrix: LinearMatrix, state: LinearState) -> WeightCast:
+    quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
+    # This process has the whole tensor.
+    quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))
+    return _cast(source.read, matrix, quantizer)
+
+
+def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: RecipeQuantizer) -> WeightCast:
+    @cache
+    def scale() -> Tensor:
+        if quantizer.known_scale is not None:
+            return quantizer.known_scale[0]
+        largest = [_amax(read(weight)) for weight in matrix.weights]
+        return quantizer.rule.scale(torch.stack(largest).amax())
+
+    return WeightCast(matrix, quantizer, scale)
+
+
+def _amax(w_nk: Tensor) -> Tensor:
+    return torch.stack([amax(rows) for rows in w_nk.split(rows_at_a_time(w_nk))]).amax()
+
+
+def rows_at_a_time(w_nk: Tensor) -> int:
+    """Rows of a weight whose fp32 values fit into a processor's cache, a multiple of 128."""
+    return max(1, _CACHED_BYTES // (512 * max(w_nk.shape[1], 1))) * 128
+
+
+def casts_of(layers: Sequence[LayerCasts]) -> dict[str, LayerCasts]:
+    """The layer of each weight."""
+    return {name: layer for layer in layers for name in layer.matrix.weights}

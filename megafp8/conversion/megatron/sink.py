@@ -1,0 +1,220 @@
+"""Megatron-LM's classic checkpoints as a sink: a folder for its `--load`, one file a rank, any layout.
+
+Sizes, names and arguments are known before the first tensor, so `begin` writes all files with empty space for their
+tensors (`torch_file.reserve`). Tensors may then come in any order; each is written to its rows or columns of each
+rank's tensor, in blocks of 32 MiB. `finish` adds checksums, for which the files are read once more.
+
+Names are those of Transformer Engine's layers with --moe-grouped-gemm, or of Megatron-LM's own ("local") without it.
+Expert ranks have copies of all but the experts. The files hold no optimizer or random-number state. Where the source
+knows its step the folder is `iter_<step>`, to be loaded with --finetune, or with --no-load-optim --no-load-rng to keep
+the count; else it is `release`, which Megatron-LM loads as weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.files import BLOCK_BYTES, sync, write_at
+from megafp8.checkpoint.torch_file import as_bytes, reserve, seal, tensor_starts
+from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.megatron.args import Implementation, layout_args, write_args
+from megafp8.conversion.megatron.names import OUTPUT, place, runs, their_shape, with_transformer_engine
+from megafp8.conversion.megatron.source import FILES, TRACKER, Rank
+from megafp8.conversion.model import check_source, seq_length
+from megafp8.conversion.target import Sink
+from megafp8.parallel.sharding import Shape
+from megafp8.spec import ModelSpec
+
+_WITH_STATE = re.compile(r"(linear_(?:qkv|proj|fc1|fc2)\.)weight\d*$")
+
+
+class _Target(NamedTuple):
+    """A tensor of theirs: pipeline rank of its stage, expert rank, the stage's key in the file, its own key in that."""
+
+    pipeline_rank: int
+    expert_rank: int
+    stage: str
+    key: str
+
+
+class MegatronSink(Sink):
+    """Writes the folder `path` for TP `tensor`, PP `pipeline`, EP `expert`.
+
+    `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: the --transformer-impl that Megatron-LM
+    will be started with.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensor: int = 1,
+        pipeline: int = 1,
+        virtual_pipeline: int | None = None,
+        implementation: Implementation = "transformer_engine",
+        expert: int = 1,
+    ) -> None:
+        super().__init__(path)
+        self.layout, self.implementation = Rank(tensor, pipeline, expert), implementation
+        self.virtual = virtual_pipeline or 1
+
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        self._model, self._shapes = check_source(source)
+        self._check_layout(self._model)
+        multiple = self._model.stem.vocab_multiple * self.layout.tensor
+        self._padded_vocab = -(-self._model.stem.known_vocab_size // multiple) * multiple
+        layers = self._model.num_layers // (self.layout.pipeline * self.virtual)
+        dtype = common_dtype(source, self._shapes)
+        layout = layout_args(*self.layout, self.virtual, layers, self._padded_vocab, dtype, self.implementation)
+        about = describe(source, self._model, layout)
+        fresh = self._open_journal(source, self._shapes, options, [self.virtual, vars(about["args"])])
+        self._tracker, folder = folder_of(about["iteration"])
+        self._folder = self.hidden / folder
+        self._reserve(about, fresh)
+        return [name for name in self._shapes if name not in self._journal.done]
+
+    def _check_layout(self, model: ModelSpec) -> None:
+        (t, p, e), stages = self.layout, self.layout.pipeline * self.virtual
+        if min(t, p, e, self.virtual) < 1:
+            raise ValueError(f"a layout of TP {t}, PP {p}, EP {e}, virtual PP {self.virtual}: sizes are 1 or more")
+        parts = [part for layer in model.distinct_layers for part in (layer.mixer, layer.ffn)]
+        sizes = [(key, size) for part in parts for key, size in part.widths(model).items()]
+        sizes += [("moe.ffn_hidden_size", record.width) for record in model.expert_records]
+        for key, size in sizes:
+            if size % t:
+                raise ValueError(f"TP {t} does not divide the model's {key} = {size}; take a divisor of it")
+        for experts in [record.num_experts for record in model.expert_records] or [1]:
+            if experts % e:
+                raise ValueError(
+                    f"EP {e} does not divide the model's moe.num_experts = {experts}; take a divisor of it"
+                )
+        if model.num_layers % stages:
+            raise ValueError(
+                f"Megatron-LM gives each stage the same number of layers, and {p} × {self.virtual} stages "
+                f"(PP × virtual PP) do not divide {model.num_layers} layers"
+            )
+        if self.virtual > 1 and self.layout.pipeline == 1:
+            raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages from PP 2 on")
+
+    def _targets(self, name: str) -> Iterator[_Target]:
+        """Where our tensor `name` goes: a tensor of each expert rank or, of an expert, of its own.
+
+        Tied weights on two stages are two tensors.
+        """
+        at, last = place(name), self.layout.pipeline * self.virtual - 1
+        if at.layer is None:
+            keys = {0 if at.key.startswith("embedding.") else last: at.key}
+            if self._model.head.tied and name == "model.embedding.word.weight" and last > 0:
+                keys[last] = OUTPUT
+            sparse, expert_ranks = False, range(self.layout.expert)
+        else:
+            stage, layer = divmod(at.layer, self._model.num_layers // (last + 1))
+            spec = self._model.layers[at.layer]
+            sparse, experts = spec.has_experts, spec.ffn.num_experts if spec.has_experts else 1
+            e, number = divmod(at.expert or 0, experts // self.layout.expert or 1)
+            keys = {stage: at.named(layer, number)}
+            expert_ranks = range(self.layout.expert) if at.expert is None else range(e, e + 1)
+        for stage, key in keys.items():
+            v, p = divmod(stage, self.layout.pipeline)
+            if self.implementation == "transformer_engine":
+                key = with_transformer_engine(key, sparse)
+            for e in expert_ranks:
+                yield _Target(p, e, f"model{v}" if self.virtual > 1 else "model", key)
+
+    def _reserve(self, about: dict[str, Any], fresh: bool) -> None:
+        """Write the files where the conversion starts anew; the first byte of each tensor goes to `self._starts`."""
+        self._starts: dict[tuple[int, _Target], int] = {}
+        dtypes = {name: self._source.tensors[name].dtype for name in self._shapes}
+        infos: dict[tuple[int, int], dict[_Target, tuple[Shape, torch.dtype]]] = defaultdict(dict)
+        for name in self._shapes:
+            for target in self._targets(name):
+                infos[target[:2]][target] = self._their_shape(name), dtypes[name]
+        for rank in self.layout.ranks:
+            content: dict[str, Any] = dict(about)
+            content |= {f"model{v}": {} for v in range(self.virtual)} if self.virtual > 1 else {"model": {}}
+            targets = infos[rank.pipeline, rank.expert]
+            if self.implementation == "transformer_engine":
+                for target in targets:  # FP8 state that Transformer Engine expects, and that may be None
+                    if _WITH_STATE.search(target.key):
+                        content[target.stage][_WITH_STATE.sub(r"\1_extra_state", target.key)] = None
+            file = self._file(rank)
+            if fresh:
+                file.parent.mkdir(parents=True)
+                reserve(file, content, {(target.stage, target.key): info for target, info in targets.items()})
+                sync(file.parent)
+            starts = tensor_starts(file)
+            self._starts |= {(rank.tensor, target): starts[target.stage, target.key] for target in targets}
+        sync(self._folder)
+
+    def _file(self, rank: Rank) -> Path:
+        return self._folder / rank.folder(self.layout) / FILES[0]
+
+    def _their_shape(self, name: str) -> Shape:
+        return their_shape(name, self._shapes[name], self._model, self.layout.tensor, self._padded_vocab)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
+        megatron_place, row_bytes = place(name), math.prod(self._their_shape(name)[1:]) * tensor.element_size()
+        for target in self._targets(name):
+            for run in runs(name, self._shapes[name], self._model, self.layout.tensor, self._padded_vocab):
+                start = self._starts[run.rank, target]
+                values = tensor.narrow(megatron_place.dim or 0, run.ours, run.length)
+                first = 0 if megatron_place.dim == 1 else run.theirs
+                file = self._file(Rank(run.rank, target.pipeline_rank, target.expert_rank))
+                with file.open("r+b", buffering=0) as stream:
+                    most = max(1, BLOCK_BYTES // row_bytes)
+                    for at in range(0, values.shape[0], most):
+                        block = values[at : at + most].contiguous()
+                        write_at(stream, start + (first + at) * row_bytes, as_bytes(block))
+        self._journal.add(name)
+
+    def finish(self) -> None:
+        self._check_done(self._shapes)
+        for rank in self.layout.ranks:
+            seal(self._file(rank))
+        (self.hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
+        self._copy_tokenizer()
+
+
+def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
+    """The dtype that most of the tensors `names` have."""
+    return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
+
+
+def describe(source: CheckpointSource, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds besides weights. `layout`: its arguments that are not of the model."""
+    step = source.about.get("step")
+    step = step if isinstance(step, int) else 0
+    args = write_args(model, seq_length(source) or model.stem.max_position_embeddings) | dict(layout)
+    args |= {
+        "iteration": step,
+        "consumed_train_samples": source.about.get("consumed_samples", 0),
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "tokenizer_type": _tokenizer_type(source.tokenizer_files),
+    }
+    about = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": step}
+    return about | {"num_floating_point_operations_so_far": 0}
+
+
+def folder_of(step: int) -> tuple[str, str]:
+    """Content of the tracker file and name of the folder for a checkpoint of `step`, 0 where it is unknown."""
+    return (f"{step}", f"iter_{step:07d}") if step else ("release", "release")
+
+
+def _tokenizer_type(files: Collection[Path]) -> str | None:
+    """Megatron-LM's name for the tokenizer in `files`, compared at load only where it reads a vocab file."""
+    names = {file.name for file in files}
+    if "tokenizer.json" in names:
+        return "HuggingFaceTokenizer"
+    if any(name.endswith(".model") for name in names):
+        return "SentencePieceTokenizer"
+    return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= names else None

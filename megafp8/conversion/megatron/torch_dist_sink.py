@@ -1,0 +1,105 @@
+"""Megatron core's distributed checkpoints as a sink: a folder for Megatron-LM's `--load` in any layout.
+
+Names are those of Transformer Engine's layers, which Megatron core's own layers have here, too. Layers are stacked, in
+rectangles of one layer (and of one expert), unless experts are in some of them only; `torch_dist_source` has the
+details. q, k and v are one tensor, in rectangles of one query group, so each is written by itself. There is no
+optimizer or random-number state, and no `_extra_state`, which Megatron-LM must be told to do without
+(`--dist-ckpt-strictness`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.files import to_json, write_file
+from megafp8.checkpoint.writer import CheckpointWriter
+from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.megatron.args import Implementation, layout_args
+from megafp8.conversion.megatron.names import RankSlice, place, runs, their_shape, with_transformer_engine
+from megafp8.conversion.megatron.sink import common_dtype, describe, folder_of
+from megafp8.conversion.megatron.source import COMMON_FILE, TRACKER
+from megafp8.conversion.megatron.torch_dist_source import CONFIG_FILE
+from megafp8.conversion.model import check_source
+from megafp8.conversion.target import Sink
+from megafp8.parallel.sharding import Shape
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""How names are made, which Megatron-LM reads before it asks for tensors."""
+
+
+class _Part(NamedTuple):
+    """A run of our tensor, and its rectangle: from `low` on, of their tensor `key` of `shape`."""
+
+    run: RankSlice
+    key: str
+    low: Shape
+    shape: Shape
+
+
+class TorchDistSink(Sink):
+    """Writes the folder `path`. `implementation`: the --transformer-impl that Megatron-LM will be started with."""
+
+    def __init__(self, path: Any, implementation: Implementation = "transformer_engine") -> None:
+        super().__init__(path)
+        self.implementation = implementation
+
+    def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        self._model, self._shapes = check_source(source)
+        self._padded_vocab = self._model.stem.rows
+        dtype = common_dtype(source, self._shapes)
+        layout = layout_args(1, 1, 1, 1, self._model.num_layers, self._padded_vocab, dtype, self.implementation)
+        layout |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+        self._about = describe(source, self._model, layout) | {"content_metadata": _CONTENT}
+        self._open_journal(source, self._shapes, options, [vars(self._about["args"])])
+        tracker, folder = folder_of(self._about["iteration"])
+        self._folder = self.hidden / folder
+        self._folder.mkdir(exist_ok=True)
+        (self.hidden / TRACKER).write_text(tracker, encoding="utf-8")
+        self._writer = CheckpointWriter(self._folder, self._journal.done)
+        done = self._writer.parts
+        return [name for name in self._shapes if any((key, low) not in done for _, key, low, _ in self._parts(name))]
+
+    def _parts(self, name: str) -> Iterator[_Part]:
+        """The rectangles of our tensor `name`, one a run."""
+        at, model = place(name), self._model
+        shape = their_shape(name, self._shapes[name], model, 1, self._padded_vocab)
+        key, lead, counts = at.key, [], []
+        if at.layer is not None:
+            layer = model.layers[at.layer]
+            alone = layer.has_experts and self.implementation == "transformer_engine"
+            stacked = len({layer.has_experts for layer in model.layers}) == 1
+            prefix = "decoder.layers." if stacked else f"decoder.layers.{at.layer}."
+            key = with_transformer_engine(prefix + key.replace("local_experts.*", "experts"), alone)
+            if stacked:
+                lead, counts = [at.layer], [model.num_layers]
+            if at.expert is not None:
+                lead, counts = [*lead, at.expert], [*counts, layer.ffn.num_experts]
+        for run in runs(name, self._shapes[name], model, 1, self._padded_vocab):
+            low = (run.theirs if dim == (at.dim or 0) else 0 for dim in range(len(shape)))
+            yield _Part(run, key, (*lead, *low), (*counts, *shape))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
+        dim, done = place(name).dim or 0, self._writer.parts
+        for run, key, low, shape in self._parts(name):
+            if (key, low) not in done:
+                values = tensor.narrow(dim, run.ours, run.length).contiguous()
+                leading = (None,) * (len(shape) - tensor.dim())
+                self._journal.add(self._writer.add(key, values[leading], low, shape))
+
+    def finish(self) -> None:
+        self._journal.flush()
+        self._writer.finish()
+        torch.save(self._about, self._folder / COMMON_FILE)
+        write_file(self._folder / CONFIG_FILE, to_json(_BACKENDS))
+        self._copy_tokenizer()

@@ -1,0 +1,281 @@
+"""Megatron core's distributed checkpoints (`--ckpt-format torch_dist`) as a source, whatever layout saved them.
+
+    <dir>/latest_checkpointed_iteration.txt    100, or release
+    <dir>/iter_0000100/metadata.json           the formats: {"sharded_backend": "torch_dist", ...}
+    <dir>/iter_0000100/common.pt               what is not sharded, among it the run's arguments (`args`)
+    <dir>/iter_0000100/.metadata               the index of torch.distributed.checkpoint
+    <dir>/iter_0000100/__0_0.distcp            data
+
+Tensors are global and have the names of `megatron_names`, as of one tensor-parallel rank and one pipeline stage, with
+these differences:
+
+    decoder.layers.self_attention.linear_qkv.weight          [l, n, h]       all layers, where they are of one kind
+    decoder.layers.3.self_attention.linear_qkv.weight        [n, h]          else, with numbers in the model
+    decoder.layers.3.mlp.experts.experts.linear_fc1.weight   [e, 2f, h]      all experts of a layer
+    decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight [2f, h]         with `singleton_local_shards`
+    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v          [f, h]          gate and up, with the same
+
+l layers, e experts, n rows of queries, keys and values, f MLP width, h hidden. The order of rows in linear_fc1 is all
+of gate, then all of up. Tied output layers are stored once. Adam's state has the names of the weights:
+
+    optimizer.state.exp_avg.<key>, ...exp_avg_sq.<key>       of the weight's shape, else it is not read
+    optimizer.state.fp32_param.<key>, or ...param.<key>      fp32 masters; the second of the distributed optimizer
+
+Optimizers that are not distributed are saved so, and distributed ones with `--dist-ckpt-optim-fully-reshardable`. The
+others' (`dp_reshardable`) is not read: flat buffers `optimizer.distributed.dp_group_idx_0.gbuf_idx_0...bucket_idx_0.
+exp_avg`. Which weight lies where in them follows from the saving job's model-parallel ranks, order of parameters,
+buckets and padding, which no file has. Objects (`_extra_state`, random-number states) are ignored. No code in the files
+runs (`torch_file`, `dcp.parse_index`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megafp8.checkpoint.dcp import INDEX_FILE, check_data_files, parse_index
+from megafp8.checkpoint.files import parse_object, read_file
+from megafp8.checkpoint.reader import TensorReader
+from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
+from megafp8.conversion.base import CheckpointSource, TensorInfo, optimizer_key
+from megafp8.conversion.megatron.args import read_args
+from megafp8.conversion.megatron.names import OUTPUT, MegatronPlace, RankSlice, canonical, place, runs, their_shape
+from megafp8.conversion.megatron.source import (
+    BERT_HEAD,
+    COMMON_FILE,
+    EMBEDDING,
+    NO_WEIGHTS,
+    about_run,
+    content_of,
+    find_iteration,
+    refuse_t5,
+    tokens_before_padding,
+)
+from megafp8.conversion.model import check_size, model_tensors
+from megafp8.conversion.target import tokenizer_files
+from megafp8.host.messages import join_names
+from megafp8.layers.activation.record import ACTIVATIONS
+from megafp8.parallel.sharding import Shape
+from megafp8.spec import ModelSpec
+
+CONFIG_FILE = "metadata.json"
+HALVES = {"gate": "_w", "up": "_v"}
+"""Suffixes of the two tensors that `singleton_local_shards` makes of linear_fc1."""
+_FLAT = "optimizer.distributed.dp_group_idx_"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_MASTERS = ("fp32_param", "param")
+
+
+class _Candidate(NamedTuple):
+    """A stored tensor that may hold one of ours at the leading indices `lead`, of dims of sizes `counts`.
+
+    `half`: it is gate or up alone.
+    """
+
+    key: str
+    lead: Shape
+    counts: Shape
+    half: bool
+
+
+class _Part(NamedTuple):
+    """Where a tensor of ours lies: in the stored tensor `key` at the leading indices `lead`, in these runs."""
+
+    key: str
+    lead: Shape
+    runs: list[RankSlice]
+    dim: int
+
+
+class TorchDistSource(CheckpointSource):
+    """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
+
+    `vocab_size`: tokens before padding. Raises ValueError naming the file that is missing, damaged or not supported.
+    """
+
+    def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
+        self.path = find_iteration(Path(path))
+        _check_backend(self.path)
+        index_file = self.path / INDEX_FILE
+        index = parse_index(index_file, read_file(index_file))
+        check_data_files(self.path, index)
+        self._reader = TensorReader(self.path, index)
+        common = TorchFile(self.path / COMMON_FILE)
+        content = content_of(common)
+        args = content["args"]
+        self._stored = _weights(self.path, index)
+        if EMBEDDING not in self._stored:
+            raise ValueError(f"{self.path} has no {EMBEDDING}: it is no GPT or BERT model")
+        self._padded_vocab = self._stored[EMBEDDING][1].shape[0]
+        try:
+            vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
+            multiple = args.get("make_vocab_size_divisible_by") or 128
+            self.model = read_args(args, vocab, multiple, bert=BERT_HEAD in self._stored)
+            shapes = [info.shape for _, info in self._stored.values()]
+            check_size(self.model, shapes, stacked=max((shape[0] for shape in shapes if shape), default=0))
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
+            raise ValueError(f"{common.path}: {error}") from error
+        self.about = about_run(content, args)
+        self._parts: dict[str, _Part] = {}
+        self.tensors = self._check()
+        steps = set(_optimizer_steps(common, content.get("optimizer")))
+        state = self._optimizer_state(index) if len(steps) == 1 else {}
+        self._flat = next((key for key in index.state_dict_metadata if _FLAT in key), None)
+        if state:
+            self.tensors |= state
+            self.about["optimizer_steps"] = steps.pop()
+        self.tokenizer_files = tokenizer_files(self.path.parent)
+
+    def _check(self) -> dict[str, TensorInfo]:
+        """Our tensors, after checking that the checkpoint has all of them and no others."""
+        used, tensors = {OUTPUT} if self.model.head.tied else set(), {}
+        for name, shape in model_tensors(self.model).items():
+            at = place(name)
+            expected = their_shape(name, shape, self.model, 1, self._padded_vocab)
+            options = list(_candidates(at, name, self.model))
+            candidate = next((option for option in options if option.key in self._stored), None)
+            if candidate is None:
+                keys = " or ".join(option.key for option in options)
+                raise ValueError(f"{self.path} has no tensor {keys}, which its arguments promise")
+            key, info = self._stored[candidate.key]
+            expected = (*candidate.counts, *(shape if candidate.half else expected))
+            if info.shape != expected:
+                shapes = f"has shape {list(info.shape)}, and {list(expected)} by the arguments"
+                raise ValueError(f"{self.path}: {key} {shapes}")
+            if not info.dtype.is_floating_point:
+                raise ValueError(f"{self.path}: {key} is {info.dtype}, and no floating point")
+            whole = [RankSlice(0, 0, 0, shape[0])]
+            where = whole if candidate.half else runs(name, shape, self.model, 1, self._padded_vocab)
+            self._parts[name] = _Part(key, candidate.lead, where, at.dim or 0)
+            used.add(candidate.key)
+            tensors[name] = TensorInfo(shape, info.dtype)
+        unknown = sorted(self._stored.keys() - used)
+        if unknown:
+            names = join_names(unknown)
+            raise ValueError(f"{self.path} has {len(unknown)} tensors that no model of ours has: {names}")
+        return tensors
+
+    def _optimizer_state(self, index: Metadata) -> dict[str, TensorInfo]:
+        """Adam's moments and the masters; none where any has another shape than its weight."""
+        names, tensors = defaultdict(list), {}
+        for name, part in self._parts.items():
+            names[part.key].append(name)
+        parts = {}
+        for key, entry in index.state_dict_metadata.items():
+            match = _STATE.fullmatch(key)
+            if match is None or match[2] not in names or not isinstance(entry, TensorStorageMetadata):
+                continue
+            weight = index.state_dict_metadata[match[2]]
+            assert isinstance(weight, TensorStorageMetadata)
+            if entry.size != weight.size:
+                return {}
+            kind = "master" if match[1] in _MASTERS else match[1]
+            for name in names[match[2]]:
+                ours = optimizer_key(kind, name)
+                parts[ours] = self._parts[name]._replace(key=key)
+                tensors[ours] = TensorInfo(self.tensors[name].shape, entry.properties.dtype)
+        self._parts |= parts
+        return tensors
+
+    def why_without(self, name: str) -> str:
+        if self._flat is None or not name.startswith("optimizer."):
+            return super().why_without(name)
+        return (
+            f"{self.path} has Adam's state in flat buffers of each rank ({self._flat}), and nothing says where in them "
+            "each weight's is; load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable"
+        )
+
+    def read(self, name: str) -> Tensor:
+        shape, dtype = self.tensors[name]
+        part = self._parts[name]
+        out = torch.zeros(shape, dtype=dtype)  # zeros in rows of padding that theirs does not have
+        first = min(run.theirs for run in part.runs)
+        length = max(run.theirs + run.length for run in part.runs) - first
+        low = (*part.lead, *(first if dim == part.dim else 0 for dim in range(len(shape))))
+        if len(part.runs) == 1:
+            self._read(part, low, out.narrow(part.dim, part.runs[0].ours, length))
+            return out
+        # Checksums are of whole rectangles, so what lies between the runs is read once, too.
+        buffer = torch.empty([length if dim == part.dim else n for dim, n in enumerate(shape)], dtype=dtype)
+        self._read(part, low, buffer)
+        for run in part.runs:
+            values = buffer.narrow(part.dim, run.theirs - first, run.length)
+            out.narrow(part.dim, run.ours, run.length).copy_(values)
+        return out
+
+    def _read(self, part: _Part, low: Shape, target: Tensor) -> None:
+        self._reader.read_into(part.key, low, target[(None,) * len(part.lead)], verify=True)
+
+
+def _check_backend(folder: Path) -> None:
+    """Raise ValueError where `folder` is no checkpoint of torch_dist."""
+    for name in (CONFIG_FILE, COMMON_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no distributed checkpoint of Megatron core: it has no {name}")
+    config = folder / CONFIG_FILE
+    backend = parse_object(config, read_file(config)).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(
+            f"{folder / CONFIG_FILE} says sharded_backend = {backend!r}: megafp8 reads torch_dist. A Megatron-LM that "
+            "reads it can save it with --ckpt-format torch_dist"
+        )
+    if not (folder / INDEX_FILE).is_file():
+        raise ValueError(f"{folder} has no {INDEX_FILE}: it is not complete")
+
+
+def _weights(path: Path, index: Metadata) -> dict[str, tuple[str, TensorInfo]]:
+    """The stored weights by canonical key: their own key, shape and dtype."""
+    keys = [
+        name
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and "optimizer" not in name.split(".")
+        and not name.endswith(NO_WEIGHTS)
+    ]
+    refuse_t5(path, [key.replace("coder.layers.", "coder.layers.0.", 1) for key in keys])
+    weights: dict[str, tuple[str, TensorInfo]] = {}
+    for key in keys:
+        entry = index.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        weights[canonical(key)] = key, TensorInfo(tuple(entry.size), entry.properties.dtype)
+    return weights
+
+
+def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
+    """The counts of steps in `tree`, what common.pt holds of the optimizers."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
+        if key not in ("step", "common_step"):
+            yield from _optimizer_steps(common, value)
+        elif isinstance(value, StoredTensor) and value.shape in ((), (1,)):
+            count = torch.empty(value.shape, dtype=value.dtype)
+            common.read(value, key, (0,) * count.dim(), count)
+            yield int(count)
+        elif isinstance(value, (int, float)):
+            yield int(value)
+
+
+def _candidates(at: MegatronPlace, name: str, model: ModelSpec) -> Iterator[_Candidate]:
+    """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `at`."""
+    layers: dict[str, tuple[Shape, Shape]] = {"": ((), ())}
+    half = None
+    if at.layer is not None:
+        half = HALVES.get(name.split(".")[-2]) if ACTIVATIONS[model.layers[at.layer].ffn.activation].gated else None
+        stacked = ((at.layer,), (model.num_layers,))
+        layers = {"decoder.layers.": stacked, f"decoder.layers.{at.layer}.": ((), ())}
+    experts: dict[str, tuple[Shape, Shape]] = {at.key: ((), ())}
+    if at.layer is not None and at.expert is not None:
+        key = at.key.replace("local_experts.*", "experts")
+        alone = key.replace(".experts.experts.", f".experts.experts.{at.expert}.")
+        experts = {key: ((at.expert,), (model.layers[at.layer].ffn.num_experts,)), alone: ((), ())}
+    for prefix, (layer, layer_count) in layers.items():
+        for key, (expert, expert_count) in experts.items():
+            yield _Candidate(prefix + key, layer + expert, layer_count + expert_count, False)
+            if half is not None:
+                yield _Candidate(prefix + key + half, layer + expert, layer_count + expert_count, True)

@@ -1,0 +1,1 @@
+"""Adapter folders of PEFT."""

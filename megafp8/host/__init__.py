@@ -1,0 +1,1 @@
+"""Chores that know nothing of training: arguments, files, processes, messages."""

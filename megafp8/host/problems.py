@@ -1,0 +1,53 @@
+"""Errors of a config: for each problem the key, its value, the rule that it breaks, and a value that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megafp8.host.messages import value_text
+
+_REQUIRED = object()
+"""The value of a key that is required and missing."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Broken rule of a config.
+
+    Args:
+        path: Dotted path of the key.
+        works: Value or action that would help.
+        where: File and line of the value, which begin the message; empty for an override.
+    """
+
+    path: str
+    value: object
+    rule: str
+    works: str
+    where: str = ""
+
+    @classmethod
+    def missing(cls, path: str, works: str) -> Problem:
+        """Return the problem of a required key that is not given."""
+        return cls(path, _REQUIRED, "is required", works)
+
+    def __str__(self) -> str:
+        if self.value is _REQUIRED:
+            return f"{self.where}{self.path} {self.rule}: {self.works}"
+        return f"{self.where}{self.path} = {value_text(self.value)}: {self.rule}; {self.works}"
+
+
+class ConfigError(ValueError):
+    """A config that cannot run, with all problems found."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  ".join([f"{source}: {count}", *map(str, self.problems)]))
+
+
+def divisors(number: int, most: int) -> str:
+    """Advice to try the largest divisors of `number` up to `most`."""
+    divisor_texts = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
+    return "try " + " or ".join(divisor_texts[-3:])

@@ -1,0 +1,232 @@
+"""Serve a model over HTTP, by the API of OpenAI: completions and chats, with streams.
+
+    megafp8 serve runs/mine
+    megafp8 serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
+    torchrun --nproc-per-node 2 -m megafp8.inference.server runs/mine --tensor 2
+
+docs/serving.md describes endpoints, limits and metrics. SIGTERM or Ctrl-C lets running requests end and refuses others;
+a second one ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megafp8.conversion.formats import open_source
+from megafp8.conversion.huggingface.tokenizer import find_tokenizer
+from megafp8.data.chats import chat_prompt_encoder, read_chat_template
+from megafp8.data.packages import import_package
+from megafp8.data.tokenizers import build_tokenizer
+from megafp8.host.arguments import ArgumentParser, at_least, between
+from megafp8.host.messages import print_error
+from megafp8.host.object_store import as_path
+from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
+from megafp8.inference.server.engine import Engine
+from megafp8.parallel.parallel_state import destroy_model_parallel
+
+if TYPE_CHECKING:
+    from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
+
+_FAILED = 2
+_KEEP_ALIVE_SECONDS = 75
+"""An idle connection is closed after so long: later than clients and proxies do, mostly after 5 to 60 s. The other way
+round a request may be sent on a connection that is just being closed."""
+_FLUSH_SECONDS = 5
+"""How long the last responses may take to be sent when the server ends."""
+_seconds = between(0.001, 1e9)
+
+logger = logging.getLogger("megafp8.inference.server")
+
+
+def _port(text: str) -> int:
+    """Parse the value of --port."""
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"{port} is no port; ports are 0 to 65535")
+    return port
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="megafp8 serve", description=__doc__)
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
+    parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
+    parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
+    parser.add_argument("--chat-template", type=Path, help="default: the tokenizer's template")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
+    parser.add_argument("--allow-refit", action="store_true", help="requests may pause it and change its weights")
+    add_model_flags(parser)
+    add_cache_flags(parser)
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-body-bytes", type=int, default=2**20, help="of a request; default: %(default)s")
+    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt; default: what fits")
+    limits.add_argument("--max-tokens", type=int, help="of a text; default: what fits")
+    limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
+    limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
+    limits.add_argument("--max-client-texts", type=int, help="of an address; default: 3/4 of those that run and wait")
+    limits.add_argument("--max-connections", type=at_least(1), default=1024, help="open at once; default: %(default)s")
+    limits.add_argument(
+        "--request-seconds", type=_seconds, default=600.0, help="a request may take; default: %(default)s"
+    )
+    limits.add_argument("--shutdown-seconds", type=_seconds, default=20.0, help="after SIGTERM; default: %(default)s")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    return make_parser().parse_args(argv)
+
+
+def limits_of(arguments: argparse.Namespace) -> ServerLimits:
+    from megafp8.inference.server.app import ServerLimits
+
+    return ServerLimits(
+        body_bytes=arguments.max_body_bytes,
+        prompt_tokens=arguments.max_prompt_tokens,
+        max_tokens=arguments.max_tokens,
+        texts=arguments.max_texts,
+        waiting=arguments.max_waiting,
+        client_texts=arguments.max_client_texts,
+        seconds=arguments.request_seconds,
+        shutdown=arguments.shutdown_seconds,
+    )
+
+
+def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
+    """From messages to tokens, or why there are no chats. Raises ValueError for a template that was given, and if there
+    is no tokenizer."""
+    tokenizer_path = find_tokenizer(open_source(checkpoint))
+    if tokenizer_path is None:
+        raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
+    tokenizer = build_tokenizer(**tokenizer_path)
+    try:
+        text = None if template is None else str(template)
+        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), text))
+    except ValueError as error:
+        if template is not None:
+            raise
+        return f"this model has no chats: {error}"
+
+
+def key_of(variable: str | None) -> str | None:
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise ValueError(f"--api-key-env {variable}: the environment has no such variable, or it is empty")
+    return key
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket with this address, which does not listen yet. Raises ValueError if the address is not free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        works = "give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "give another"
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; {works}") from None
+    return listener
+
+
+def serve(service: Service, listener: socket.socket, *, max_connections: int) -> None:
+    """Answer requests until SIGTERM or SIGINT, on the first rank. Raises what the generator has failed with."""
+    import uvicorn
+
+    from megafp8.inference.server.connections import LimitedProtocol
+
+    class Server(uvicorn.Server):
+        """Drains before it closes its sockets, so that health checks and late requests get 503 meanwhile."""
+
+        loop: asyncio.AbstractEventLoop
+        drained: asyncio.Future[None]
+
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()
+            await super().serve(sockets)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = listener.getsockname()[:2]
+            logger.warning("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if service.draining:
+                self.end()
+            else:
+                service.draining = True
+                self.loop.call_soon_threadsafe(self.drain)
+
+        def drain(self) -> None:
+            self.drained = asyncio.ensure_future(service.drain())
+            self.drained.add_done_callback(self.end)
+
+        def end(self, *_: object) -> None:
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        service.app(on_failure=lambda: server.end()),
+        http=LimitedProtocol,
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=max_connections + 1,  # uvicorn counts the one that it decides about
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    server = Server(config)
+    server.run(sockets=[listener])
+    if service.engine.failure is not None:
+        raise service.engine.failure
+
+
+def run(arguments: argparse.Namespace) -> None:
+    import_package("uvicorn", "the server")
+    from megafp8.inference.server.app import Service
+
+    first = os.environ.get("RANK", "0") == "0"
+    key, limits = key_of(arguments.api_key_env), limits_of(arguments)
+    chats = chats_of(arguments.checkpoint, arguments.chat_template)
+    listener = bound_socket(arguments.host, arguments.port) if first else None
+    generator = load_generator(arguments)
+    try:
+        engine = Engine(generator)
+        if listener is None:
+            # Signals reach all ranks; the first one says when to end.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            engine.follow()
+        else:
+            name = arguments.name or arguments.checkpoint.resolve().name
+            allow_refit = arguments.allow_refit
+            service = Service(engine, name, encode_chat=chats, limits=limits, api_key=key, allow_refit=allow_refit)
+            serve(service, listener, max_connections=arguments.max_connections)
+    finally:
+        destroy_model_parallel()
+    if engine.receives:  # Python aborts if the thread returns from native code while the interpreter ends
+        logging.shutdown()
+        os._exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    logging.basicConfig(format="%(message)s")
+    try:
+        run(arguments)
+    except (ValueError, OSError) as error:
+        print_error(error)
+        return _FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The absence of a mixer or of a feed-forward network."""

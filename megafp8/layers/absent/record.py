@@ -1,0 +1,29 @@
+"""The absent part of a layer that has a mixer only, or a feed-forward network only (Nemotron-H): `none` in YAML."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megafp8.spec import PartRecord
+
+
+class NoMixerConfig(PartRecord):
+    """No mixer: the layer is a feed-forward network."""
+
+    module: ClassVar[str] = "megafp8.layers.absent.module:NoMixer"
+    tensor_prefix: ClassVar[str] = "no_mixer"
+    present: ClassVar[bool] = False
+
+    kind: Literal["none"] = "none"
+    """None: the layer is a feed-forward network."""
+
+
+class NoFfnConfig(PartRecord):
+    """No feed-forward network: the layer is a mixer."""
+
+    module: ClassVar[str] = "megafp8.layers.absent.module:NoFeedForward"
+    tensor_prefix: ClassVar[str] = "no_ffn"
+    present: ClassVar[bool] = False
+
+    kind: Literal["none"] = "none"
+    """None: the layer is a mixer."""

@@ -1,0 +1,331 @@
+"""Self-attention of sequences that are sharded over context-parallel ranks.
+
+A rank computes the outputs of its own queries and needs all ranks' keys and values. It all-gathers them, in forward and
+again in backward, and reduce-scatters their gradients. It saves its own shard of q, k, v and the output only.
+
+A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
+small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
+needs n small kernels in place of each large one (docs/decisions/0010-context-parallelism.md). Here the triangles of a
+rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
+section 3.3.2).
+
+A rank has two slots of chunks of documents (`parallel.context`). Queries attend to their own chunk through a
+causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
+results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
+sequence.
+
+Where attention is bidirectional, one call has all of a rank's queries and the keys of their whole documents.
+
+What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: windows on
+both sides, chunks, prefixes, and scores that depend on positions.
+
+With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
+before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
+whose outputs are dropped and whose gradients are zero.
+
+Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
+ranks.
+
+Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard, c = r/2 of a slot; b micro-batch, a query heads, g
+key-value heads of width d; m documents of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megafp8.layers.attention import op as attention
+from megafp8.layers.attention.mask import CAUSAL, AttentionMask
+from megafp8.layers.attention.scores import PLAIN, Scores
+from megafp8.parallel.collectives import all_gather_async, reduce_scatter
+from megafp8.parallel.context import (
+    DocumentPlacement,
+    first,
+    offsets,
+    one_segment,
+    place_tokens,
+    rank_order,
+    rank_rows,
+    slots_of,
+)
+
+
+class AttentionCall(NamedTuple):
+    """Queries and the keys that they attend to in one kernel call.
+
+    `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
+    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: where
+    zeros are queries too, the places of the rank's own among them. `mask`: which keys each query attends to.
+    """
+
+    rows: slice
+    mask: AttentionMask
+    keys_tb: Tensor | None = None
+    blocks: tuple[int, ...] = ()
+    queries_tb: Tensor | None = None
+
+
+def plan(
+    s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
+    causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
+    chunk: int | None = None,
+) -> tuple[AttentionCall, ...]:  # fmt: skip
+    """The calls of `rank` in the order to make them. Does not synchronize the host.
+
+    `window`, `causal`, `prefix_b`, `chunk`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token
+    of each document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may
+    depend on positions (`Scores.depend_on_positions`). `cuts_documents`: as in `place_tokens`.
+    """
+    c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
+    if window is not None and window >= s:
+        window = None
+    if chunk is not None and chunk >= s:
+        chunk = None
+    whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
+    placed = place_tokens(whole, 2 * ranks, s, cuts_documents=cuts_documents)
+    if not causal and window is None and not positions:
+        return (_bidirectional(shard, slots, placed, ranks, cu_seqlens_bm),)
+    row_bs = rank_rows(placed.slot_bs, ranks)
+    if positions or not causal or prefix_b is not None or chunk is not None:
+        positions_bs = rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
+        mask = AttentionMask(
+            cu_seqlens_bm, cu_seqlens_bm, causal, window, chunk, prefix_b=prefix_b, positions_bs=positions_bs
+        )
+        return (AttentionCall(shard, mask, row_bs.T, (s,)),)
+    if window is not None:
+        return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)
+    lengths, _, _, slot_bs = placed
+    if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
+        halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
+        return (
+            *(AttentionCall(rows, CAUSAL) for _, rows in halves),
+            *(
+                AttentionCall(
+                    rows, AttentionMask(causal=False), row_bs.gather(1, first(slot_bs, slot * c)).T, (slot * c,)
+                )
+                for slot, rows in halves
+                if slot
+            ),
+        )
+    chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
+    keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
+    return (
+        AttentionCall(shard, AttentionMask(chunks, chunks, square=True)),
+        AttentionCall(
+            shard,
+            AttentionMask(chunks, earlier, causal=False),
+            torch.cat(keys, dim=1).T,
+            tuple(x.shape[1] for x in keys),
+        ),
+    )
+
+
+def _bidirectional(
+    rows: slice, slots: tuple[int, int], placed: DocumentPlacement, ranks: int, cu_seqlens_bm: Tensor | None
+) -> AttentionCall:
+    """All keys of the sequence; of documents once for each slot, as segments have their queries side by side."""
+    lengths, _, _, slot_bs = placed
+    row_bs, s = rank_rows(slot_bs, ranks), slot_bs.shape[1]
+    if cu_seqlens_bm is None:
+        return AttentionCall(rows, AttentionMask(causal=False), row_bs.T, (s,))
+    queries = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    keys = offsets(lengths.sum(-1).repeat(1, 2))
+    return AttentionCall(rows, AttentionMask(queries, keys, causal=False), row_bs.repeat(1, 2).T, (s, s))
+
+
+def _windowed(
+    rows: slice,
+    slots: tuple[int, int],
+    placed: DocumentPlacement,
+    ranks: int,
+    window: int,
+    cu_seqlens_bm: Tensor | None,
+) -> AttentionCall:
+    """The keys of each slot's chunks and of the `window` - 1 tokens before them.
+
+    How many keys documents need is known to the device only: there are as many as could be needed, and those that are
+    not are a last segment without queries.
+    """
+    lengths, document_bs, offset_bs, slot_bs = placed
+    s, device = slot_bs.shape[1], slot_bs.device
+    c = s // (2 * ranks)
+    starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
+    counts_q, counts_k, keys, queries = [], [], [], []
+    before_b1 = torch.zeros(len(slot_bs), 1, dtype=torch.int64, device=device)  # queries of the slot before
+    for slot in slots:
+        length_bm, start_bm = lengths[..., slot], starts[..., slot]
+        oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
+        needed_bs = (slot_bs <= slot) & (offset_bs >= oldest_bm.gather(1, document_bs))
+        count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
+        most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
+        unneeded_b1 = most - count_bm.sum(1, keepdim=True)
+        counts_q += [count_bm, torch.zeros_like(unneeded_b1)]
+        counts_k += [count_bm, unneeded_b1]
+        chosen = first(torch.where(needed_bs, 0, torch.where(slot_bs <= slot, 1, 2)), most)
+        other = slot_bs.gather(1, chosen) != slot
+        queries.append(first(other.byte(), c) + before_b1)
+        before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
+        keys.append(row_bs.gather(1, chosen))
+    cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
+    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
+    return AttentionCall(
+        rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T
+    )
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """softmax(q·kᵀ/√d)·v of a micro-batch on this rank of `group`; collective, as is its backward.
+
+    `calls`: what this rank computes (`plan`).
+    """
+
+    group: ProcessGroup
+    calls: tuple[AttentionCall, ...]
+
+    def __call__(
+        self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        """`[r, b, a, d]` from this rank's shards of q, k and v. `sink_a`: each head's sink.
+
+        The gradient of the bias of `scores` is that of this rank's queries, as those of parameters are.
+        """
+        known = all(call.mask.positions_bs is not None for call in self.calls)
+        assert known or not scores.depend_on_positions, "a plan with positions=True"
+        return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, sink_a, scores.distance_bias_ar, self, scores)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What every block's attention reads besides its own inputs."""
+        indices = [x for call in self.calls for x in (call.keys_tb, call.queries_tb) if x is not None]
+        return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
+
+
+class _KeysAndValues:
+    """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
+
+    def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
+        self.local = k_rbgd.contiguous(), v_rbgd.contiguous()
+        self._gathered, self._work = all_gather_async(self.local, group)
+        self._waits = True
+
+    def for_call(self, call: AttentionCall) -> list[Tensor]:
+        """k and v `[t, b, g, d]` of a call."""
+        if call.keys_tb is None:
+            return [x[call.rows] for x in self.local]
+        if self._waits:
+            self._work.wait()
+            self._waits = False
+        return [_take(x, call.keys_tb) for x in self._gathered]
+
+
+def _take(x_sbgd: Tensor, rows_tb: Tensor) -> Tensor:
+    """Rows of each sample, `[t, b, ...]`; the same of all samples if there is one column."""
+    if rows_tb.shape[1] == 1:
+        return x_sbgd.index_select(0, rows_tb[:, 0])
+    return x_sbgd[rows_tb, torch.arange(x_sbgd.shape[1], device=x_sbgd.device)]
+
+
+def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
+    """Write rows of each sample, none of them twice."""
+    if rows_tb.shape[1] == 1:
+        into_sbgd.index_copy_(0, rows_tb[:, 0], values_tbgd)
+    else:
+        into_sbgd[rows_tb, torch.arange(into_sbgd.shape[1], device=into_sbgd.device)] = values_tbgd
+
+
+def _with_zeros(call: AttentionCall, x_rbad: Tensor) -> Tensor:
+    """A call's rows of a tensor of queries, with zeros between them where the call has such."""
+    if call.queries_tb is None:
+        return x_rbad[call.rows]
+    assert call.keys_tb is not None
+    wide = x_rbad.new_zeros(call.keys_tb.shape[0], *x_rbad.shape[1:])
+    _put(call.queries_tb, x_rbad[call.rows], wide)
+    return wide
+
+
+def _of_queries(call: AttentionCall, x_tbad: Tensor) -> Tensor:
+    return x_tbad if call.queries_tb is None else _take(x_tbad, call.queries_tb)
+
+
+def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs and log-sum-exps of the same queries over two sets of keys, the second perhaps empty.
+
+    A softmax over all keys is the parts' softmaxes, weighted by their parts of the total sum.
+    """
+    weight_sba1 = torch.sigmoid(more_sba - lse_sba).unsqueeze(-1)
+    wide = weight_sba1.dtype
+    merged = torch.lerp(o_sbad.to(wide), more_sbad.to(wide), weight_sba1).to(o_sbad.dtype)
+    return merged, torch.logaddexp(lse_sba, more_sba)
+
+
+class _ContextAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None, bias_ar: Tensor | None,
+        context: ContextAttention, scores: Scores,
+    ) -> Tensor:  # fmt: skip
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
+        queries = q_rbad.contiguous()
+        o_rbad = queries.new_empty(*queries.shape[:3], v_rbgd.shape[-1])
+        lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
+        written = 0
+        for call in context.calls:
+            rows = call.rows
+            k, v = keys_and_values.for_call(call)
+            q = _with_zeros(call, queries)
+            attention.record_largest(q, k, call.mask, scores)
+            output_and_lse = attention.forward(q, k, v, call.mask, scores)
+            o, lse = (_of_queries(call, x) for x in output_and_lse)
+            if rows.stop <= written:
+                o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
+            o_rbad[rows], lse_rba[rows] = o, lse
+            written = max(written, rows.stop)
+        if sink_a is not None:
+            o_rbad, lse_rba = attention.with_sink(o_rbad, lse_rba, sink_a)
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar)  # views: their base is kept anyway
+        ctx.context, ctx.sink_a, ctx.scores = context, sink_a, replace(scores, distance_bias_ar=None)
+        return o_rbad
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_rbad: Tensor) -> tuple[Tensor | None, ...]:
+        q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar = ctx.saved_tensors
+        scores, bias_grad = replace(ctx.scores, distance_bias_ar=bias_ar), ctx.needs_input_grad[4]
+        context: ContextAttention = ctx.context
+        group = context.group
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
+        q_rbad, do_rbad = q_rbad.contiguous(), do_rbad.contiguous()
+        dq_rbad = torch.zeros_like(q_rbad)
+        wide = torch.promote_types(k_rbgd.dtype, torch.float32)
+        own_grads = [x.new_zeros(x.shape) for x in (k_rbgd, v_rbgd)]
+        summed_grads = [x.new_zeros(len(x) * group.size(), *x.shape[1:], dtype=wide) for x in (k_rbgd, v_rbgd)]
+        dbias_ar: Tensor | None = None
+        for call in context.calls:
+            do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
+            k, v = keys_and_values.for_call(call)
+            dq, dk, dv, dbias = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
+            if dbias is not None:
+                dbias_ar = dbias if dbias_ar is None else dbias_ar + dbias
+            dq_rbad[call.rows] += _of_queries(call, dq)
+            for mine, total, part in zip(own_grads, summed_grads, (dk, dv), strict=True):
+                if call.keys_tb is None:
+                    mine[call.rows] += part
+                    continue
+                # One block after the other, so that the order of sums is fixed.
+                for keys, values in zip(call.keys_tb.split(call.blocks), part.split(call.blocks), strict=True):
+                    _put(keys, _take(total, keys) + values, total)
+        dk, dv = (
+            reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
+            for total, mine in zip(summed_grads, own_grads, strict=True)
+        )
+        dsink = None if ctx.sink_a is None else attention.sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
+        return dq_rbad, dk, dv, dsink, None if dbias_ar is None else dbias_ar.to(bias_ar.dtype), None, None

@@ -1,0 +1,417 @@
+"""Causal self-attention with grouped queries, its heads cut over the tensor-parallel group.
+
+The core is `layers.attention.op`, or of sequences that are sharded over ranks `layers.attention.context_parallel`;
+which it is and what it masks, a layer is told.
+
+q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
+under its own global name. Where values are keys there are no v heads, and where a layer reads keys and values of an
+earlier one, q heads alone. What is read is kept for a micro-batch (`KeysAndValues`).
+
+Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.config import AttentionConfig
+from megafp8.layers.attention import op as attention
+from megafp8.layers.attention.mask import AttentionMask
+from megafp8.layers.attention.op import CoreAttention
+from megafp8.layers.attention.record import QueryScaling
+from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slopes
+from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
+from megafp8.layers.mixer import Mixer, TokenCache, Tokens
+from megafp8.layers.norm.module import Norm, ProjectionNorms, RMSNormPart
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.rotary.module import RotaryEmbedding
+from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.numerics.batch_invariance import sigmoid
+from megafp8.numerics.philox import Key, key_of
+from megafp8.parallel.sharding import Init, shard_dim
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
+
+ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
+ROTARY = Neighbor("rotary embedding", "per_tensor")
+
+
+@dataclass(frozen=True)
+class ProbabilityDropout:
+    """A layer's dropout of attention probabilities. `first_head`: the first of this rank's heads."""
+
+    p: float
+    key: Key
+    first_head: int
+
+    @classmethod
+    def build(cls, name: str, p: float, heads: int, context: BuildContext) -> ProbabilityDropout:
+        """That of the attention layer `name`, which has `heads` heads on all tensor-parallel ranks."""
+        key = key_of(context.seed, name, "attention_dropout")
+        return cls(p, key, context.tensor.rank() * (heads // context.tensor.size()))
+
+    def added_to(self, scores: Scores, samples_b: Tensor | None) -> Scores:
+        """`scores` with it, for samples with these indices in the run; None: no dropout."""
+        if samples_b is None or not self.p:
+            return scores
+        return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
+
+
+class KeysAndValues:
+    """Keys and values of a layer for the later layers that read them, in a micro-batch or step.
+
+    The first forward pass fills it: where the layer is recomputed, later ones have been read already.
+    """
+
+    def __init__(self) -> None:
+        self._given: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, k_sbgd: Tensor, v_sbgd: Tensor) -> None:
+        self._given = self._given or (k_sbgd, v_sbgd)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        assert self._given is not None, "the layer has not run, or is in another stage"
+        return self._given
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed.
+
+    `query_scale_sb11`: what queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing. `shared`: keys and values
+    that the layer reads, or that others read of it; None: neither.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None
+    core: CoreAttention
+    scores: Scores
+    query_scale_sb11: Tensor | None = None
+    shared: KeysAndValues | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        optional = (self.scores.distance_bias_ar, self.dropped_samples, self.query_scale_sb11)
+        return [*(self.rotary or ()), *self.core.tensors, *(x for x in optional if x is not None)]
+
+    @property
+    def dropped_samples(self) -> Tensor | None:
+        """Indices of the samples whose probabilities have dropout."""
+        return None if self.scores.dropout is None else self.scores.dropout.sample_b
+
+
+def new_largest_logits(context: BuildContext, heads: int) -> Tensor | None:
+    """`Mixer.largest_logits_a` of so many heads."""
+    if not context.records_logits:
+        return None
+    wide = torch.promote_types(context.dtype, torch.float32)
+    return torch.zeros(heads, dtype=wide, device=context.buffer_device)
+
+
+def recording(scores: Scores, largest_a: Tensor | None) -> Scores:
+    """`scores` that record the largest ones where gradients are computed."""
+    return replace(scores, largest_a=largest_a) if largest_a is not None and torch.is_grad_enabled() else scores
+
+
+def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
+    """What queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing."""
+    if scaling is None:
+        return None
+
+    def table() -> Tensor:
+        steps = (tokens.positions + scaling.first_position) // scaling.length
+        scale = 1 + scaling.factor * steps.double().log1p()
+        scale_sb = scale.unsqueeze(-1) if scale.dim() == 1 else scale.transpose(0, 1)
+        return scale_sb[..., None, None].to(dtype)
+
+    return tokens.once(("query scale", repr(scaling)), table)
+
+
+class Attention(Mixer):
+    """Softmax attention with grouped queries."""
+
+    def __init__(
+        self,
+        name: str,
+        record: AttentionConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
+        t, d = context.tensor.size(), record.channels
+        q_size, kv_size = record.num_attention_heads * d, record.groups * d
+        widths = {"q": q_size, "k": kv_size, "v": kv_size, "gate": q_size}
+        parts = {part: widths[part] for part in record.projected}
+        self.split = {part: width // t for part, width in parts.items()}
+        self.reads_keys = record.kv_layer is not None
+        self.is_read = int(name.split(".")[1]) in model.kv_sources
+        self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
+        self.largest_logits_a = new_largest_logits(context, self.heads)
+        common = context.linear_options()
+        has_rotary = record.position_embedding == "rope"
+        plain = [*parts] == ["q", "k", "v"] and not self.is_read
+        self.norms_rotated = record.qk_norm == "rotated"
+        rotates = has_rotary and plain and not record.value_norm
+        if rotates and self.norms_rotated:  # a rotation changes no norm, but for a factor of it
+            scaled = record.yarn or record.longrope
+            rotates = scaled is None or scaled.rotated_factor == 1
+        self.qkv = ColumnParallelLinear(
+            f"{name}.qkv",
+            model.hidden_size,
+            sum(parts.values()),
+            parts={f"{name}.{part}": width for part, width in parts.items()},
+            bias=model.linear_bias or record.qkv_bias,
+            init=Init("normal", model.hidden_init_std),
+            site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
+            **common,
+        )
+        self.rotates, self.causal = rotates, model.causal
+        self.rope = RotaryEmbedding(record, record.rotary_channels, d, context) if has_rotary else None
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            q_size,
+            model.hidden_size,
+            bias=model.linear_bias,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+        self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
+        self.sink: nn.Parameter | None = None
+        if record.attention_sinks:
+            shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
+            self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
+        self.norm_eps = model.norm.eps
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        self.qk_norms: ProjectionNorms | None = None
+        if record.qk_norm == "projection":
+            self.qk_norms = ProjectionNorms(
+                name, q_size, kv_size, context, model.norm.eps, zero_centered=model.norm.zero_centered
+            )
+        elif record.qk_norm is True:
+            norm: dict[str, Any] = {
+                "eps": model.norm.eps,
+                "sees_a_slice": t > 1,
+                "zero_centered": model.norm.zero_centered,
+            }
+            self.q_norm = RMSNormPart(f"{name}.q_norm", d, context, **norm)
+            self.k_norm = None if self.reads_keys else RMSNormPart(f"{name}.k_norm", d, context, **norm)
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        return self.qkv.state.input_format
+
+    def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
+        """How scores of whole sequences of so many tokens are computed, without dropout."""
+        record = self.record
+        bias_ar = self._alibi_bias(tokens) if record.position_embedding == "alibi" else learned_bias_ar
+        invariant = self.context.batch_invariant
+        return Scores(record.attention_scale, record.attention_softcap, bias_ar, batch_invariant=invariant)
+
+    def _alibi_bias(self, s: int) -> Tensor:
+        """`Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""
+        context, heads = self.context, self.record.num_attention_heads
+        key = ("alibi", heads, s)
+        if key not in context.constants:
+            options: dict[str, Any] = {
+                "dtype": torch.promote_types(context.dtype, torch.float32), "device": context.buffer_device,
+            }  # fmt: skip
+            slopes_a = torch.tensor(alibi_slopes(heads)[context.tensor.rank() * self.heads :][: self.heads], **options)
+            context.constants[key] = slopes_a.unsqueeze(1) * torch.arange(1 - s, s, **options)
+        return context.constants[key]
+
+    def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
+        scores = recording(scores, self.largest_logits_a)
+        source = layer if self.record.kv_layer is None else self.record.kv_layer
+        core = tokens.attention(
+            source, self.record.sliding_window, causal=self.causal, positions=scores.depend_on_positions,
+            chunk=self.record.attention_chunk, stores=not self.reads_keys,
+        )  # fmt: skip
+        scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
+        rotary = None if self.rope is None else tokens.rotary(self.rope)
+        shares = self.reads_keys or self.is_read
+        shared = tokens.once(("keys and values", source), KeysAndValues) if shares else None
+        return AttentionInputs(rotary, core, scores, scale, shared)
+
+    def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
+        # Heads that share a key share a factor, the least.
+        root_g = factor_a.unflatten(0, (self.record.groups, -1)).amin(1).sqrt()
+        rows = {
+            "q": root_g.repeat_interleave(len(factor_a) // len(root_g) * self.d), "k": root_g.repeat_interleave(self.d)
+        }  # fmt: skip
+        return {f"{self.name}.{part}.{kind}": x for part, x in rows.items() for kind in ("weight", "bias")}
+
+    @property
+    def cache(self) -> tuple[TokenCache, ...]:
+        return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        scores = self.scores(length)
+        if self.dropout.p:
+            scores = replace(scores, dropout=AttentionDropout(self.dropout.p, (0, 0), torch.zeros(1)))
+        if prefix:
+            return attention.describe(device, AttentionMask(prefix_b=torch.zeros(1)), scores)
+        chunks = self.record.attention_chunk is not None
+        if documents or chunks or self.record.sliding_window is not None or not scores.only_scales:
+            return attention.describe(device, scores=scores)
+        return None
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, e, a = batch.tokens, batch.element, self.heads
+        saved = {"qkv input": batch.saved_input(self.qkv.state)}
+        kept = self.rotates and not (self.record.qk_norm and self.recompute)
+        if self.rotates or self.recompute:
+            saved["q, k, v, gate"] = m * sum(self.split.values()) * e
+        if kept and self.record.qk_norm:
+            saved["q and k after norms"] = m * (a + self.groups) * (self.d * e + batch.statistic)
+        if kept and self.record.query_scaling is not None:
+            saved["scaled q"] = m * a * self.d * e
+        # it is the projection's input, too
+        shares_output = self.proj.state.plan.saved == "high" and not self.record.output_gate
+        if not self.recompute or shares_output:
+            saved["attention output"] = m * a * self.d * e
+        if not self.recompute:
+            saved["attention log-sums"] = m * a * batch.statistic
+            saved |= {} if self.rotates else self._saved_heads(batch)
+        elif self.is_read:
+            saved |= self.kept(batch)
+        if not shares_output:
+            saved["proj input"] = batch.saved_input(self.proj.state)
+        return saved
+
+    def kept(self, batch: MicroBatch) -> dict[str, int]:
+        return {"k and v for other layers": 2 * batch.tokens * self.groups * self.d * batch.element * self.is_read}
+
+    def _saved_heads(self, batch: MicroBatch) -> dict[str, int]:
+        """Of queries, keys and values that are not rotated in place: inputs and results of norms and copies, and the
+        packed heads where something reads these."""
+        m, e, record, read = batch.tokens, batch.element, self.record, self.is_read
+        q, k, v = self.heads, 0 if self.reads_keys else self.groups, self.groups if "v" in self.split else 0
+        normed, projection = self.q_norm is not None or self.norms_rotated, self.qk_norms is not None
+        changed = normed or projection or self.rope is not None
+        # torch's norm keeps its input, which is a view, and heads before they are multiplied by weights.
+        by_torch = self.q_norm is not None and not self.q_norm.zero_centered
+        before = (q + k) * normed + k * (record.keys_as_values and (by_torch or self.q_norm is None))
+        after = q * (changed or record.query_scaling is not None)
+        after += k * (changed or (read and not record.keys_as_values)) + k * record.value_norm
+        after += v * (read and not record.value_norm)
+        statistics = (q + k) * normed + k * record.value_norm + 2 * projection
+        packed = by_torch or projection or not changed or record.output_gate
+        packed = packed or (v > 0 and (record.value_norm or not read))
+        return {
+            "q, k, v, gate": m * sum(self.split.values()) * e * packed,
+            "heads before and after norms": m * ((before + after) * self.d * e + statistics * batch.statistic),
+        }
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Norms and rotation of queries and keys, norms of values."""
+        m, e, d = batch.tokens, batch.element, self.d
+        channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
+        scaled = 2 * m * self.heads * d * e * (self.record.query_scaling is not None)
+        if self.rotates and self.record.qk_norm:  # gradients, and what norms read, once for sums and once for the cast
+            sums = channels * e * (self.qk_norms is not None)
+            return KernelWork(2 * channels * e + sums + scaled, 5 * channels * e + scaled)
+        if self.qk_norms is not None:  # by separate kernels in fp32
+            rotation = 2 * channels * e
+            return KernelWork(rotation + 56 * channels, rotation + 96 * channels)
+        normed = self.q_norm is not None or self.norms_rotated
+        passes = int(self.rope is not None or normed) * (2 if normed else 1)
+        moved = 2 * passes * channels * e
+        if self.record.value_norm and not self.reads_keys:
+            moved += 2 * m * self.groups * d * e
+        moved += scaled
+        gated = int(self.record.output_gate) * m * self.heads * d * e
+        return KernelWork(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
+
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        record = self.record
+        pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal, chunk=record.attention_chunk)
+        modified = record.attention_softcap is not None or record.attention_sinks
+        modified = modified or record.position_embedding == "alibi"
+        return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        return 2 * batch.tokens * self.groups * self.d * batch.element
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+        if not self.rotates:
+            return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
+        handoff = self.qkv.state.grad_handoff()
+        qkv_sbc = self.qkv(x_sbh, handoff)
+        if self.record.qk_norm:  # what norms give is recomputed, too
+            return self.proj(self._run(self._attend_rotated, qkv_sbc, inputs, handoff))
+        heads = self._rotated(qkv_sbc, inputs, handoff)
+        return self.proj(self._run(inputs.core, *heads, self.sink, inputs.scores).flatten(-2))
+
+    def _attend_rotated(self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None) -> Tensor:
+        return inputs.core(*self._rotated(qkv_sbc, inputs, handoff), self.sink, inputs.scores).flatten(-2)
+
+    def _rotated(
+        self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the packed heads [q | k | v] in one pass, q and k normed and rotated, q scaled."""
+        assert inputs.rotary is not None
+        q, k, v = rotate_and_split(qkv_sbc, self.heads, self.groups, *inputs.rotary, handoff, self._norms())
+        return q if inputs.query_scale_sb11 is None else q * inputs.query_scale_sb11, k, v
+
+    def _norms(self) -> QKNorms | None:
+        """The norms of q and k before their rotation."""
+        if self.qk_norms is not None:
+            return self.qk_norms.both
+        if self.q_norm is not None and self.k_norm is not None:
+            return QKNorms(self.q_norm.weight, self.k_norm.weight, self.norm_eps, self.q_norm.zero_centered)
+        return QKNorms(None, None, self.norm_eps) if self.norms_rotated else None
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recomputed(function, *inputs) if self.recompute else function(*inputs)
+
+    def _attend(self, qkv_sbc: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Attention of packed heads [q | k | v | gate], those of `AttentionConfig.projected`, normed, rotated and
+        scaled where the model has that."""
+        parts = qkv_sbc.split([*self.split.values()], dim=-1)
+        heads = {part: x.unflatten(-1, (-1, self.d)) for part, x in zip(self.split, parts, strict=True)}
+        q, gate = heads["q"], heads.get("gate")
+        if self.reads_keys:
+            assert inputs.shared is not None
+            k, v = inputs.shared.read()
+            q = self._placed(q, self.q_norm, inputs.rotary)
+        else:
+            k = heads["k"].contiguous() if self.record.keys_as_values else heads["k"]
+            v = heads.get("v", k)
+            if self.qk_norms is not None:
+                q, k = self.qk_norms(q, k)
+            q, k = self._placed(q, self.q_norm, inputs.rotary), self._placed(k, self.k_norm, inputs.rotary)
+            v = F.rms_norm(v, (self.d,), eps=self.norm_eps) if self.record.value_norm else v
+        if self.is_read:
+            assert inputs.shared is not None
+            k, v = k.contiguous(), v.contiguous()
+            inputs.shared.fill(k, v)
+        scale_sb11 = inputs.query_scale_sb11
+        q = q if scale_sb11 is None else q * scale_sb11
+        y = inputs.core(q, k, v, self.sink, inputs.scores)
+        return (y if gate is None else recomputed(_gated, y, gate, self.context.batch_invariant)).flatten(-2)
+
+    def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries or keys, normed and rotated where the model has that."""
+        x_sbad = x_sbad if norm is None else norm(x_sbad)
+        x_sbad = x_sbad if rotary is None else rotate_heads(x_sbad, *rotary)
+        return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad
+
+
+def _gated(y: Tensor, gate: Tensor, batch_invariant: bool) -> Tensor:
+    return y * sigmoid(gate, batch_invariant=batch_invariant)

@@ -1,0 +1,1 @@
+"""Attention over compressed keys and values (DeepSeek V4)."""

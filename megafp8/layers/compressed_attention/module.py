@@ -1,0 +1,402 @@
+"""Compressed attention (DeepSeek-V4): to the latest tokens, and to entries that each stand for several earlier ones.
+
+    q_down          h -> query latent, its norm; q_up: latent -> queries of the heads, each normalized
+    kv              h -> the key of all heads, which is the value, too; its norm
+    entry_kv, entry_gate    h -> what an entry is computed from, and by which weights
+    output_down     heads of a group -> channels of the group;  proj: all groups' channels -> h
+
+*An entry* of `compress_rate` tokens is the norm of their mean, weighted in each channel by the softmax of gates and a
+bias of each place among them. Without an indexer that is all (heavily compressed attention). With one, entries overlap:
+half of the channels are of the entry's own tokens, half of those of the entry before, which the next one takes up
+(compressed sparse attention). The indexer has queries and entries of its own, and chooses for each token those that it
+attends to. Nothing that it reads gets a gradient from it, and its only gradient is that of its loss.
+
+*Positions.* The last channels of queries and keys are rotated, neighbouring ones as pairs, and an entry as its first
+token. As a value carries its position, too, outputs are rotated back by that of the query.
+
+*Layouts.* Heads and groups are divided over tensor-parallel ranks. Keys, entries and the indexer are whole on each,
+and all but queries and outputs stay in training.precision. An entry is what a recurrence gives after the last of its
+tokens, and nothing after others: its state are the latest tokens' `entry_kv` and `entry_gate`. So context parallelism
+passes these from part to part of a sequence, and generation keeps them.
+
+Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels, r of which are rotated; m tokens of an
+entry, e entries; n channels of what entries are computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.compressed_attention import op as ops
+from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
+from megafp8.layers.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
+from megafp8.layers.norm.module import RMSNormPart, normalized
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recurrent.op import Recurrence, State
+from megafp8.layers.rotary.module import RotaryEmbedding
+from megafp8.layers.rotary.op import rotate_heads, rotated_neighbors
+from megafp8.layers.sparse_attention.module import without_padding
+from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss
+from megafp8.layers.sparse_attention.reference import Index, wide
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.linear.state import LinearState
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class CompressedInputs:
+    """What compressed attention reads: rotary tables, how its tokens reach keys, and how entries pass between them.
+
+    `back`: sines of the rotation back. `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents. `padding_bs`:
+    bool, tokens that are padding.
+    """
+
+    rotary: tuple[Tensor, Tensor]
+    back: Tensor
+    to_keys: AttendToKeys
+    recurrence: Recurrence
+    positions_sb: Tensor
+    padding_bs: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        padding = [] if self.padding_bs is None else [self.padding_bs]
+        return [*self.rotary, self.back, *self.to_keys.tensors, self.positions_sb, *padding]
+
+
+class _Entries(nn.Module):
+    """What entries of one kind are computed with, on each tensor-parallel rank, from all tokens.
+
+    `position`: `[m, series · width]`, added to gates. Gradients are those of a rank's heads, or of its queries' losses.
+    """
+
+    def __init__(
+        self, name: str, width: int, record: CompressedAttentionConfig, model: ModelSpec, context: BuildContext
+    ) -> None:
+        super().__init__()
+        assert record.compress_rate is not None
+        self.width, self.series, partial = width, record.series, context.tensor.size() > 1
+        shards = unsharded(f"{name}_position.weight", (record.compress_rate, record.series * width))
+        spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
+        self.position = new_parameter(context, shards, Init("zeros"), **spec)
+        self.norm = RMSNormPart(
+            f"{name}_norm", width, context, eps=model.norm.eps, sees_a_slice=partial,
+            zero_centered=model.norm.zero_centered,
+        )  # fmt: skip
+
+
+class CompressedAttention(Mixer):
+    """Compressed attention. It reads the norm's values, whatever `input` could give."""
+
+    def __init__(
+        self,
+        name: str,
+        record: CompressedAttentionConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        h, d, t = model.hidden_size, record.channels, context.tensor.size()
+        heads, groups, rate = record.num_attention_heads, record.output_groups, record.compress_rate
+        self.record, self.context, self.recompute, self.eps = record, context, memory.attention, model.norm.eps
+        self.d, self.r, self.heads = d, record.rotary_channels, heads // t
+        self.rope = RotaryEmbedding(record, self.r, None, context)
+        self.init = Init("normal", model.hidden_init_std)
+        has_entries, has_indexer = rate is not None, record.top_k is not None
+        entry_width = record.series * d if has_entries else 0
+        entry_parts = {"entry_kv": entry_width, "entry_gate": entry_width} if has_entries else {}
+        parts = {"q_down": record.q_rank, "kv": d, **entry_parts}
+        self.down, self.down_state = self._product(name, "down", parts, h)
+        self.widths = [record.q_rank, d, 2 * entry_width]
+        centered = model.norm.zero_centered
+        norm: dict[str, Any] = {
+            "eps": model.norm.eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
+        }  # fmt: skip
+        self.q_norm = RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
+        self.kv_norm = RMSNormPart(f"{name}.kv_norm", d, context, **norm)
+        self.q_up = ColumnParallelLinear(
+            f"{name}.q_up",
+            record.q_rank,
+            heads * d,
+            init=self.init,
+            site=context.site(before=Neighbor("q_norm", "none", "the indexer reads its values, too"), after=ATTENTION),
+            **context.linear_options(),
+        )
+        shard = shard_dim(f"{name}.sink.weight", (heads,), 0, context.tensor.rank(), t)
+        self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
+        shape = groups * record.output_rank, heads * d // groups
+        shard = shard_dim(f"{name}.output_down.weight", shape, 0, context.tensor.rank(), t)
+        self.output_down = new_parameter(context, [shard], self.init, replicated_over_tp=False, matrix=True)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            groups * record.output_rank,
+            h,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **context.linear_options(),
+        )
+        self.entry_kinds = nn.ModuleList()
+        if has_entries:
+            self.entry_kinds.append(_Entries(f"{name}.entry", d, record, model, context))
+        loss = None
+        if has_indexer:
+            d_index, n = record.index_head_dim, record.index_heads
+            self.index_q, self.index_q_state = self._product(name, "index_q", {"index_q": n * d_index}, record.q_rank)
+            width = record.series * d_index
+            index_parts = {"index_kv": width, "index_gate": width, "index_weights": n}
+            self.index_down, self.index_down_state = self._product(name, "index_down", index_parts, h)
+            self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, model, context))
+            self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
+            weight = record.kl_loss / context.global_tokens
+            loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)
+        window = record.sliding_window
+        assert window is not None, "the config was not checked"
+        self.attend = ops.CompressedCoreAttention(window, rate, record.top_k, d**-0.5, context.tensor, loss)
+
+    def _product(self, name: str, layer: str, parts: dict[str, int], inputs: int) -> tuple[nn.Parameter, LinearState]:
+        """The weight and state of a product that is whole on every tensor-parallel rank."""
+        shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
+        reason = "keys, entries and the indexer stay in training.precision"
+        site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
+        return replicated_parameter(self.context, shards, self.init, matrix=True), self.context.fp8.linear(site)
+
+    @property
+    def _widths_of_entries(self) -> list[int]:
+        """Channels of an entry of each kind."""
+        return [kind.width for kind in self.entry_kinds if isinstance(kind, _Entries)]
+
+    def inputs(self, layer: int, tokens: Tokens) -> CompressedInputs:
+        positions = tokens.positions.unsqueeze(-1) if tokens.positions.dim() == 1 else tokens.positions.t()
+        rotary = tokens.rotary(self.rope)
+        back = tokens.once(("rotation back", self.rope.key), lambda: -rotary[1])
+        keys, recurrence = tokens.keys(layer), tokens.recurrence(layer)
+        return CompressedInputs(rotary, back, keys, recurrence, positions, tokens.padding_bs)
+
+    @property
+    def cache(self) -> tuple[TokenCache | StateCache, ...]:
+        """Of each token its key, with the entry that ends with it; and what the next entries are computed from."""
+        if not self.entry_kinds:  # keys and values are two tensors in pages
+            return (TokenCache(1, self.d - self.d // 2, self.d // 2),)
+        width = sum(self._widths_of_entries)
+        shape = (self.record.tokens_before, 2 * self.record.series * width)
+        return TokenCache(1, self.d, width, self.record.compress_rate or 1), StateCache((shape,), (self.context.dtype,))
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: CompressedInputs) -> Tensor:
+        assert isinstance(x_sbh, Tensor)
+        q, kv, entries = linear(x_sbh, self.down, self.down_state).split(self.widths, dim=-1)
+        q_latent = normalized(self.q_norm, q.contiguous())
+        shared = [torch.cat([normalized(self.kv_norm, kv.contiguous()), entries], dim=-1)]
+        if self.record.top_k is not None:
+            index_q = linear(q_latent.detach(), self.index_q, self.index_q_state)
+            shared.append(torch.cat([index_q, linear(x_sbh.detach(), self.index_down, self.index_down_state)], dim=-1))
+        # Each rank's heads use the keys, and each computes the indexer's loss of other queries: gradients are sums.
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        shared = [share(x, self.context.tensor) for x in shared]
+        o_sbad = self._run(self._attend, self.q_up(q_latent), inputs, *shared)
+        return self.proj(self._output(o_sbad, inputs))
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recomputed(function, *inputs) if self.recompute else function(*inputs)
+
+    def _attend(self, q_sbc: Tensor, inputs: CompressedInputs, shared_sbc: Tensor, *index_sbc: Tensor) -> Tensor:
+        """`[s, b, a, d]`, not rotated back."""
+        q = F.rms_norm(q_sbc.unflatten(-1, (self.heads, self.d)), (self.d,), eps=self.eps)
+        kv, *entry_parts = shared_sbc.split([self.d, shared_sbc.shape[-1] - self.d], dim=-1)
+        queries = [_rotated(q, self.r, inputs.rotary)]
+        kv = _rotated(kv.unsqueeze(2), self.r, inputs.rotary).squeeze(2)
+        if not self.entry_kinds:
+            first, second = kv.tensor_split([self.d - self.d // 2], dim=-1)
+            return inputs.to_keys(self._attend_to, tuple(queries), (first, second))
+        for index in index_sbc:
+            heads, d = self.record.index_heads, self.record.index_head_dim
+            index_q, index_entries, weights = index.split([heads * d, 2 * self.record.series * d, heads], dim=-1)
+            weights = without_padding(weights, inputs.padding_bs)
+            queries += [_rotated(index_q.unflatten(-1, (heads, d)), self.r, inputs.rotary), weights]
+            entry_parts.append(index_entries)
+        xs = torch.cat(entry_parts, dim=-1), inputs.positions_sb.expand(-1, q.shape[1])
+        if torch.is_grad_enabled():  # only xs are kept for its backward
+            entries = recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
+        else:
+            entries = inputs.recurrence(self, xs)
+        return inputs.to_keys(self._attend_to, tuple(queries), (kv, entries), every=self.record.compress_rate or 1)
+
+    def _attend_to(
+        self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
+    ) -> Tensor:
+        """As `megafp8.layers.mixer.AttendTo`."""
+        kv_tbd, entries_ebc = keys
+        if not self.entry_kinds:
+            return self.attend(queries[0], torch.cat(keys, dim=-1), None, None, self.sink, first_bs, stop_bs)
+        entries_ebd, *index_k = entries_ebc.split(self._widths_of_entries, dim=-1)
+        index = None
+        if index_k:
+            scale = (self.record.index_head_dim * self.record.index_heads) ** -0.5
+            index = Index(queries[1], index_k[0], queries[2].to(wide(kv_tbd)) * scale)
+        return self.attend(queries[0], kv_tbd, entries_ebd, index, self.sink, first_bs, stop_bs)
+
+    def _output(self, o_sbad: Tensor, inputs: CompressedInputs) -> Tensor:
+        """The channels of the groups of heads, side by side."""
+        o, o_rotary = o_sbad.split([self.d - self.r, self.r], dim=-1)
+        # Its first channels of all pairs come first, as rotated keys have them.
+        o_rotary = rotate_heads(o_rotary, inputs.rotary[0], inputs.back)
+        o_rotary = o_rotary.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        o_sbgc = torch.cat([o, o_rotary], dim=-1).flatten(2).unflatten(-1, (-1, self.output_down.shape[1]))
+        weight_grc = self.output_down.unflatten(0, (-1, self.record.output_rank))
+        return torch.einsum("sbgc,grc->sbgr", o_sbgc, weight_grc).flatten(2)
+
+    # --- entries, as `megafp8.layers.recurrent.op.RecurrentRule`
+    # ---------------------------------------------------------
+
+    def zeros(self, b: int) -> State:
+        """What is known before the first token."""
+        size = (b, self.record.tokens_before, 2 * self.record.series * sum(self._widths_of_entries))
+        return (torch.zeros(*size, dtype=self.context.dtype, device=self.sink.device),)
+
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+        """What the tokens after these need of them, `[b, tokens_before, n]`; there are at least as many."""
+        return xs[0][len(xs[0]) - self.record.tokens_before :].transpose(0, 1)
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> None:
+        """Return None: only the latest tokens are remembered."""
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """Entries of all kinds side by side, `[s, b, c]`, in the rows of their last tokens; zero in others.
+
+        `xs`: what entries are computed from, `[s, b, n]`, and positions in documents, int64 `[s, b]`.
+        """
+        (x_sbn, positions_sb), (before_btn,), record = xs, state, self.record
+        rate, (s, b, _) = record.compress_rate, x_sbn.shape
+        assert rate is not None
+        known_tbn = torch.cat([before_btn.transpose(0, 1), x_sbn])
+        ends_sb = F.pad((positions_sb + 1) % rate == 0, (0, 0, 0, -s % rate))
+        ends_emb = ends_sb.unflatten(0, (-1, rate))  # at most one of `rate` rows
+        first_e1 = torch.arange(0, len(ends_sb), rate, device=x_sbn.device).unsqueeze(1)
+        last_eb = first_e1 + ends_emb.int().argmax(1)
+        end_position_eb = positions_sb.gather(0, last_eb)
+        sample_b = torch.arange(b, device=x_sbn.device)
+        # Rows of the tokens of each entry, and before them of the entry before, in `known_tbn`.
+        rows_kmeb = last_eb + torch.arange(record.series * rate, device=x_sbn.device).view(record.series, rate, 1, 1)
+        has_earlier_eb = end_position_eb >= 2 * rate - 1
+        entries, at = [], 0
+        rotary = self.rope.table((end_position_eb - rate + 1).t(), 0)
+        for kind in self.entry_kinds:
+            assert isinstance(kind, _Entries)
+            width = kind.width
+            kv, gate = [], []
+            for i, rows_meb in enumerate(rows_kmeb):
+                kv_at, gate_at = (at + (which * record.series + i) * width for which in (0, 1))
+                kv.append(known_tbn[rows_meb, sample_b, kv_at : kv_at + width])
+                values = known_tbn[rows_meb, sample_b, gate_at : gate_at + width]
+                bias = kind.position[:, i * width : (i + 1) * width].to(wide(x_sbn))
+                values = values.to(wide(x_sbn)) + bias.view(rate, 1, 1, width)
+                is_earlier = i + 1 < record.series
+                gate.append(values.masked_fill(~has_earlier_eb.unsqueeze(-1), -torch.inf) if is_earlier else values)
+            weights = torch.cat(gate).softmax(0)
+            entry = kind.norm((weights * torch.cat(kv)).sum(0).to(x_sbn.dtype))
+            entries.append(_rotated(entry.unsqueeze(2), self.r, rotary).squeeze(2))
+            at += 2 * record.series * width
+        entries_ebc = torch.cat(entries, dim=-1) * ends_emb.any(1).unsqueeze(-1)
+        y_sbc = torch.zeros(s, b, entries_ebc.shape[-1], dtype=x_sbn.dtype, device=x_sbn.device)
+        y_sbc = y_sbc.index_put((last_eb, sample_b), entries_ebc)
+        return y_sbc, (known_tbn[len(known_tbn) - before_btn.shape[1] :].transpose(0, 1),)
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, own_tokens, e, record, widths = (
+            batch.tokens,
+            batch.own_tokens,
+            batch.element,
+            self.record,
+            self._widths_of_entries,
+        )
+        whole, queries = batch.sequences * batch.length, m * self.heads * self.d  # keys of all context-parallel ranks
+        made_of = 2 * record.series * sum(widths)
+        saved = {
+            "latents' input": own_tokens * self.down.shape[1] * e,
+            "latents before their norms": own_tokens * (record.q_rank + self.d) * e,
+            "statistics of norms": 2 * own_tokens * batch.statistic,
+            "q_up input": batch.saved_input(self.q_up.state),
+            "attention output": queries * e,
+            "proj input": batch.saved_input(self.proj.state),
+        }
+        has_indexer, q_up = record.top_k is not None, self.q_up.state.plan
+        if has_indexer and (q_up.saved != "high" or m != own_tokens):
+            saved["index_q input"] = own_tokens * record.q_rank * e
+        if self.recompute:  # what it is computed from
+            index_width = self.index_q.shape[0] + record.index_heads if has_indexer else 0
+            return saved | {"q": queries * e, "keys, entries and indexer": m * (self.d + made_of + index_width) * e}
+        saved["q before and after its norm"] = 2 * queries * e + m * self.heads * batch.statistic
+        saved["keys"] = whole * self.d * e
+        saved["what entries are made of"] = m * made_of * e
+        if record.compress_rate is not None:
+            saved["entries"] = batch.sequences * -(-batch.length // record.compress_rate) * sum(widths) * e
+        if has_indexer:
+            assert record.top_k is not None
+            saved["indexer"] = m * (self.index_q.shape[0] * e + record.index_heads * batch.statistic)
+            saved["chosen entries"] = m * record.top_k * 4
+        return saved
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Norms and rotation of queries, keys and outputs; entries; reads and writes of index scores."""
+        record = self.record
+        entry_bytes = 4 * record.series * sum(self._widths_of_entries)
+        channels = 8 * self.heads * self.d + 4 * self.d + 4 * entry_bytes
+        moved = batch.tokens * channels * batch.element
+        scores = 0.0 if record.top_k is None else 6 * self._entries_seen(batch) * batch.tokens * 4
+        return KernelWork(moved + scores, 2 * moved)
+
+    def _entries_seen(self, batch: MicroBatch) -> float:
+        """Entries that a query may attend to, on average."""
+        rate = self.record.compress_rate
+        return 0.0 if rate is None else batch.length / rate / 2
+
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        pairs = pairs_of(batch.length, self.record.sliding_window, causal=True)
+        rate, top_k = self.record.compress_rate, self.record.top_k
+        if rate is not None:
+            entries = batch.length // rate
+            pairs += rate * pairs_of(entries, top_k, causal=True)
+        return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified=True)]
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        return batch.tokens * (self.d + sum(self._widths_of_entries)) * batch.element
+
+    def flops(self, batch: MicroBatch) -> float:
+        """The groups' projection, and index scores, a third of them: they have no backward."""
+        scores = 0.0
+        if self.record.top_k is not None:
+            pair_flops = 2.0 * self.record.index_heads * self.record.index_head_dim
+            scores = pair_flops * self._entries_seen(batch) / self.context.tensor.size()
+        return batch.tokens * (2.0 * self.output_down.numel() + scores / 3)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Gradients of queries and outputs, of keys in fp32, and what a block of queries needs."""
+        index_width = self.index_q.shape[0] if self.record.top_k is not None else 0
+        queries = (2 * self.heads * self.d + index_width) * batch.element
+        keys = (self.d + sum(self._widths_of_entries)) * batch.statistic
+        whole = batch.sequences * batch.length  # on all context-parallel ranks
+        return batch.tokens * queries + whole * keys + BLOCK_BYTES
+
+
+def _rotated(x_sbad: Tensor, channels: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Its last channels rotated, neighbouring ones as pairs; the first channels of all pairs come first then."""
+    passed, rotated = x_sbad.split([x_sbad.shape[-1] - channels, channels], dim=-1)
+    return torch.cat([passed, rotated_neighbors(rotated, rotary)], dim=-1)

@@ -1,0 +1,184 @@
+"""What mixers by the delta rule share: heads whose state decays and is corrected by each token.
+
+A head's state S `[d, w]` maps keys to values. Each token lets it decay, replaces what it has for the token's key by
+the token's value, as far as the token says, and reads it with the token's query:
+
+    S ← exp(g) S;    S ← S + k (β (v − Sᵀk))ᵀ;    y = Sᵀq        (`megafp8.layers.delta_rule.op`)
+
+q, k and v pass a causal convolution of a few tokens in each channel and SiLU, and q and k are normalized to length 1.
+The decays g = −exp(log rate) softplus(decay + bias) are of heads, or of the channels of keys. A head's output is
+normalized, multiplied by a function of a gate, and projected.
+
+What passes from token to token is computed again in backward; q, k and v are kept as they are before the convolution.
+
+Shapes: s sequence, b micro-batch, h hidden; k key heads and a value heads of this rank, d and w channels of keys and of
+values; n = 2kd + aw channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.costs import KernelWork, MicroBatch
+from megafp8.layers.delta_rule.op import CHUNK, delta_rule, kernel_name, kernel_passes
+from megafp8.layers.norm.gated_op import gated_norm
+from megafp8.layers.norm.module import RMSNormPart
+from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
+from megafp8.linear.state import LinearState
+from megafp8.parallel.sharding import Init, Shape, shard_dim
+from megafp8.parallel.tensor.layers import RowParallelLinear
+from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
+
+BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
+"""The norm before the projection of queries, keys and values."""
+
+
+class DeltaRuleMixer(ConvolvedMixer):
+    """Linear attention by the delta rule; `run` takes q, k and v `[s, b, n]`, decays and β `[s, b, a]`.
+
+    `decay_shape`: of a head's decays. `decay_init`: of their biases. `most`: the largest β. `norm_eps`: of the norm of
+    outputs. `silu`: their gate passes SiLU, else a sigmoid.
+    """
+
+    silu: ClassVar[bool]
+
+    def __init__(
+        self, name: str, model: ModelSpec, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
+        w: int, kernel: int, decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        t, rank = context.tensor.size(), context.tensor.rank()
+        self.context, self.d, self.w, self.decay_shape, self.most = context, d, w, decay_shape, most
+        self.key_heads, self.value_heads, self.first_head = key_heads // t, value_heads // t, rank * (value_heads // t)
+        self.widths = {"q": key_heads * d, "k": key_heads * d, "v": value_heads * w}
+        self.convolution = short_convolution(name, context, self.widths, kernel)
+
+        def of_heads(which: str, init: Init, *shape: int) -> nn.Parameter:
+            shard = shard_dim(f"{name}.{which}", shape, 0, rank, t)
+            return new_parameter(context, [shard], init, replicated_over_tp=False, weight_decay=False)
+
+        self.log_rate = of_heads("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), value_heads)
+        self.decay_bias = of_heads("decay.bias", decay_init, value_heads * torch.Size(decay_shape).numel())
+        self.norm = RMSNormPart(f"{name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            value_heads * w,
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **context.linear_options(),
+        )
+
+    @property
+    def _channels(self) -> int:
+        """Channels of the convolution on this rank."""
+        return self.convolution.shape[0]
+
+    def gated(self, y_sbaw: Tensor, z_sbc: Tensor) -> Tensor:
+        """The heads' outputs, normalized and gated, `[s, b, a·w]`."""
+        return gated_norm(y_sbaw, z_sbc, self.norm.weight, self.norm.eps, silu=self.silu)
+
+    @property
+    def _parts(self) -> tuple[ChannelGroup, ...]:
+        """What the convolution gives: queries, keys and values."""
+        key = ChannelGroup(self.key_heads, self.d, norm=True)
+        return key, key, ChannelGroup(self.value_heads, self.w)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.value_heads, self.d, self.w
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """To `[s, b, a, w]`."""
+        last_btn, state_badw = state
+        (q, k, v, decay, beta), last_btn = self._operands(xs, last_btn, starts_sb)
+        y_sbaw, state_badw = delta_rule(q, k, v, decay, beta, state_badw, starts_sb)
+        return y_sbaw, (last_btn, state_badw)
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
+        last_btn, zeros_badw = state
+        (q, k, v, decay, beta), _ = self._operands(xs, last_btn, starts_sb)
+        # The map is affine: from zero it gives U, and without values, from the identity, T.
+        _, added = delta_rule(q, k, v, decay, beta, zeros_badw, starts_sb)
+        identity = torch.eye(self.d, dtype=zeros_badw.dtype, device=q.device).expand(*zeros_badw.shape[:2], -1, -1)
+        without = v.new_zeros(*v.shape[:3], self.d)
+        _, factor = delta_rule(q, k, without, decay, beta, identity.contiguous(), starts_sb)
+        return Transition(factor, added)
+
+    def _operands(
+        self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What the delta rule reads: q, k, v, decays and β; and the convolution's last inputs."""
+        qkv_sbn, decay, beta_sba = xs
+        q, k, v = convolve_parts(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb, self._parts)
+        last_btn = last_inputs(qkv_sbn, last_btn.shape[1], last_btn, starts_sb)
+        wide = torch.promote_types(qkv_sbn.dtype, torch.float32)
+        rate = self.log_rate.to(wide).exp().view(-1, *(1 for _ in self.decay_shape))
+        decay = F.softplus(decay.to(wide) + self.decay_bias.to(wide)).unflatten(-1, (-1, *self.decay_shape))
+        beta_sba = beta_sba.to(wide).sigmoid()
+        return (q, k, v, -rate * decay, beta_sba if self.most == 1 else self.most * beta_sba), last_btn
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        by_channel = bool(self.decay_shape)
+        name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=by_channel)
+        return f"linear attention: {name}"
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved_by_recurrence(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes of what is kept of the recurrence and behind it, besides its inputs."""
+        return {
+            "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
+            "proj input": batch.saved_input(self.proj.state),
+        }
+
+    @staticmethod
+    def saved_beside(batch: MicroBatch, other: LinearState, width: int) -> int:
+        """Bytes of the input of a product in high precision, unless `other`, of the same input, keeps it."""
+        high = other.plan.saved == "high" and batch.tokens == batch.own_tokens
+        return 0 if high else batch.own_tokens * width * batch.element
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Passes over the channels of convolution, norm and gate, and what the rule's kernels take.
+
+        Backward computes all of it once more, and moves as much again. Kernels are counted in a profile of `advance`.
+        """
+        heads, e, by_channel = self.value_heads, batch.element, bool(self.decay_shape)
+        decays = heads * torch.Size(self.decay_shape).numel()
+        # Forward reads and writes channels once. Backward does so again, and reads both gradients' tensors and writes.
+        around = 2 * self._channels + 3 * heads * self.w
+        again = 8 * self._channels + 5 * heads * self.w
+        times = kernel_passes(e, self.d, self.w, of_channels=by_channel)
+        if times is not None:
+            rule = heads * (self.d + self.w) * e
+            moved = [(passes * rule + other * e + n * decays) * batch.tokens
+                     for passes, other, n in zip(times, (around, again), (32, 80))]  # fmt: skip
+            return KernelWork(moved[0], moved[1], kernels=40, more_in_backward=60)
+        chunks = -(-batch.length // CHUNK)
+        # Reads and writes of a channel: normalization, repetition, padding, copies of the operands of products, decays,
+        # and the system of equations of a chunk; `CHUNK` numbers of each token are its row of a chunk's matrices.
+        per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d
+        moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
+        return KernelWork(
+            moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks
+        )
+
+    @property
+    def rule_flops(self) -> float:
+        """Model FLOPs of a token that reads for its key, writes, and reads for its query."""
+        return 6.0 * self.value_heads * self.d * self.w
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """What is recomputed and its gradients: queries, keys, values and their like in fp32, and states of chunks."""
+        element, heads = max(4, batch.element), self.value_heads
+        chunks = batch.sequences * -(-batch.length // CHUNK)
+        return element * (batch.tokens * heads * (10 * self.d + 8 * self.w) + 2 * chunks * heads * self.d * self.w)

@@ -1,0 +1,1 @@
+"""Dropout with masks that depend on a key and a position only."""

@@ -1,0 +1,106 @@
+"""Gradient of an embedding: add each token's gradient to its row of the sum, and touch no other row.
+
+Reference: `megafp8.layers.embedding.op.add_rows_`. Of 128,256 rows a micro-batch of 8192 tokens looks up a few
+thousand. A dense gradient is written as zeros, filled, and read again with the whole sum: gigabytes for megabytes. Here
+the tokens are sorted, so that those of a row are a contiguous *run*, in their order. One program sums the first of a
+run for some columns and adds them to the row in place. The host never waits, and there are no atomics: the result is
+deterministic.
+
+**The order of additions**, which the reference has too: the gradients of a row are summed CHUNK at a time, in the order
+of tokens, from zero; then each of these sums is added to the row, in order, as if each were a micro-batch. All in the
+dtype of the sum. It depends on the row's own tokens only, so not on which rank has the row.
+
+**Why chunks.** Frequent tokens have long runs: a comma has hundreds, padding may have all 8192. A loop over these would
+keep few programs busy for milliseconds. By chunks of 64 they are 128 programs for the same columns; the sums of later
+chunks go to memory, and a second kernel adds them to the row, 127 again. 64 is about the root of a usual micro-batch:
+neither loop is long.
+
+The sum of a later chunk that begins at position i of the sorted tokens is row i / CHUNK of that memory. No other chunk
+has this row: another of the same run begins CHUNK positions away, and one of another run has a first chunk before it.
+
+Shapes: n tokens, sorted from the kernels' inputs on; v rows of this rank's shard of the table, h hidden; w = n / CHUNK.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+from megafp8.kernels.launch import TritonKernel
+
+_COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
+
+
+@TritonKernel
+def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, CHUNK: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
+    """Some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if one does."""
+    i = tl.program_id(0)
+    row = tl.load(rows_n + i).to(tl.int64)
+    before = i - tl.load(begin_n + i)
+    if (row < 0) | (row >= v) | (before % CHUNK != 0):
+        return
+    end = tl.minimum(i + CHUNK, tl.load(end_n + i))
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], sum_vh.dtype.element_ty)
+    for k in range(i, end):
+        dy = dy_nh + tl.load(order_n + k) * h
+        total += tl.load(dy + j, mask=j < h, other=0.0).to(total.dtype)
+    if before == 0:
+        to = sum_vh + row * h + j
+        tl.store(to, tl.load(to, mask=j < h) + total, mask=j < h)
+    else:
+        tl.store(later_wh + (i // CHUNK).to(tl.int64) * h + j, total, mask=j < h)
+
+
+@TritonKernel
+def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of all later chunks of the run whose second chunk begins in a window of positions, if one does."""
+    w = tl.program_id(0)
+    positions = w * CHUNK + tl.arange(0, CHUNK)
+    begins = tl.load(begin_n + positions, mask=positions < n, other=n)
+    i = tl.max(tl.where(positions - begins == CHUNK, positions, -1), axis=0)
+    if i < 0:
+        return
+    row = tl.load(rows_n + i).to(tl.int64)
+    if (row < 0) | (row >= v):
+        return
+    chunks = (tl.load(end_n + i) - i + CHUNK - 1) // CHUNK
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    to = sum_vh + row * h + j
+    later = later_wh + w.to(tl.int64) * h + j
+    total = tl.load(to, mask=j < h, other=0.0)
+    for _ in range(chunks):
+        total += tl.load(later, mask=j < h, other=0.0)
+        later += h
+    tl.store(to, total, mask=j < h)
+
+
+def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> None:
+    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, in the order above; rows outside `[0, v)` are ignored.
+
+    `sum_vh` contiguous fp32 or fp64, `dy_nh` contiguous of any floating dtype, `rows_n` integers; `chunk` a power of 2.
+    Does not synchronize with the device.
+    """
+    (v, h), n = sum_vh.shape, len(rows_n)
+    assert sum_vh.dtype in (torch.float32, torch.float64)
+    assert sum_vh.is_contiguous()
+    assert dy_nh.is_contiguous()
+    assert dy_nh.shape == (n, h)
+    if not n * v * h:
+        return
+    rows_n, order_n = rows_n.sort(stable=True)
+    begin_n = torch.searchsorted(rows_n, rows_n, out_int32=True)
+    end_n = torch.searchsorted(rows_n, rows_n, right=True, out_int32=True)
+    windows, columns = ceil_div(n, chunk), min(_COLUMNS, next_power_of_2(h))
+    blocks = ceil_div(h, columns)
+    later_wh = torch.empty((windows, h), dtype=sum_vh.dtype, device=sum_vh.device)
+    options = {"CHUNK": chunk, "COLUMNS": columns, "num_warps": _WARPS, "enable_fp_fusion": False}
+    dy_nh = kernel_input(dy_nh)
+    chunks = chunks_kernel.bind(**options)
+    chunks.launch((n, blocks), (dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh), (h, v))
+    if windows > 1:
+        later = later_kernel.bind(**options)
+        later.launch((windows, blocks), (rows_n, begin_n, end_n, later_wh, sum_vh), (n, h, v))

@@ -1,0 +1,479 @@
+"""A layer's mixture of experts, divided over expert-parallel ranks, and its shared expert.
+
+    all-gather   tokens of all ranks -> rows by expert -> up, activation, down -> weighted sum -> reduce-scatter
+    all-to-all   rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
+
+*All-gather*: each rank has all tokens, computes what its own experts add to them, and the ranks' sums are added up. A
+token travels once to each rank, however many experts it has there, and the sizes of messages are known without looking
+at the choices: with no more ranks than experts of a token this moves fewer bytes. Experts may be cut, too (expert
+tensor parallelism): their parts are more summands. *All-to-all*: a token travels once for each of its experts.
+
+The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
+expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
+
+*Latents* (LatentMoE): experts may read and give tokens of a smaller width l. Each rank projects its own tokens before
+they travel, and the sums that come back; router and shared expert read whole tokens.
+
+In FP8 each expert's layers have scales of their own. The projections of latents, which are whole on each rank, stay in
+high precision. A shared expert is an MLP like that of a layer without experts.
+
+Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, l width of what
+experts read, h without latents; m rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from megafp8.config import MlpConfig, MoeFfnConfig
+from megafp8.fp8.speed_model import LinearSize
+from megafp8.layers.activation.op import activation
+from megafp8.layers.activation.record import ACTIVATIONS
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
+from megafp8.layers.experts.exchange import plan_dispatch
+from megafp8.layers.experts.own_rows import MARGIN, RowBound, own_rows
+from megafp8.layers.experts.permute_op import Permutation, by_expert, combine, expert_input, permute, scale_rows
+from megafp8.layers.experts.router import Router
+from megafp8.layers.mixer import FeedForward, Tokens
+from megafp8.layers.mlp.module import MLP
+from megafp8.layers.mlp.op import unfused
+from megafp8.layers.norm.module import Norm, block_norm, normalized
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.linear.autograd import once_differentiable
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.grouped_linear import grouped_linear
+from megafp8.linear.linear import high_precision_linear, linear
+from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff
+from megafp8.numerics.batch_invariance import sigmoid
+from megafp8.numerics.groups import RowGroups
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.mappings import (
+    gather_from_sequence_parallel,
+    start_gather_from_sequence_parallel,
+    start_reduce_scatter_to_sequence_parallel,
+)
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+
+class Experts(nn.Module):
+    """The experts of this rank: rows `[m, l]`, by expert, -> `[m, l]`."""
+
+    def __init__(self, name: str, record: MoeFfnConfig, model: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        parts, part = collectives.size(context.expert_tensor), collectives.rank(context.expert_tensor)
+        ranks, rank = collectives.size(context.expert) // parts, collectives.rank(context.expert) // parts
+        count, h, f = record.num_experts // ranks, record.latent_size or model.hidden_size, record.width
+        self.kind, self.activation = record.activation, ACTIVATIONS[record.activation]
+        self.batch_invariant = context.batch_invariant
+        self.local_experts = local_experts = range(rank * count, (rank + 1) * count)
+        first = ("gate", "up") if self.activation.gated else ("up",)
+        into = [
+            shard_dim(f"{name}.{e}.{layer}.weight", (f, h), 0, part, parts) for e in local_experts for layer in first
+        ]
+        out_of = [shard_dim(f"{name}.{e}.down.weight", (h, f), 1, part, parts) for e in local_experts]
+        fuses: Literal["per_tensor or blocks", "none"] = "per_tensor or blocks" if self.activation.fused else "none"
+        between = Neighbor(self.kind, fuses, f"{self.kind} has no fused kernel")
+        weighted, sent = "their rows are multiplied by weights first", "their outputs are sent to other ranks"
+        before = Neighbor("permutation", "none" if record.scale_inputs else "any", weighted)
+        after = Neighbor("sum over experts", "any" if context.gathers_tokens else "none", sent)
+        up_names, down_names = (
+            [f"{name}.{e}.{layer}" for e in local_experts] for layer in (self.activation.up_layer, "down")
+        )
+        biased = model.linear_bias
+        up_width = self.activation.up_width(f) // parts
+        self.up_state = self._state(
+            up_names, (h, up_width), context, parallel="column", before=before, after=between, adds_bias=biased
+        )
+        self.down_state = self._state(
+            down_names, (f // parts, h), context, parallel="row", before=between, after=after, adds_bias=biased
+        )
+        spec = {"replicated_over_tp": False, "expert": True}
+        self.up = new_parameter(context, into, Init("normal", model.hidden_init_std), matrix=True, **spec)
+        into_stream = record.latent_size is None
+        std = model.output_init_std if into_stream else model.hidden_init_std
+        self.down = new_parameter(context, out_of, Init("normal", std), matrix=True, **spec)
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if biased:
+            assert parts == 1
+            zeros, spec = Init("zeros"), spec | {"weight_decay": False}
+            into = [x for e in local_experts for layer in first for x in unsharded(f"{name}.{e}.{layer}.bias", (f,))]
+            out_of = [x for e in local_experts for x in unsharded(f"{name}.{e}.down.bias", (h,))]
+            self.up_bias = new_parameter(context, into, zeros, **spec)
+            self.down_bias = new_parameter(context, out_of, zeros, **spec)
+
+    @staticmethod
+    def _state(names: Sequence[str], size: tuple[int, int], context: BuildContext, **site: Any) -> GroupState:
+        """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert.
+
+        `size`: its inputs and outputs on this rank.
+        """
+        parts, fp8 = collectives.size(context.expert_tensor), context.fp8
+        group = context.expert_tensor if parts > 1 else None
+        rows = context.expert_rows if collectives.size(context.expert_rows) > parts else None
+        site |= {"tokens": None, "expert": True, "tensor_parallel": parts}
+        if context.whole_experts:
+            site["gathers_values"] = "no other rank has a shard of them"
+        elif not fp8.gathers_one_weight(names):
+            site["gathers_values"] = "other experts of the layer are not FP8 with one scale per weight"
+        sites = [replace(context.site(), name=name, inputs=size[0], outputs=size[1], **site) for name in names]
+        return fp8.group(
+            [fp8.linear(x, tp_group=group, amax_group=context.expert_amax, expert_rows=rows) for x in sites]
+        )
+
+    def input_format(self, x: Tensor, groups: RowGroups) -> InputFormat | None:
+        """In which form they take their rows; None for values. `x`: of the rows' device and dtype."""
+        return self.up_state.input_format(x, self.up, groups)
+
+    def grad_handoff(self, x: Tensor, groups: RowGroups) -> QuantizedGradHandoff | None:
+        """Where the operation after them leaves their outputs' gradient; None where they quantize it."""
+        return self.down_state.grad_handoff(x, self.down, groups)
+
+    def forward(
+        self, rows_ml: Tensor | LinearInput, groups: RowGroups, handoff: QuantizedGradHandoff | None = None
+    ) -> Tensor:
+        """`handoff`: `grad_handoff`, given to the operation after them too."""
+        like = rows_ml if isinstance(rows_ml, Tensor) else rows_ml.tensor
+        up_handoff = self.up_state.grad_handoff(like, self.up, groups)
+        y = grouped_linear(rows_ml, self.up, groups, self.up_state, up_handoff)
+        expert_me = None if self.up_bias is None else one_hot_experts(groups.ends_e, len(y), y.dtype)
+        y = _biased(y, self.up_bias, expert_me)
+        if not len(y):  # kernels are not launched for no rows
+            activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
+        elif self.activation.fused:
+            form = self.down_state.input_format(like, self.down, groups)
+            activated = activation(self.kind, y, None, form, up_handoff)
+        else:
+            activated = unfused(self.kind, batch_invariant=self.batch_invariant)(y)
+        results = grouped_linear(activated, self.down, groups, self.down_state, handoff)
+        return _biased(results, self.down_bias, expert_me)
+
+
+def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+    """1 where a row is an expert's, else 0, `[m, e]`; rows behind the last end are no expert's."""
+    row = torch.arange(m, device=ends_e.device).unsqueeze(1)
+    return ((row >= F.pad(ends_e[:-1], (1, 0))) & (row < ends_e)).to(dtype)
+
+
+class _AddBiases(Function):
+    """Adds the bias of each row's expert. As a product, whose gradient is one too, and the same in every run."""
+
+    @staticmethod
+    def forward(ctx: Any, y_mn: Tensor, bias: Tensor, expert_me: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_me)
+        ctx.dtype = bias.dtype
+        return torch.addmm(y_mn, expert_me, bias.view(expert_me.shape[1], -1).to(y_mn.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
+        (expert_me,) = ctx.saved_tensors
+        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows of no expert may hold anything
+        return dy_mn, (expert_me.t() @ own_mn).flatten().to(ctx.dtype), None
+
+
+def _biased(y_mn: Tensor, bias: Tensor | None, expert_me: Tensor | None) -> Tensor:
+    """`bias`: those of all experts, one after the other."""
+    biased: Tensor = y_mn if bias is None else _AddBiases.apply(y_mn, bias, expert_me)
+    return biased
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token passes, with an optional gate of its own for each token."""
+
+    def __init__(
+        self, name: str, record: MlpConfig, gated: bool, model: ModelSpec, context: BuildContext, memory: BlockMemory
+    ) -> None:
+        super().__init__()
+        before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
+        self.mlp = MLP(name, record, model, context, input=before, memory=replace(memory, norms=False))
+        self.batch_invariant = context.batch_invariant
+        self.gate: nn.Parameter | None = None
+        if gated:
+            shards = unsharded(f"{name}_gate.weight", (1, model.hidden_size))
+            self.gate = replicated_parameter(context, shards, Init("normal", model.init_std))
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        y_sbh = self.mlp(x_sbh)
+        if self.gate is None:
+            return y_sbh
+        invariant = self.batch_invariant
+        gate = high_precision_linear(x_sbh, self.gate, batch_invariant=invariant)
+        return sigmoid(gate, batch_invariant=invariant) * y_sbh
+
+
+class LatentProjection(nn.Module):
+    """A linear layer that all experts share, whole on each rank, of its own tokens: `[n, inputs]` -> `[n, outputs]`."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, std: float, context: BuildContext) -> None:
+        super().__init__()
+        init, shards = Init("normal", std), unsharded(f"{name}.weight", (outputs, inputs))
+        self.weight = replicated_parameter(context, shards, init, matrix=True)
+        reason = "whole on each rank, it stays in training.precision"
+        self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
+
+    def forward(self, x_nk: Tensor) -> Tensor:
+        return linear(x_nk, self.weight, self.state)
+
+
+_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM = "experts_norm", "experts_output_norm"
+_SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Token ids and padding mask that a layer with experts reads, one element a token, `[n]`.
+
+    `ids_n`: int64, where these choose experts. `padding_n`: bool, those that are padding.
+    """
+
+    ids_n: Tensor | None = None
+    padding_n: Tensor | None = None
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [x for x in (self.ids_n, self.padding_n) if x is not None]
+
+
+class MoE(FeedForward):
+    """Experts, of which each token goes to a few. It reads the norm's values, whatever `input` could give.
+
+    Tokens are not replicated over ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        record: MoeFfnConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        self.name, self.num_experts = name, record.num_experts
+        self.drops = record.capacity_factor is not None
+        self.group, self.gathers_tokens = context.expert, context.gathers_tokens
+        self.parts = collectives.size(context.expert_tensor)
+        self.overlap = context.expert_overlap
+        self.row_bound = context.row_bound or RowBound(context.buffer_device)
+        init = Init("normal", model.init_std)
+        self.router = Router(
+            f"{name}.router", model.hidden_size, record, context, init, biased=model.linear_bias,
+            hashed=model.stem.known_vocab_size if record.routing == "hash" else None, norm_eps=model.norm.eps,
+        )  # fmt: skip
+        self.sequence_group = context.tensor if context.sequence_sharded else None
+        self.experts = Experts(f"{name}.experts", record, model, context)
+        self.latent_down: LatentProjection | None = None
+        self.latent_up: LatentProjection | None = None
+        self.width = record.latent_size or model.hidden_size
+        if record.latent_size is not None:
+            h, (into, out_of) = model.hidden_size, (model.hidden_init_std, model.output_init_std)
+            self.latent_down = LatentProjection(f"{name}.latent_down", h, self.width, into, context)
+            self.latent_up = LatentProjection(f"{name}.latent_up", self.width, h, out_of, context)
+        self.shared: SharedExpert | None = None
+        if record.shared is not None:
+            self.shared = SharedExpert(f"{name}.shared", record.shared, record.shared_gate, model, context, memory)
+        self.norms: nn.ModuleDict | None = None
+        if record.separate_norms:
+            names = (_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM, _SHARED_NORM, _SHARED_OUTPUT_NORM)
+            self.norms = nn.ModuleDict({which: block_norm(f"{name}.{which}", model, context) for which in names})
+
+    @property
+    def routers(self) -> Sequence[Router]:
+        return (self.router,)
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Model FLOPs of the router, the shared expert's gate and the experts that tokens go to, forward.
+
+        Of a rank that holds all experts.
+        """
+        gate = 0 if self.shared is None or self.shared.gate is None else self.shared.gate.numel()
+        share = self.router.moe.top_k / self.num_experts
+        weights = self.router.weight.numel() + gate + share * (self.experts.up.numel() + self.experts.down.numel())
+        return 2.0 * batch.tokens * weights
+
+    def rows(self, batch: MicroBatch) -> int:
+        return batch.own_tokens * self.router.moe.top_k * self.parts
+
+    def reserved_rows(self, batch: MicroBatch) -> int:
+        """Rows that buffers have room for, if the load is even."""
+        varies = collectives.size(self.group) > 1 and self.gathers_tokens and batch.replayed
+        return int(self.rows(batch) * MARGIN) if varies else self.rows(batch)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor if the load is even."""
+        moe, experts, e, w = self.router.moe, self.experts, batch.element, batch.statistic
+        up, down, rows, count = (
+            experts.up_state.states[0],
+            experts.down_state.states[0],
+            self.reserved_rows(batch),
+            len(experts.local_experts),
+        )
+        saved = {} if self.shared is None else self.shared.mlp.saved(batch)
+        # The router's input is the norm's output, which a shared expert may save, too.
+        shared_form = None if self.shared is None else self.shared.mlp.up.state.plan.saved
+        shares_input = shared_form == "high" and batch.tokens == batch.own_tokens and self.norms is None
+
+        def kept_input(state: LinearState) -> int:
+            if state.plan.saved == "high":
+                return rows * state.site.inputs * e
+            granularity = batch.granularity(state.plan.name, "input")
+            return count * fp8_bytes(granularity, state.site.inputs, rows // count)
+
+        n = moe.num_experts
+        hidden = self.router.weight.shape[1]
+        token_bytes = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
+        token_bytes += moe.top_k * (8 + w)  # indices and weights of experts
+        token_bytes += (1 + moe.top_k) * w * moe.normalize
+        aux = batch.sequences * (1 + n) * w * (self.router.aux_loss > 0)
+        return saved | {
+            "router": batch.own_tokens * token_bytes + aux + 8 * (2 * n + 3),
+            "latent sums of experts": 0 if self.latent_up is None else batch.own_tokens * self.width * e,
+            "rows of experts": 8 * rows,  # int64 indices
+            "expert input": kept_input(up),
+            "expert up output": rows * up.site.outputs * e,
+            "expert down input": kept_input(down),
+            "expert output": rows * down.site.outputs * e,
+            "unscaled expert input": (rows * (up.site.inputs * e + 8) + batch.own_tokens * moe.top_k * w)
+            * moe.scale_inputs,
+            "experts of rows": 0 if experts.up_bias is None else rows * count * e,
+            "expert sizes": 0 if up.plan.fp8 else 4 * count,
+            "inputs and outputs of norms": self._saved_norms(batch),
+        }
+
+    def _saved_norms(self, batch: MicroBatch) -> int:
+        """Bytes of the residual stream, outputs before their norms, and the router's norm and scales."""
+        if self.norms is None:
+            return 0
+        h, statistics = self.router.weight.shape[1], 5 + 2 * self.router.moe.top_k  # and weights before their scales
+        return batch.own_tokens * (4 * h * batch.element + statistics * batch.statistic) + h * batch.element
+
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        """What the shared expert's activation reads and writes; that of experts is not recomputed."""
+        return 0 if self.shared is None else self.shared.mlp.activation_bytes(batch)
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Activations, the router's small kernels, and the permutation of rows there and back."""
+        up, down = self.experts.up_state.states[0].site, self.experts.down_state.states[0].site
+        element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
+        forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
+        experts = KernelWork(forward, forward + element_rows * up.outputs, kernels=10)
+        if self.norms is not None:  # with the router's
+            moved = 3.0 * 5 * batch.own_tokens * self.router.weight.shape[1] * batch.element
+            experts += KernelWork(moved, 1.5 * moved, 12)
+        return experts if self.shared is None else experts + self.shared.mlp.work(batch)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Gradients of the inputs and outputs of experts."""
+        sites = [group.states[0].site for group in (self.experts.up_state, self.experts.down_state)]
+        return self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites) * batch.element
+
+    def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
+        """Three products of bf16 make one of fp32."""
+        return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.num_experts)]
+
+    def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
+        ranks = collectives.size(self.group)
+        if ranks == 1:
+            return None
+        tokens = batch.own_tokens * self.width * batch.element
+        received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
+        return DispatchTraffic(ranks, tokens, received, self.gathers_tokens)
+
+    def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
+        ids_bs = None if self.router.table is None else tokens.ids_bs
+        key = "routed tokens", ids_bs is None, tokens.depth
+        return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
+
+    def _own(self, x_bs: Tensor | None) -> Tensor | None:
+        """The elements of `x_bs` for the tokens of this rank's residual stream, `[n]`."""
+        if x_bs is None:
+            return None
+        x_sb = x_bs.t()
+        if self.sequence_group is not None:
+            x_sb = collectives.own_slice(x_sb, self.sequence_group)
+        return x_sb.flatten()
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedTokens | None = None) -> Tensor:
+        assert isinstance(x_sbh, Tensor)
+        x_nh, tokens = x_sbh.flatten(0, 1), RoutedTokens() if inputs is None else inputs
+        # One tensor where they read what the router reads: autograd then adds their gradients first, in one pass less.
+        expert_x_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
+        x_nl = expert_x_nh if self.latent_down is None else self.latent_down(expert_x_nh)
+        run = self._all_gather if self.gathers_tokens else self._all_to_all
+        finish = run(x_nh, x_nl, x_sbh.shape[1], tokens)
+        shared = None
+        if self.shared is not None:
+            shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
+        y_nl = finish()
+        y_sbh = (y_nl if self.latent_up is None else self.latent_up(y_nl)).view_as(x_sbh)
+        y_sbh = self._normed(_EXPERTS_OUTPUT_NORM, y_sbh)
+        return y_sbh if shared is None else y_sbh + shared
+
+    def _normed(self, which: str, x_sbh: Tensor) -> Tensor:
+        """An input or output by its own norm, where there is one."""
+        if self.norms is None:
+            return x_sbh
+        norm = self.norms[which]
+        assert isinstance(norm, Norm)
+        return normalized(norm, x_sbh)
+
+    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
+        """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
+
+        `x_nh`: as the router reads them; `x_nl`: as experts do. The gather of tokens overlaps with the router, the sum
+        of results with what runs before it is waited for.
+        """
+        gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
+        routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
+        chosen = collectives.all_gather(routing.experts, self.group)
+        x = gathered()
+        # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
+        weights = gather_from_sequence_parallel(routing.weights, self.group)
+        permutation, ends_e = own_rows(
+            chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name, drops=self.drops
+        )
+        groups = RowGroups.from_ends(ends_e, len(permutation.order))
+        handoff = self.experts.grad_handoff(x, groups)
+        rows_ml: Tensor | LinearInput
+        if self.router.moe.scale_inputs:
+            rows_ml, weights = self._scaled(x, weights, permutation)
+        else:
+            rows_ml = expert_input(x, permutation, self.experts.input_format(x, groups))
+        y = combine(self.experts(rows_ml, groups, handoff), weights, permutation, handoff)
+        return start_reduce_scatter_to_sequence_parallel(y, self.overlap)
+
+    @staticmethod
+    def _scaled(x_nl: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
+        """Inputs of experts times their weights, and the weights of their outputs, which are one."""
+        return scale_rows(permute(x_nl, permutation), weights_nk, permutation), torch.ones_like(weights_nk)
+
+    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
+        """The same, with tokens sent to the ranks of their experts."""
+        assert self.group is not None
+        routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
+        permutation, ends_e = by_expert(routing.experts, self.num_experts)
+        between = plan_dispatch(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
+        if self.drops:
+            permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
+        if self.router.moe.scale_inputs:
+            rows_ml, weights = self._scaled(x_nl, routing.weights, permutation)
+        else:
+            rows_ml, weights = permute(x_nl, permutation), routing.weights
+        groups = RowGroups.from_ends(between.ends_e, sum(between.received))
+        own_rows_ml = between.to_experts(rows_ml, self.experts.input_format(rows_ml, groups))
+        y_nl = combine(between.to_tokens(self.experts(own_rows_ml, groups)), weights, permutation)
+        return lambda: y_nl

@@ -1,0 +1,1 @@
+"""Gated DeltaNet (arXiv:2412.06464)."""

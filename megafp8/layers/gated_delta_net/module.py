@@ -1,0 +1,81 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention with a state that decays and is corrected.
+
+A mixer by the delta rule (`megafp8.layers.delta_rule.module`) whose heads have one decay each. q, k, v and the gate
+come from one column-parallel product. β and the decay come from a product with few outputs, which all ranks compute of
+their own tokens. The gate passes SiLU. So it is in Qwen3-Next; in OLMo Hybrid β is up to 2.
+
+Shapes: s sequence, b micro-batch, h hidden; a value heads of this rank of w channels; n channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.costs import MicroBatch
+from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer
+from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
+from megafp8.layers.mixer import RecurrentInputs
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+
+class GatedDeltaNet(DeltaRuleMixer):
+    """Linear attention by the gated delta rule. It reads the norm's values, whatever `input` could give."""
+
+    silu = True
+
+    def __init__(
+        self,
+        name: str,
+        record: GatedDeltaNetConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        h, heads = model.hidden_size, record.num_value_heads
+        assert record.norm_eps is not None, "the record is not resolved"
+        super().__init__(
+            name, model, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
+            w=record.value_head_dim, kernel=record.conv_kernel_size, decay_shape=(), decay_init=Init("ones"),
+            norm_eps=record.norm_eps, most=2.0 if record.allow_neg_eigval else 1.0,
+        )  # fmt: skip
+        widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", model.hidden_init_std)
+        self.projection = ColumnParallelLinear(
+            f"{name}.qkvz",
+            h,
+            sum(widths.values()),
+            parts={f"{name}.{part}": width for part, width in widths.items()},
+            init=init,
+            site=context.site(before=BEFORE, after=ATTENTION),
+            **context.linear_options(),
+        )
+        shards = [x for part in ("beta", "decay") for x in unsharded(f"{name}.{part}.weight", (heads, h))]
+        self.gates = replicated_parameter(context, shards, init, matrix=True)
+        reason = "decays are few and stay in training.precision"
+        self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, 2 * heads, high_precision=reason))
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        gates_sb2a = self.shared(linear(x_sbh, self.gates, self.gates_state)).unflatten(-1, (2, -1))
+        beta_sba, decay_sba = gates_sb2a.narrow(-1, self.first_head, self.value_heads).unbind(2)
+        qkv_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.value_heads * self.w], dim=-1)
+        y_sbaw = self.run(inputs, qkv_sbn, decay_sba, beta_sba)
+        return self.proj(self.gated(y_sbaw, z_sbc))
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, e, values, heads = batch.tokens, batch.element, self.value_heads * self.w, self.gates.shape[0]
+        return {
+            "qkvz input": batch.saved_input(self.projection.state),
+            "gates' input": self.saved_beside(batch, self.projection.state, self.gates.shape[1]),
+            "q, k, v, z": m * (self._channels + values) * e,
+            "gates": m * heads * e,
+            **self.saved_by_recurrence(batch),
+        }

@@ -1,0 +1,51 @@
+"""Gated DeltaNet: its keys and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from megafp8.layers.recurrent.record import ConvolvedConfig
+from megafp8.problems import Problem, divisors
+from megafp8.section import Channels, Heads, PositiveFloat
+from megafp8.spec import ModelSection
+
+
+class GatedDeltaNetConfig(ConvolvedConfig):
+    """Linear attention whose state is corrected by the delta rule and decays (Gated DeltaNet, arXiv:2412.06464), as in
+    Qwen3-Next. A head's state has key_head_dim × value_head_dim numbers, however long the sequence is."""
+
+    module: ClassVar[str] = "megafp8.layers.gated_delta_net.module:GatedDeltaNet"
+    tensor_prefix: ClassVar[str] = "gated_delta_net"
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        "log_rate.weight": "linear_attn.A_log", "decay.bias": "linear_attn.dt_bias", "norm": "linear_attn.norm",
+        "proj": "linear_attn.out_proj",
+    }  # fmt: skip
+
+    kind: Literal["gated_delta_net"] = "gated_delta_net"
+    """Gated DeltaNet."""
+    num_key_heads: Heads
+    """Number of heads of queries and keys (linear_num_key_heads)."""
+    num_value_heads: Heads
+    """Number of heads of values, each with a state; a multiple of num_key_heads (linear_num_value_heads)."""
+    key_head_dim: Channels = 128
+    """Channels of a head's query and key (linear_key_head_dim)."""
+    value_head_dim: Channels = 128
+    """Channels of a head's value (linear_value_head_dim)."""
+    allow_neg_eigval: bool = False
+    """A token replaces what the state has for its key by up to twice the difference, so that the state's transition may
+    have negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537; OLMo Hybrid's linear_allow_neg_eigval)."""
+    norm_eps: PositiveFloat | None = None
+    """Added to the variance in the norm of heads' outputs (OLMo Hybrid: 1e-5). Default: model.norm_eps."""
+
+    def resolved(self, model: ModelSection) -> GatedDeltaNetConfig:
+        return self.model_copy(update={"norm_eps": self.norm_eps or model.norm_eps})
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}
+
+    def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        if self.num_value_heads % self.num_key_heads:
+            rule = f"{path}.num_value_heads ({self.num_value_heads}) is not a multiple of it"
+            works = divisors(self.num_value_heads, self.num_key_heads)
+            yield Problem(f"{path}.num_key_heads", self.num_key_heads, rule, works)

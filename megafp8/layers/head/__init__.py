@@ -1,0 +1,1 @@
+"""Output layer and loss, with the vocabulary divided over tensor-parallel ranks."""

@@ -1,0 +1,1 @@
+"""Hyper-connections: several residual streams."""

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention (arXiv:2510.26692)."""

@@ -1,0 +1,101 @@
+"""Kimi Delta Attention (arXiv:2510.26692): linear attention whose state decays by key channel and is corrected.
+
+A mixer by the delta rule (`megafp8.layers.delta_rule.module`) whose heads have a decay for each channel of their keys.
+q, k and v come from one column-parallel product. Decays and the gate of outputs are products of two factors:
+
+    down    h -> β of all heads, and d channels each for decays and gate     all ranks, of their own tokens
+    up      d -> decays, d -> gate, of this rank's heads                     column-parallel
+
+All of these stay in training.precision, as their products are few. The gate passes a sigmoid.
+
+Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels; n channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import MicroBatch
+from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer
+from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
+from megafp8.layers.mixer import RecurrentInputs
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.linear.state import LinearState
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+_REASON = "decays and gates are few and stay in training.precision"
+
+
+class KimiDeltaAttention(DeltaRuleMixer):
+    """Linear attention by the delta rule with decays of channels. It reads the norm's values, whatever `input` could
+    give."""
+
+    silu = False
+
+    def __init__(
+        self,
+        name: str,
+        record: KimiDeltaAttentionConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        h, heads, d = model.hidden_size, record.num_heads, record.head_dim
+        # Initial decays are those of the paper's code.
+        super().__init__(
+            name, model, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
+            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
+        )  # fmt: skip
+        init, (t, rank) = Init("normal", model.hidden_init_std), (context.tensor.size(), context.tensor.rank())
+        self.projection = ColumnParallelLinear(
+            f"{name}.qkv",
+            h,
+            sum(self.widths.values()),
+            parts={f"{name}.{part}": width for part, width in self.widths.items()},
+            init=init,
+            site=context.site(before=BEFORE, after=ATTENTION),
+            **context.linear_options(),
+        )
+        parts = {"beta": heads, "decay_down": d, "gate_down": d}
+        shards = [x for part, width in parts.items() for x in unsharded(f"{name}.{part}.weight", (width, h))]
+        self.down = replicated_parameter(context, shards, init, matrix=True)
+        site = LinearSite(f"{name}.down", h, sum(parts.values()), high_precision=_REASON)
+        self.down_state, self.down_widths = context.fp8.linear(site), [*parts.values()]
+
+        def up(which: str) -> tuple[nn.Parameter, LinearState]:
+            shard = shard_dim(f"{name}.{which}.weight", (heads * d, d), 0, rank, t)
+            site = LinearSite(f"{name}.{which}", d, heads * d // t, high_precision=_REASON)
+            weight = new_parameter(context, [shard], init, replicated_over_tp=False, matrix=True)
+            return weight, context.fp8.linear(site)
+
+        self.decay_up, self.decay_state = up("decay_up")
+        self.gate_up, self.gate_state = up("gate_up")
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        down = self.shared(linear(x_sbh, self.down, self.down_state))
+        beta_sba, decay_sbd, gate_sbd = down.split(self.down_widths, dim=-1)
+        decay_sbc = linear(decay_sbd.contiguous(), self.decay_up, self.decay_state)
+        z_sbc = linear(gate_sbd.contiguous(), self.gate_up, self.gate_state)
+        beta_sba = beta_sba.narrow(-1, self.first_head, self.value_heads)
+        y_sbaw = self.run(inputs, self.projection(x_sbh), decay_sbc, beta_sba)
+        return self.proj(self.gated(y_sbaw, z_sbc))
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, e, values = batch.tokens, batch.element, self.value_heads * self.w
+        return {
+            "qkv input": batch.saved_input(self.projection.state),
+            "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
+            "q, k, v": m * self._channels * e,
+            "decays, gate": 2 * m * values * e,
+            "down": m * (sum(self.down_widths) + 2 * self.d) * e,
+            **self.saved_by_recurrence(batch),
+        }

@@ -1,0 +1,216 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from small latents.
+
+    down    h -> query latent, key-value latent, rotary key     one product, whole on every tensor-parallel rank
+    q_up    norm of the query latent -> the heads' queries      column-parallel
+    kv_up   norm of the key-value latent -> keys and values     column-parallel
+
+Without a query latent, q is a column-parallel product of the residual stream's norm, as in other attention.
+
+A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
+DeepSeek's models, neighbouring channels are the pairs that are rotated; without rotary embedding (Kimi Linear) nothing
+is, and the shared part of keys stays. `megafp8.layers.latent_attention.op` makes q, k and v of the projections. Values
+may be narrower than keys.
+
+The latents are sharded along the sequence as the residual stream is; the rotary key is gathered. `down` stays in high
+precision: its outputs are few.
+
+Shapes: s sequence, b micro-batch, h hidden, a heads of this rank, n and r channels of a head without positions and
+rotary, v of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megafp8.layers.attention.module import (
+    ATTENTION,
+    AttentionInputs,
+    ProbabilityDropout,
+    new_largest_logits,
+    query_scale,
+    recording,
+)
+from megafp8.layers.attention.op import CoreAttention
+from megafp8.layers.attention.scores import Scores
+from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
+from megafp8.layers.latent_attention.op import latent_heads
+from megafp8.layers.latent_attention.record import LatentMixerConfig, LatentRecord
+from megafp8.layers.mixer import Mixer, TokenCache, Tokens
+from megafp8.layers.norm.module import RMSNormPart
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.rotary.module import RotaryEmbedding
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+
+class LatentAttention(Mixer):
+    """Multi-head latent attention. It reads the norm's values, whatever `input` could give."""
+
+    #: Why the latents' values are needed, not only as FP8 inputs of products; empty if so. Then there is no `kv_up`.
+    reads_latents: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        name: str,
+        record: LatentRecord,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        heads = record.num_attention_heads
+        self.name, self.context, self.recompute = name, context, memory.attention
+        self.window = record.sliding_window if isinstance(record, LatentMixerConfig) else None
+        rotates = record.position_embedding != "none"
+        self.rope = RotaryEmbedding(record, record.rope_head_dim, None, context) if rotates else None
+        self.heads = heads // context.tensor.size()
+        self.largest_logits_a = new_largest_logits(context, self.heads)
+        self.n, self.r, self.v = record.nope_head_dim, record.rope_head_dim, record.value_head_dim
+        self.ranks = [record.q_rank or 0, record.kv_rank, self.r]
+        self.dropout = ProbabilityDropout.build(name, model.attention_dropout, heads, context)
+        self.causal, self.query_scaling = model.causal, record.query_scaling
+        self.score_factor = record.score_factor
+        init, common = Init("normal", model.hidden_init_std), context.linear_options()
+        down = {"kv_down": record.kv_rank + self.r}
+        if record.q_rank is not None:
+            down = {"q_down": record.q_rank} | down
+        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
+        self.down = replicated_parameter(context, shards, init, matrix=True)
+        reason = "latents are few and stay in training.precision"
+        site = LinearSite(f"{name}.down", model.hidden_size, sum(down.values()), high_precision=reason)
+        self.down_state = context.fp8.linear(site)
+        norm: dict[str, Any] = {
+            "eps": record.eps,
+            "sees_a_slice": context.sequence_sharded,
+            "zero_centered": model.norm.zero_centered,
+        }
+        self.q_norm = None if record.q_rank is None else RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
+        self.kv_norm = RMSNormPart(f"{name}.kv_norm", record.kv_rank, context, **norm)
+
+        def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
+            fused = norm.fuses != "none"
+            site = context.site(before=norm, after=ATTENTION, recompute_input=memory.norms and fused)
+            return ColumnParallelLinear(f"{name}.{layer}", rank, heads * width, init=init, site=site, **common)
+
+        q_norm = Neighbor("q_norm", "none", self.reads_latents) if self.reads_latents else Neighbor("q_norm", "any")
+
+        if record.q_rank is None:
+            before = Neighbor("attention_norm", "none", "the latents are computed from the norm's output too")
+            self.q_up = up("q", before, model.hidden_size, self.n + self.r)
+        else:
+            self.q_up = up("q_up", q_norm, record.q_rank, self.n + self.r)
+        if not self.reads_latents:
+            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), record.kv_rank, self.n + self.v)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            heads * self.v,
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+
+    @property
+    def _latents(self) -> list[int]:
+        """Widths of the latents."""
+        return [rank for rank in self.ranks[:2] if rank]
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor."""
+        m, e, a, d = batch.tokens, batch.element, self.heads, self.n + self.r
+        q_up, kv_up, proj = self.q_up.state, self.kv_up.state, self.proj.state
+        # Without a query latent, q is computed from the latents' input.
+        shares_input = self.q_norm is None and q_up.plan.saved == "high" and m == batch.own_tokens
+        saved = {
+            "latents' input": batch.own_tokens * self.down_state.site.inputs * e,
+            "latents": batch.own_tokens * sum(self._latents) * e,
+            "statistics of their norms": len(self._latents) * batch.own_tokens * batch.statistic,
+            "up inputs": batch.saved_input(kv_up) + (0 if shares_input else batch.saved_input(q_up)),
+        }
+        head_width = 2 * d + self.v
+        if self.recompute:  # what they are made of, and the rotary key of all heads
+            head_width = d + self.n + self.v
+            saved["rotary key"] = m * self.r * e
+        saved["q, k, v"] = m * a * head_width * e
+        shares_output = proj.plan.saved == "high"
+        if not self.recompute or shares_output:
+            saved["attention output"] = m * a * self.v * e
+        if not self.recompute:
+            saved["attention log-sums"] = m * a * batch.statistic
+        if not shares_output:
+            saved["proj input"] = batch.saved_input(proj)
+        return saved
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Bytes of the projections' outputs, read once, and of q, k and v, written once; the same again in backward."""
+        projected = self.heads * (2 * self.n + self.r + self.v) + self.r
+        moved = batch.tokens * (projected + self.heads * (2 * (self.n + self.r) + self.v)) * batch.element
+        return KernelWork(moved, moved)
+
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        pairs = pairs_of(batch.length, self.window, causal=self.causal)
+        return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        return batch.tokens * self.heads * (self.n + self.r + self.v) * batch.element
+
+    def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        scores = self.dropout.added_to(Scores(batch_invariant=self.context.batch_invariant), tokens.samples_b)
+        scores = recording(scores, self.largest_logits_a)
+        core = tokens.attention(layer, self.window, causal=self.causal, positions=scores.depend_on_positions)
+        scale = query_scale(self.query_scaling, tokens, self.context.dtype)
+        return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
+
+    def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
+        # The rotary key is that of all heads, and stays.
+        parts = {
+            "q" if self.q_norm is None else "q_up": ((factor_a.sqrt(), self.n), (factor_a, self.r)),
+            "kv_up": ((factor_a.sqrt(), self.n), (torch.ones_like(factor_a), self.v)),
+        }
+        return {
+            f"{self.name}.{part}.weight": torch.cat([x[:, None].expand(-1, n) for x, n in head_part], dim=1).flatten()
+            for part, head_part in parts.items()
+        }
+
+    @property
+    def cache(self) -> tuple[TokenCache]:
+        return (TokenCache(self.heads, self.n + self.r, self.v),)
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+        q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
+        q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
+        kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
+        # Each rank's heads use it, so its gradient is their sum.
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
+        parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
+        return self.proj(self._run(self._attend, *parts).flatten(-2))
+
+    @staticmethod
+    def _up(latent: Tensor, norm: RMSNormPart, up: ColumnParallelLinear) -> Tensor:
+        _, normed = norm.residual(latent.contiguous(), None, up.state.input_format)
+        return up(normed)
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recomputed(function, *inputs) if self.recompute else function(*inputs)
+
+    def _attend(
+        self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor] | None,
+        core: CoreAttention, scores: Scores, scale_sb11: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`[s, b, a, v]`."""
+        q, k, v = latent_heads(q_sbc, kv_sbc, k_rotary_sbr, rotary, self.heads, self.score_factor)
+        q = q if scale_sb11 is None else q * scale_sb11
+        return core(q, k, v, None, scores)

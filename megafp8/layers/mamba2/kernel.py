@@ -1,0 +1,345 @@
+"""The recurrence of Mamba-2 in chunks, forward and backward (Dao & Gu 2024, arXiv:2405.21060, section 6).
+
+Reference: `megafp8.layers.mamba2.reference`, whose formulas these are. Three kernels, by chunks of tokens:
+
+    states       a program has a tile of a head's state and goes over the chunks one after the other: it writes the
+                 state at the start of each. In backward it goes the other way, over queries and output gradients, and
+                 writes the gradient of the state at the end of each chunk.
+    outputs      a program has a chunk and heads of one group: products of queries and keys once, and for each head
+                 their sum over tokens with decays, and what the state at the start adds.
+    gradients    the same for gradients. Keys' and queries' are sums over the heads of the program.
+
+States are fp32 in registers and rounded to the inputs' dtype where they are operands of products; products have fp32
+sums. Backward needs no output: the gradient of the decay over token k is that of all pairs j < k ≤ i, whose sum is a
+difference of sums over rows and over columns of one and the same fp32 matrix, so that they cancel to fp32 precision.
+
+Exponents are in base 2. All results are deterministic.
+
+Shapes: s sequence, b micro-batch; a heads of w channels in g groups, d numbers of a state for each channel; L tokens of
+a chunk, m chunks; D and W: d and w as powers of 2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
+
+CHUNK = 64
+"""Tokens of a chunk. More halve the states in memory, and double what is in a program's registers."""
+_STATE_TILE = 64
+"""Rows of a head's state that a program of `states_kernel` has: few, as its programs are tiles of heads only."""
+_HEADS = 8
+"""Most heads of a program of the other kernels, which divide the heads of a group."""
+
+
+@triton.jit
+def _rows(x, i, n, row_stride, first, count, WIDTH: tl.constexpr):
+    """Columns from `first` on of rows `i`, `[len(i), WIDTH]`; zeros beyond n rows and `count` columns."""
+    c = first + tl.arange(0, WIDTH)
+    at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
+    return tl.load(x + at, mask=(i < n)[:, None] & (c < count)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(x, i, n, row_stride, values, count, WIDTH: tl.constexpr):
+    c = tl.arange(0, WIDTH)
+    at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
+    tl.store(x + at, values.to(x.dtype.element_ty), mask=(i < n)[:, None] & (c < count)[None, :])
+
+
+@triton.jit
+def _documents(starts_sb, i, s, b, sample, DOCUMENTS: tl.constexpr):
+    """How many documents begin up to each token of a chunk, in it, and in the whole of it."""
+    begun = tl.zeros_like(i)
+    if DOCUMENTS:
+        begun = tl.load(starts_sb + i * b + sample, mask=i < s, other=0).to(tl.int32)
+    return tl.cumsum(begun, axis=0), tl.sum(begun, axis=0)
+
+
+@triton.jit
+def _decays(step_sba, rate, i, s, heads, at):
+    """Steps of a chunk, 0 beyond s; sums of its decays up to each token in base 2, and of all of it."""
+    step = tl.load(step_sba + i.to(tl.int64) * heads + at, mask=i < s, other=0.0)
+    decay = step * (rate * 1.4426950408889634)
+    return step, tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
+
+
+@triton.jit
+def _of_pairs(sums, document, L: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Decays from token j to token i, `[i, j]`, 0 where j is later or in another document."""
+    i = tl.arange(0, L)
+    see = i[:, None] >= i[None, :]
+    if DOCUMENTS:
+        see = see & (document[:, None] == document[None, :])
+    return tl.where(see, tl.exp2(sums[:, None] - sums[None, :]), 0.0)
+
+
+@triton.jit
+def _ends(sums, total, document, begun, DOCUMENTS: tl.constexpr):
+    """Decays from the start of a chunk to each token, from each token to the end, and over all of it."""
+    before, after, over = tl.exp2(sums), tl.exp2(total - sums), tl.exp2(total)
+    if DOCUMENTS:
+        before = tl.where(document == 0, before, 0.0)
+        after = tl.where(document == begun, after, 0.0)
+        over = tl.where(begun == 0, over, 0.0)
+    return before, after, over
+
+
+@triton.jit
+def states_kernel(
+    key_sbgd, value_sbaw, step_sba, rate_a, starts_sb, first_badw, chunks_mbadw, last_badw,
+    s, b, a, g, d, w, key_s, key_b, value_s, value_b,
+    REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """States at the start of each chunk from the one before the first; `REVERSE`: gradients of those at its end.
+
+    Keys and values: in reverse queries and output gradients.
+    """
+    row, head, sample = tl.program_id(0) * TILE, tl.program_id(1) % a, tl.program_id(1) // a
+    r, c = row + tl.arange(0, TILE), tl.arange(0, W)
+    inside = (r < d)[:, None] & (c < w)[None, :]
+    at = (sample * a + head).to(tl.int64) * d * w + r[:, None] * w + c[None, :]
+    state = tl.load(first_badw + at, mask=inside, other=0.0)
+    rate = tl.load(rate_a + head)
+    keys = key_sbgd + (tl.cast(sample, tl.int64) * key_b * g + head // (a // g)) * d
+    values = value_sbaw + (tl.cast(sample, tl.int64) * value_b * a + head) * w
+    size = tl.cast(b * a, tl.int64) * d * w
+    chunks = (s + L - 1) // L
+    for n in range(chunks):
+        m = chunks - 1 - n if REVERSE else n
+        tl.store(chunks_mbadw + m * size + at, state.to(chunks_mbadw.dtype.element_ty), mask=inside)
+        i = m * L + tl.arange(0, L)
+        document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
+        step, sums, total = _decays(step_sba, rate, i, s, b * a, sample * a + head)
+        before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
+        weight = before if REVERSE else after * step
+        key = _rows(keys, i, s, key_s * g * d, row, d, TILE)
+        value = _rows(values, i, s, value_s * a * w, 0, w, W)
+        weighted = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
+        state = tl.dot(tl.trans(weighted), value, state * over)
+    tl.store(last_badw + at, state, mask=inside)
+
+
+@triton.jit
+def outputs_kernel(
+    x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, y_sbaw,
+    s, b, a, g, d, w, row_s, row_b,
+    DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk and HEADS heads of a group, from the states at the chunk's start."""
+    m, parts = tl.program_id(0), a // HEADS
+    sample, first = tl.program_id(1) // parts, tl.program_id(1) % parts * HEADS
+    group = first // (a // g)
+    i = m * L + tl.arange(0, L)
+    document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
+    shared = (tl.cast(sample, tl.int64) * row_b * g + group) * d
+    key = _rows(b_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    scores = tl.dot(query, tl.trans(key))
+    r = tl.arange(0, D)
+    for head in range(first, first + HEADS):
+        at = sample * a + head
+        step, sums, total = _decays(step_sba, tl.load(rate_a + head), i, s, b * a, at)
+        x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
+        state = _rows(states_mbadw + (m.to(tl.int64) * b * a + at) * d * w, r, d, w, 0, w, W)
+        before, _after, _over = _ends(sums, total, document, begun, DOCUMENTS)
+        y = tl.dot(query, state) * before[:, None]
+        weights = scores * _of_pairs(sums, document, L, DOCUMENTS) * step[None, :]
+        y = tl.dot(weights.to(x.dtype), x, y)
+        y += tl.load(skip_a + head) * x.to(tl.float32)
+        _store_rows(y_sbaw + at * w, i, s, b * a * w, y, w, W)
+
+
+@triton.jit
+def gradients_kernel(
+    dy_sbaw, x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, dstates_mbadw,
+    dx_sbaw, dstep_sba, drate_mba, db_psbgd, dc_psbgd, dskip_mba,
+    s, b, a, g, d, w, row_s, row_b,
+    DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk and HEADS heads of a group.
+
+    From the states at the chunk's start and the gradients of those at its end. `p`: parts of a group's heads.
+    """
+    m, parts = tl.program_id(0), a // HEADS
+    sample, first = tl.program_id(1) // parts, tl.program_id(1) % parts * HEADS
+    group, part = first // (a // g), first % (a // g) // HEADS
+    i = m * L + tl.arange(0, L)
+    row = tl.arange(0, L)
+    document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
+    shared = (tl.cast(sample, tl.int64) * row_b * g + group) * d
+    key = _rows(b_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    scores = tl.dot(query, tl.trans(key))
+    r = tl.arange(0, D)
+    # Two loops: what they hold of all heads together would not fit the registers.
+    for head in range(first, first + HEADS):
+        at = sample * a + head
+        rate = tl.load(rate_a + head)
+        step, sums, total = _decays(step_sba, rate, i, s, b * a, at)
+        before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
+        x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
+        dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
+        states = (m.to(tl.int64) * b * a + at) * d * w
+        # To the state at the end.
+        dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
+        du = tl.dot(key, dstate) * after[:, None]
+        state_gradient = tl.sum(du * x.to(tl.float32), axis=1) * step
+        # From the state at the start.
+        state = _rows(states_mbadw + states, r, d, w, 0, w, W)
+        ddecay = tl.sum(tl.dot(query, state) * dy.to(tl.float32), axis=1) * before
+        kept = over * tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+        # Pairs within the chunk.
+        weights = scores * _of_pairs(sums, document, L, DOCUMENTS)
+        du = tl.dot(tl.trans(weights.to(x.dtype)), dy, du)
+        products = tl.dot(dy, tl.trans(x))
+        dskip = tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), axis=1), axis=0)
+        crossing = tl.where(row[:, None] > row[None, :], products * weights * step[None, :], 0.0)
+        ddecay += tl.sum(crossing, axis=1) - tl.sum(crossing, axis=0)
+        # The sum from a token on, and what passes a token from earlier ones to the end.
+        ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
+        ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
+        dstep = tl.sum(du * x.to(tl.float32), axis=1) + rate * ddecay
+        tl.store(dstep_sba + i.to(tl.int64) * (b * a) + at, dstep, mask=i < s)
+        tl.store(drate_mba + m * b * a + at, tl.sum(step * ddecay, axis=0))
+        tl.store(dskip_mba + m * b * a + at, dskip)
+        dx = du * step[:, None] + tl.load(skip_a + head) * dy.to(tl.float32)
+        _store_rows(dx_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, dx, w, W)
+    dscores = tl.zeros([L, L], tl.float32)
+    dkey = tl.zeros([L, D], tl.float32)
+    dquery = tl.zeros([L, D], tl.float32)
+    for head in range(first, first + HEADS):
+        at = sample * a + head
+        step, sums, total = _decays(step_sba, tl.load(rate_a + head), i, s, b * a, at)
+        before, after, _over = _ends(sums, total, document, begun, DOCUMENTS)
+        x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
+        dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
+        states = (m.to(tl.int64) * b * a + at) * d * w
+        dscores += tl.dot(dy, tl.trans(x)) * _of_pairs(sums, document, L, DOCUMENTS) * step[None, :]
+        dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
+        dkey = tl.dot((x.to(tl.float32) * (after * step)[:, None]).to(x.dtype), tl.trans(dstate), dkey)
+        state = _rows(states_mbadw + states, r, d, w, 0, w, W)
+        dquery = tl.dot((dy.to(tl.float32) * before[:, None]).to(x.dtype), tl.trans(state), dquery)
+    rounded = dscores.to(key.dtype)
+    dquery = tl.dot(rounded, key, dquery)
+    dkey = tl.dot(tl.trans(rounded), query, dkey)
+    part_at = part.to(tl.int64) * s * b * g * d + shared
+    _store_rows(db_psbgd + part_at, i, s, row_s * g * d, dkey, d, D)
+    _store_rows(dc_psbgd + part_at, i, s, row_s * g * d, dquery, d, D)
+
+
+class StateSpaceInputs(NamedTuple):
+    """Inputs of the recurrence as kernels take them: x, b and c of one dtype, the others fp32 and contiguous.
+
+    x, b and c are all contiguous, or their transposes `[b, s, ...]` are, as a convolution's kernel writes them.
+    `starts_sb`: int8, tokens before which the state is set to zero; None: none.
+    """
+
+    x_sbaw: Tensor
+    step_sba: Tensor
+    rate_a: Tensor
+    b_sbgd: Tensor
+    c_sbgd: Tensor
+    skip_a: Tensor
+    starts_sb: Tensor | None
+
+    @classmethod
+    def from_tensors(
+        cls, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, starts: Tensor | None
+    ) -> StateSpaceInputs:
+        """The inputs of such tensors of any layout; `starts`: bool."""
+        batch_first = x.transpose(0, 1).is_contiguous()
+        x, b, c = (kernel_input(_laid_out(t, batch_first)) for t in (x, b, c))
+        of_starts = None if starts is None else starts.contiguous().view(torch.int8)
+        return cls(x, step.contiguous(), rate.contiguous(), b, c, skip.contiguous(), of_starts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """s, b, a, g, d, w."""
+        (s, b, a, w), (_, _, g, d) = self.x_sbaw.shape, self.b_sbgd.shape
+        return s, b, a, g, d, w
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """By how many rows of x, b and c the next token of a sequence lies behind, and that of the next sequence."""
+        s, b, *_ = self.sizes
+        return (b, 1) if self.x_sbaw.is_contiguous() else (1, s)
+
+    @property
+    def heads(self) -> int:
+        """Heads of a program."""
+        per_group = self.x_sbaw.shape[2] // self.b_sbgd.shape[2]
+        return max(n for n in range(1, _HEADS + 1) if per_group % n == 0)
+
+    def constants(self) -> dict[str, int]:
+        _, _, _, _, d, w = self.sizes
+        widths = {"D": max(16, next_power_of_2(d)), "W": max(16, next_power_of_2(w))}
+        return widths | {"L": CHUNK, "DOCUMENTS": self.starts_sb is not None, "HEADS": self.heads}
+
+
+def _laid_out(x: Tensor, batch_first: bool) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x.contiguous()
+
+
+def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, the state after the last token, and the states at the start of each chunk, which backward needs."""
+    s, b, a, _, _, w = inputs.sizes
+    rows = inputs.rows
+    states_mbadw, last_badw = _states(inputs, inputs.b_sbgd, inputs.x_sbaw, rows, state_badw, reverse=False)
+    y_sbaw = inputs.x_sbaw.new_empty(s, b, a, w)
+    x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
+    outputs_kernel[ceil_div(s, CHUNK), b * a // inputs.heads](
+        x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows,
+        **inputs.constants(), num_warps=8,
+    )  # fmt: skip
+    return y_sbaw, last_badw, states_mbadw
+
+
+def backward(
+    inputs: StateSpaceInputs, states_mbadw: Tensor, dy_sbaw: Tensor, dlast_badw: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, step, rate, b, c, skip and of the state before the first token."""
+    s, b, a, g, d, _ = inputs.sizes
+    x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
+    dy_sbaw = kernel_input(dy_sbaw.contiguous())
+    dstates_mbadw, dfirst_badw = _states(inputs, c_sbgd, dy_sbaw, (b, 1), dlast_badw, reverse=True)
+    chunks, parts = ceil_div(s, CHUNK), a // g // inputs.heads
+    dx, dstep = torch.empty_like(x), torch.empty_like(step)
+    drate, dskip = step.new_empty(2, chunks, b, a)
+    dtype = x.dtype if parts == 1 else torch.float32
+    shape = (2, parts, s, b, g, d) if inputs.rows == (b, 1) else (2, parts, b, s, g, d)
+    db, dc = x.new_empty(shape, dtype=dtype)
+    gradients_kernel[chunks, b * a // inputs.heads](
+        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw,
+        dx, dstep, drate, db, dc, dskip, *inputs.sizes, *inputs.rows, **inputs.constants(), num_warps=8, num_stages=2,
+    )  # fmt: skip
+    db, dc = (part[0] if parts == 1 else part.sum(0).to(x.dtype) for part in (db, dc))
+    if inputs.rows != (b, 1):
+        db, dc = db.transpose(0, 1), dc.transpose(0, 1)
+    return dx, dstep, drate.sum((0, 1)), db, dc, dskip.sum((0, 1)), dfirst_badw
+
+
+def _states(
+    inputs: StateSpaceInputs, keys_sbgd: Tensor, values_sbaw: Tensor, value_rows: tuple[int, int], first_badw: Tensor,
+    *, reverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """States or, in reverse, gradients: of each chunk, and the last. `value_rows`: `StateSpaceInputs.rows` of
+    values."""
+    s, b, a, _, d, w = inputs.sizes
+    constants = inputs.constants()
+    chunks_mbadw = values_sbaw.new_empty(ceil_div(s, CHUNK), b, a, d, w)
+    first_badw = first_badw.contiguous()
+    last_badw = torch.empty_like(first_badw)
+    tile = min(_STATE_TILE, constants["D"])
+    states_kernel[ceil_div(d, tile), b * a](
+        keys_sbgd, values_sbaw, inputs.step_sba, inputs.rate_a, inputs.starts_sb, first_badw, chunks_mbadw, last_badw,
+        *inputs.sizes, *inputs.rows, *value_rows, REVERSE=reverse, DOCUMENTS=constants["DOCUMENTS"], L=CHUNK,
+        TILE=tile, W=constants["W"], num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return chunks_mbadw, last_badw

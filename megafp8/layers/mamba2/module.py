@@ -1,0 +1,197 @@
+"""Mamba-2, a state space with one decay per head and token (Dao & Gu 2024, arXiv:2405.21060), as in Nemotron-H.
+
+Heads are sharded over the tensor-parallel group with the groups of their b and c; each rank's part runs like that of a
+model with fewer heads:
+
+    x, b, c, z = projection(input)                step = softplus of a projection, one number per token and head
+    x, b, c = silu(convolution(x, b, c))          of each channel, over the last tokens
+    y = recurrence(x, step, b, c)                 `megafp8.layers.mamba2.reference`
+    output = projection(norm(y · silu(z)))        each group of channels normalized by itself
+
+The steps' projection is replicated and stays in training.precision, as decays follow from it.
+`megafp8.layers.mamba2.op` says which kernels compute the recurrence; convolution, norm and gate are PyTorch's
+operations. Backward computes all of it again.
+
+Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of w channels, g groups, d numbers of a state for each
+channel; n = aw + 2gd channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import KernelWork, MicroBatch
+from megafp8.layers.mamba2.op import CHUNK, missing_kernel, state_space
+from megafp8.layers.mamba2.record import Mamba2Config
+from megafp8.layers.mixer import RecurrentInputs
+from megafp8.layers.norm.gated_op import gated_norm
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+
+class Mamba2(ConvolvedMixer):
+    """A state space with one decay per head and token. It reads the norm's values, whatever `input` could give."""
+
+    def __init__(
+        self,
+        name: str,
+        record: Mamba2Config,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        t, rank = context.tensor.size(), context.tensor.rank()
+        self.context, self.record, self.eps = context, record, model.norm.eps
+        self.d, self.w, h, heads = record.state_size, record.head_dim, model.hidden_size, record.num_heads
+        self.heads, self.groups, self.first_head = heads // t, record.num_groups // t, rank * (heads // t)
+        inner, shared = heads * self.w, record.num_groups * self.d
+        widths = {"x": inner, "b": shared, "c": shared}
+        common, init = context.linear_options(), Init("normal", model.hidden_init_std)
+        before = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
+        self.projection = ColumnParallelLinear(
+            f"{name}.xbcz",
+            h,
+            2 * inner + 2 * shared,
+            parts={f"{name}.{part}": width for part, width in (widths | {"z": inner}).items()},
+            init=init,
+            site=context.site(before=before, after=ATTENTION),
+            **common,
+        )
+        self.steps = replicated_parameter(context, unsharded(f"{name}.step.weight", (heads, h)), init, matrix=True)
+        reason = "steps are few, decays follow from them, and they stay in training.precision"
+        self.steps_state = context.fp8.linear(LinearSite(f"{name}.step", h, heads, high_precision=reason))
+        rank_spec = {"replicated_over_tp": False, "weight_decay": False}
+
+        def sharded(which: str, *shape: int) -> Any:
+            return shard_dim(f"{name}.{which}", shape, 0, rank, t)
+
+        self.convolution = short_convolution(name, context, widths, record.conv_kernel_size)
+        self.convolution_bias: nn.Parameter | None = None
+        if record.conv_bias:
+            biases = [sharded(f"{part}_conv.bias", width) for part, width in widths.items()]
+            self.convolution_bias = new_parameter(context, biases, Init("zeros"), **rank_spec)
+        # Initial decays and steps are those of the paper's code.
+        rates, steps = Init("log_uniform", low=1.0, high=16.0), Init("inverse_softplus", low=1e-3, high=0.1)
+        self.log_rate = new_parameter(context, [sharded("log_rate.weight", heads)], rates, **rank_spec)
+        self.step_bias = new_parameter(context, [sharded("step.bias", heads)], steps, **rank_spec)
+        self.skip = new_parameter(context, [sharded("skip.weight", heads)], Init("ones"), **rank_spec)
+        self.norm = new_parameter(context, [sharded("norm.weight", inner)], Init("ones"), **rank_spec)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            inner,
+            h,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+
+    @property
+    def _channels(self) -> int:
+        """Channels of the convolution on this rank."""
+        return self.heads * self.w + 2 * self.groups * self.d
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        steps = linear(x_sbh, self.steps, self.steps_state)
+        steps_sba = self.shared(steps).narrow(-1, self.first_head, self.heads)
+        xbc_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.heads * self.w], dim=-1)
+        y_sbaw = self.run(inputs, xbc_sbn, steps_sba)
+        y_sbgc, weight_gc = y_sbaw.flatten(-2).unflatten(-1, (self.groups, -1)), self.norm.view(self.groups, -1)
+        return self.proj(gated_norm(y_sbgc, z_sbc, weight_gc, self.eps, gate_first=True))
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.heads, self.d, self.w
+
+    @property
+    def factor_shape(self) -> tuple[int, ...]:
+        return self.heads, 1, 1
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """From `[s, b, n]` and steps `[s, b, a]` to `[s, b, a, w]`."""
+        last_btn, state_badw = state
+        (x, step, rate, b, c), last_btn = self._operands(xs, last_btn, starts_sb)
+        y_sbaw, state_badw = state_space(x, step, rate, b, c, self.skip.to(step.dtype), state_badw, starts_sb)
+        return y_sbaw, (last_btn, state_badw)
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
+        last_btn, zeros_badw = state
+        (x, step, rate, b, c), _ = self._operands(xs, last_btn, starts_sb)
+        _, added = state_space(x, step, rate, b, c, self.skip.to(step.dtype), zeros_badw, starts_sb)
+        kept_ba = (rate * step).sum(0).exp()  # of each state, whatever the token
+        if starts_sb is not None:
+            kept_ba = kept_ba * ~starts_sb.any(0).unsqueeze(-1)
+        return Transition(kept_ba[..., None, None], added)
+
+    def _operands(
+        self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """x, steps, rates of decay, b and c of the recurrence; and the convolution's last inputs."""
+        xbc_sbn, steps_sba = xs
+        shared, wide = ChannelGroup(self.groups, self.d), torch.promote_types(xbc_sbn.dtype, torch.float32)
+        parts, weight_nk = (ChannelGroup(self.heads, self.w), shared, shared), self.convolution[:, 0]
+        x, b, c = convolve_parts(xbc_sbn, weight_nk, last_btn, starts_sb, parts, self.convolution_bias)
+        last_btn = last_inputs(xbc_sbn, last_btn.shape[1], last_btn, starts_sb)
+        step_sba = F.softplus(steps_sba.to(wide) + self.step_bias.to(wide))
+        step_sba = step_sba.clamp(self.record.min_step, self.record.max_step)
+        return (x, step_sba, -self.log_rate.to(wide).exp(), b, c), last_btn
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        missing = missing_kernel(device, self.convolution.dtype, self.d, self.w)
+        return None if missing is None else f"Mamba-2: PyTorch's operations, slow, as no kernel fits: {missing}"
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, e, inner, heads = batch.tokens, batch.element, self.heads * self.w, self.steps.shape[0]
+        high = self.projection.state.plan.saved == "high" and batch.tokens == batch.own_tokens
+        return {
+            "xbcz input": batch.saved_input(self.projection.state),
+            "steps' input": 0 if high else batch.own_tokens * self.steps.shape[1] * e,
+            "x, b, c, z": m * (self._channels + inner) * e,
+            "steps": m * heads * e,
+            "recurrence output": m * inner * e,
+            "proj input": batch.saved_input(self.proj.state),
+        }
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Reads and writes of the kernels: convolution; states, then outputs of chunks; norm and gate.
+
+        Backward computes all but the last once more, then the gradients of states, and reads states twice.
+        """
+        inner, states = self.heads * self.w, self._states_of_a_token
+        forward = 4 * self._channels + 4 * inner + 2 * states
+        backward = 11 * self._channels + 9 * inner + 7 * states
+        moved = batch.tokens * batch.element
+        return KernelWork(moved * forward, moved * backward, kernels=20, more_in_backward=30)
+
+    @property
+    def _states_of_a_token(self) -> float:
+        """Numbers of the states at the start of chunks, for each token."""
+        return self.heads * self.d * self.w / CHUNK
+
+    @property
+    def rule_flops(self) -> float:
+        """Model FLOPs of a token that writes to the states and reads from them."""
+        return 4.0 * self.heads * self.d * self.w
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """What is recomputed and its gradients: the convolution's outputs, the heads', and states of chunks."""
+        token_values = 2 * self._channels + 2 * self.heads * self.w + 2 * self._states_of_a_token
+        return round(batch.tokens * token_values * batch.element)

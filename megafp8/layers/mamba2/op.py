@@ -1,0 +1,84 @@
+"""The recurrence of Mamba-2: which kernels compute it, and how gradients are.
+
+On CUDA with 16-bit inputs our own kernels in Triton compute it (`megafp8.layers.mamba2.kernel`), elsewhere the
+reference in chunks. Both keep states in fp32 or wider. For its backward pass a kernel keeps its inputs and the states
+at the start of each chunk; where the recurrence is recomputed in backward, only until that layer's backward pass ends.
+
+Shapes: those of `megafp8.layers.mamba2.reference`; m chunks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megafp8.layers.mamba2.reference import in_chunks
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.layers.mamba2 import kernel as state_space  # needs Triton, which comes with torch's CUDA builds
+
+    return state_space
+
+
+CHUNK = 64
+"""Tokens of a chunk."""
+_LARGEST = 256  # of d and w, for which a program of the kernels has room
+
+
+def state_space(
+    x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
+    state_badw: Tensor, starts_sb: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs `[s, b, a, w]` in x's dtype, and the state after the last token; differentiable.
+
+    Steps, rate, skip and state are fp32 or wider. `starts_sb`: bool, tokens before which the state is set to zero.
+    """
+    d, w = b_sbgd.shape[-1], x_sbaw.shape[-1]
+    if len(x_sbaw) > 1 and missing_kernel(x_sbaw.device, x_sbaw.dtype, d, w) is None:
+        result: tuple[Tensor, Tensor] = StateSpace.apply(
+            x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, state_badw, starts_sb
+        )
+        return result
+    x, b, c = (t.to(state_badw.dtype) for t in (x_sbaw, b_sbgd, c_sbgd))
+    y_sbaw, state_badw = in_chunks(x, step_sba, rate_a, b, c, skip_a, state_badw, starts_sb, CHUNK)
+    return y_sbaw.to(x_sbaw.dtype), state_badw
+
+
+def missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
+    """Why no kernel computes heads of w channels with d numbers each in a state; None where one does."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype.itemsize != 2:
+        return f"it takes bf16 and fp16, not {str(dtype).removeprefix('torch.')}"
+    if max(d, w) > _LARGEST:
+        return f"a state has {d} × {w} numbers a head, and {_LARGEST} × {_LARGEST} fit"
+    return None
+
+
+class StateSpace(Function):
+    """`state_space` by the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
+        state_badw: Tensor, starts_sb: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        module = _kernels()
+        inputs = module.StateSpaceInputs.from_tensors(x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb)
+        y_sbaw, last_badw, states_mbadw = module.forward(inputs, state_badw)
+        ctx.save_for_backward(*inputs, states_mbadw)
+        return y_sbaw.to(x_sbaw.dtype), last_badw
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor | None, ...]:
+        module, (*tensors, states_mbadw) = _kernels(), ctx.saved_tensors
+        return *module.backward(module.StateSpaceInputs(*tensors), states_mbadw, dy_sbaw, dlast_badw), None

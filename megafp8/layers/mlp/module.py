@@ -1,0 +1,106 @@
+"""The MLP of a block, its width sharded over the tensor-parallel group.
+
+A gated activation has one column-parallel linear layer for gate and up, whose weight rows are [gate | up] of this rank.
+
+Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megafp8.config import MlpConfig
+from megafp8.layers.activation.record import ACTIVATIONS
+from megafp8.layers.context import BuildContext
+from megafp8.layers.costs import KernelWork, MicroBatch
+from megafp8.layers.mixer import FeedForward
+from megafp8.layers.mlp.op import mlp
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.parallel.sharding import Init
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
+
+
+class MLP(FeedForward):
+    """Two linear layers with an activation between them; of a gated activation the first has gate and up."""
+
+    def __init__(
+        self,
+        name: str,
+        record: MlpConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        self.kind = record.activation
+        f, self.activation = record.width, ACTIVATIONS[record.activation]
+        common = context.linear_options() | {"bias": model.linear_bias}
+        neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
+        self.up = ColumnParallelLinear(
+            f"{name}.{self.activation.up_layer}",
+            model.hidden_size,
+            self.activation.up_width(f),
+            parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
+            init=Init("normal", model.hidden_init_std),
+            skip_bias_add=self.activation.fuses_bias,
+            site=context.site(before=input, after=neighbor, recompute_input=memory.norms),
+            **common,
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down",
+            f,
+            model.hidden_size,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=neighbor, recompute_input=memory.activation),
+            **common,
+        )
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        return self.up.state.input_format
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        up, down = self.up.state, self.down.state
+        saved = {"up input": batch.saved_input(up), "up output": batch.tokens * up.site.outputs * batch.element}
+        if self.activation.gated and not self.activation.fused:
+            saved["activated gate"] = batch.tokens * down.site.inputs * batch.element
+        saved["down input"] = batch.saved_input(down)
+        return saved
+
+    def activation_bytes(self, batch: MicroBatch) -> int:
+        return batch.tokens * (self.up.state.site.outputs + self.down.state.site.inputs) * batch.element
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """The activation."""
+        passes, input_bytes = (
+            1 if self.activation.fused else 2,
+            batch.tokens * self.up.state.site.outputs * batch.element,
+        )
+        forward = self.activation_bytes(batch)
+        return KernelWork(passes * forward, passes * (forward + input_bytes))
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """The gradients of the activation's output and input, and of the MLP's input, of all tokens.
+
+        That of the activation's input is FP8 in both orientations if it is fused with the cast.
+        """
+        up, down = self.up.state, self.down.state
+        input_element = 2 if up.plan.grad_output == "fused" else batch.element
+        widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * input_element
+        return batch.tokens * widths
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
+        return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)
+
+    def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:
+        y = self.up(x_sbh, handoff)
+        return y if self.activation.fuses_bias else (y, None)

@@ -1,0 +1,54 @@
+"""The MLP of a layer: its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from megafp8.layers.activation.record import ACTIVATIONS, ActivationName
+from megafp8.section import Channels, Section
+from megafp8.spec import ModelSection, PartRecord
+
+MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
+"""Megatron core's names of the linear layers of an MLP or an expert."""
+
+
+class MlpKeys(Section):
+    """The keys of an MLP."""
+
+    ffn_hidden_size: Channels | None = None
+    """Inner width of the MLP. Default: 4 × hidden_size."""
+    activation: ActivationName = "swiglu"
+    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
+    1.0), squared_relu (Primer, Nemotron), clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up
+    to 7 and up from -7 to 7, or limited_swiglu (DeepSeek-V4): swiglu of gate up to 10 and up from -10 to 10."""
+
+
+class MlpConfig(PartRecord, MlpKeys):
+    """Two linear layers with an activation between them; a gated activation has a third, beside the first."""
+
+    module: ClassVar[str] = "megafp8.layers.mlp.module:MLP"
+    tensor_prefix: ClassVar[str] = "mlp"
+    hugging_face: ClassVar[Mapping[str, str]] = {x: f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    megatron: ClassVar[Mapping[str, str]] = {x: f"mlp.{y}" for x, y in MEGATRON_LINEARS.items()}
+
+    kind: Literal["mlp"] = "mlp"
+    """An MLP."""
+
+    def resolved(self, model: ModelSection) -> MlpConfig:
+        values = {name: getattr(model, name) for name in MlpKeys.model_fields} | self.given
+        values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * model.hidden_size
+        return MlpConfig.model_construct(**values)
+
+    @property
+    def width(self) -> int:
+        """Width between the linear layers."""
+        assert self.ffn_hidden_size is not None, "the record is not resolved"
+        return self.ffn_hidden_size
+
+    def widths(self, model: ModelSection) -> Mapping[str, int]:
+        return {"ffn_hidden_size": self.width}
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        return ("gate", "up", "down") if ACTIVATIONS[self.activation].gated else ("up", "down")

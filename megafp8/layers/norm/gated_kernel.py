@@ -1,0 +1,111 @@
+"""RMSNorm of heads and a gate, in one pass each way. Reference: `gated` in `megafp8.layers.norm.gated_op`.
+
+A program has some tokens of one head, or in backward several such tiles, whose weight's gradients it adds up in fp32;
+PyTorch adds those of programs, in a fixed order. Nothing but the inputs is kept for backward.
+
+Shapes: r tokens, a heads of c channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton import jit
+
+from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
+from megafp8.kernels.launch import TritonKernel
+
+_ELEMENTS = 4096
+"""Of a tile."""
+_TILES = 16
+
+
+@jit
+def _tile(x, z, z_stride, r, a, c, first, T: tl.constexpr, C: tl.constexpr):
+    """Rows of x and of the gate's input of tokens from `first` on, in fp32, with where they are."""
+    token, j, head = first + tl.arange(0, T), tl.arange(0, C), tl.program_id(1)
+    inside = (token < r)[:, None] & (j < c)[None, :]
+    at = (token.to(tl.int64) * a + head)[:, None] * c + j[None, :]
+    at_z = token.to(tl.int64)[:, None] * z_stride + head * c + j[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(z + at_z, mask=inside, other=0.0).to(tl.float32)
+    return at, at_z, inside, values, gate
+
+
+@TritonKernel
+def forward_kernel(x, z, weight, y, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr, BEFORE: tl.constexpr,
+                   T: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    at, _, inside, u, gate = _tile(x, z, z_stride, r, a, c, tl.program_id(0) * T, T, C)
+    j = tl.arange(0, C)
+    w = tl.load(weight + tl.program_id(1) * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
+    factor = 1 / (1 + tl.exp(-gate))
+    if SILU:
+        factor *= gate
+    if BEFORE:
+        u *= factor
+    out = u * tl.rsqrt(tl.sum(u * u, axis=1) / c + eps)[:, None] * w[None, :]
+    if not BEFORE:
+        out *= factor
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@TritonKernel
+def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr,
+                    BEFORE: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`dweight` `[programs, a, c]`; `dz` `[r, a, c]`."""
+    j, head = tl.arange(0, C), tl.program_id(1)
+    w = tl.load(weight + head * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
+    sums = tl.zeros((C,), tl.float32)
+    for tile in range(TILES):
+        first = (tl.program_id(0) * TILES + tile) * T
+        at, _, inside, value, gate = _tile(x, z, z_stride, r, a, c, first, T, C)
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = 1 / (1 + tl.exp(-gate))
+        factor, slope = sigmoid, sigmoid * (1 - sigmoid)
+        if SILU:
+            factor, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+        u = value * factor if BEFORE else value
+        rstd = tl.rsqrt(tl.sum(u * u, axis=1) / c + eps)[:, None]
+        normed = u * rstd
+        norm_gradient = gradient if BEFORE else gradient * factor
+        sums += tl.sum(norm_gradient * normed, axis=0)
+        norm_gradient *= w[None, :]
+        du = rstd * (norm_gradient - normed * (tl.sum(norm_gradient * normed, axis=1) / c)[:, None])
+        if BEFORE:
+            dgate, du = du * value * slope, du * factor
+        else:
+            dgate = gradient * normed * w[None, :] * slope
+        tl.store(dx + at, du.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dz + at, dgate.to(dz.dtype.element_ty), mask=inside)
+    tl.store(dweight + (tl.program_id(0).to(tl.int64) * a + head) * c + j, sums, mask=j < c)
+
+
+def _sizes(c: int) -> tuple[int, int]:
+    """Tokens of a tile, and its width."""
+    width = next_power_of_2(c)
+    return max(1, _ELEMENTS // width), width
+
+
+def forward(x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool) -> Tensor:
+    """`[r, a, c]`. `x_rac`: contiguous. `z_rc` `[r, a·c]`: contiguous in its last dim. `weight`: `[c]` or `[a, c]`."""
+    (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
+    y_rac = torch.empty_like(x_rac)
+    kernel = forward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, C=width, num_warps=4)
+    numbers = (z_rc.stride(0), r, a, c, c if weight.dim() == 2 else 0, eps)
+    kernel.launch((ceil_div(r, tokens), a), (x_rac, z_rc, weight, y_rac), numbers)
+    return y_rac
+
+
+def backward(
+    dy_rac: Tensor, x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and z, `[r, a, c]`, and of the weight in fp32, in its shape. `dy_rac`: contiguous."""
+    (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
+    programs = ceil_div(r, tokens * _TILES)
+    dx_rac, dz_rac = torch.empty_like(x_rac), torch.empty_like(x_rac)
+    sums = torch.empty(programs, a, c, dtype=torch.float32, device=x_rac.device)
+    kernel = backward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, TILES=_TILES, C=width, num_warps=4)
+    numbers = (z_rc.stride(0), r, a, c, c if weight.dim() == 2 else 0, eps)
+    kernel.launch((programs, a), (dy_rac, x_rac, z_rc, weight, dx_rac, dz_rac, sums), numbers)
+    return dx_rac, dz_rac, sums.sum(0) if weight.dim() == 2 else sums.sum((0, 1))

@@ -1,0 +1,78 @@
+"""RMSNorm of a recurrence's outputs, with a gate: before the norm (Mamba-2) or after it (Gated DeltaNet).
+
+On a GPU `megafp8.layers.norm.gated_kernel` computes it in one pass and keeps nothing but the inputs; elsewhere, and in
+fp64, PyTorch's operations do, which are run again in backward.
+
+Shapes: s sequence, b micro-batch, a heads (or groups of them) of c channels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+def gated_norm(
+    x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, *, silu: bool = True, gate_first: bool = False
+) -> Tensor:
+    """`gated`, `[s, b, a·c]`."""
+    if x_sbac.is_cuda and x_sbac.dtype != torch.float64 and z_sbc.stride(-1) == 1:
+        return _GatedNorm.apply(x_sbac, z_sbc, weight, eps, silu, gate_first)
+    if not torch.is_grad_enabled():
+        return gated(x_sbac, z_sbc, weight, eps, silu, gate_first)
+    return checkpoint(
+        gated, x_sbac, z_sbc, weight, eps, silu, gate_first, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def gated(x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, silu: bool, gate_first: bool) -> Tensor:
+    """Heads normalized over their channels, times `weight`, and multiplied by SiLU or the sigmoid of `z`.
+
+    `gate_first`: heads are multiplied by the gate before they are normalized. `weight`: `[c]` of all heads, `[a, c]`.
+    """
+    wide = torch.promote_types(x_sbac.dtype, torch.float32)
+    gate = z_sbc.to(wide).unflatten(-1, x_sbac.shape[-2:])
+    factor = F.silu(gate) if silu else gate.sigmoid()
+    x = x_sbac.to(wide) * factor if gate_first else x_sbac.to(wide)
+    y = F.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(wide)
+    return (y if gate_first else y * factor).to(z_sbc.dtype).flatten(-2)
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.layers.norm import gated_kernel as gated_norm  # needs Triton, which comes with torch's CUDA builds
+
+    return gated_norm
+
+
+class _GatedNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, silu: bool, gate_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x_sbac, z_sbc, weight)
+        ctx.eps, ctx.options = eps, {"silu": silu, "gate_first": gate_first}
+        y = _kernels().forward(_rows(x_sbac), z_sbc.flatten(0, 1), weight, eps, **ctx.options)
+        return y.view(*x_sbac.shape[:2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_sbc: Tensor) -> tuple[Tensor | None, ...]:
+        x_sbac, z_sbc, weight = ctx.saved_tensors
+        x = _rows(x_sbac)
+        dx, dz, dw = _kernels().backward(
+            dy_sbc.contiguous().view_as(x), x, z_sbc.flatten(0, 1), weight, ctx.eps, **ctx.options
+        )
+        return dx.view(x_sbac.shape), dz.view(z_sbc.shape), dw.to(weight.dtype), None, None, None
+
+
+def _rows(x_sbac: Tensor) -> Tensor:
+    return x_sbac.contiguous().flatten(0, 1)

@@ -1,0 +1,216 @@
+"""RMSNorm and LayerNorm (Zhang & Sennrich 2019, arXiv:1910.07467; Ba et al. 2016, arXiv:1607.06450).
+
+Their weights are replicated over the tensor-parallel group, but their input may be sharded: by sequence under sequence
+parallelism, by heads for q- and k-norms. Then each rank computes a partial gradient of the weights, and the group sums
+these once a step: the parameters say so in their spec (`reduce_over_tp`).
+
+RMSNorm of all query heads at once (`ProjectionNorms`) is over channels that are sharded over the group, and so are its
+weights. Ranks add up their parts of a token's sums: one all-reduce forward and one backward, of two numbers a token,
+one for queries and one for keys.
+
+Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.costs import MicroBatch
+from megafp8.layers.dropout.reference import Dropout
+from megafp8.layers.norm.op import norm
+from megafp8.layers.rotary.op import QKNorms
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.numerics.sources import norm_factor
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
+
+
+class Norm(nn.Module):
+    """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider.
+
+    The subclass for each `model.normalization` is in `NORMS`. `zero_centered`: multiplies by 1 + weight. `weighted`:
+    without it the weight is a constant one.
+    """
+
+    #: The layer after it may take its output quantized by the same kernel, or recompute it in backward.
+    fused: ClassVar[bool] = True
+    #: Numbers that it keeps of each token for its backward pass, beside its input.
+    statistics: ClassVar[int]
+    has_bias: ClassVar[bool]
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        context: BuildContext,
+        *,
+        eps: float,
+        sees_a_slice: bool,
+        zero_centered: bool = False,
+        weighted: bool = True,
+    ) -> None:
+        super().__init__()
+        self.name, self.eps, self.size, self.zero_centered = name, eps, size, zero_centered
+
+        def parameter(part: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
+            shards = unsharded(f"{name}.{part}", (size,))
+            spec = {"replicated_over_tp": True, "reduce_over_tp": sees_a_slice, "weight_decay": False}
+            return new_parameter(context, shards, Init(init), **spec)
+
+        self.weight: Tensor
+        if weighted:
+            self.weight = parameter("weight", "zeros" if zero_centered else "ones")
+        else:
+            key = ("ones", size)
+            if key not in context.constants:
+                context.constants[key] = torch.ones(size, dtype=context.dtype, device=context.buffer_device)
+            self.weight = context.constants[key]
+        self.bias = parameter("bias", "zeros") if self.has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalized(self, x) if self.zero_centered else self._by_torch(x)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """The norm of x by torch's own kernel; with a weight that is not zero-centered."""
+        raise NotImplementedError
+
+    def residual(
+        self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor | LinearInput]:
+        """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way.
+
+        `dropout`: of the branch.
+        """
+        return norm(
+            x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
+        )
+
+    def saved(self, batch: MicroBatch) -> int:
+        """Bytes that it keeps of the tokens between tensor-parallel regions, beside its input."""
+        return batch.own_tokens * batch.statistic * self.statistics
+
+    def neighbor(self) -> Neighbor:
+        """What the layer after it is told."""
+        which = self.name.rpartition(".")[2]
+        return Neighbor(which, "any") if self.fused else Neighbor(which, "none", f"{which} has no fused kernel")
+
+
+class RMSNormPart(Norm):
+    """`x / √(mean of squares + eps) · weight`."""
+
+    statistics = 1
+    has_bias = False
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+
+
+class LayerNormPart(Norm):
+    """`(x - mean) / √(variance + eps) · weight + bias`."""
+
+    statistics = 2
+    has_bias = True
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart}
+"""By `model.normalization`."""
+
+
+def block_norm(name: str, model: ModelSpec, context: BuildContext) -> Norm:
+    """A norm of hidden states, as the model has it."""
+    return NORMS[model.norm.kind](
+        name,
+        model.hidden_size,
+        context,
+        eps=model.norm.eps,
+        sees_a_slice=context.sequence_sharded,
+        zero_centered=model.norm.zero_centered,
+        weighted=model.norm.weighted,
+    )
+
+
+def normalized(norm: Norm, x: Tensor, branch: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
+    """The norm of `x + branch`, as values. `dropout`: of the branch."""
+    _, normed = norm.residual(x, branch, None, dropout)
+    assert isinstance(normed, Tensor)
+    return normed
+
+
+class ProjectionNorms(nn.Module):
+    """RMSNorm of all query heads at once, and of all key heads: `[s, b, a, d]` and `[s, b, g, d]`."""
+
+    def __init__(
+        self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float, *, zero_centered: bool
+    ) -> None:
+        super().__init__()
+        self.eps, self.sizes, self.group = eps, (query_size, key_size), context.tensor
+        self.zero_centered = zero_centered
+        init = Init("zeros" if zero_centered else "ones")
+
+        def parameter(norm: str, size: int) -> nn.Parameter:
+            shard = shard_dim(f"{name}.{norm}.weight", (size,), 0, context.tensor.rank(), context.tensor.size())
+            return new_parameter(context, [shard], init, replicated_over_tp=False, weight_decay=False)
+
+        self.q_weight, self.k_weight = parameter("q_norm", query_size), parameter("k_norm", key_size)
+
+    @property
+    def both(self) -> QKNorms:
+        """As a pass reads them that rotates heads, too."""
+        return QKNorms(self.q_weight, self.k_weight, self.eps, self.zero_centered, self.sizes, self.group)
+
+    def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
+        q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))
+        normed: tuple[Tensor, Tensor] = RMSNorms.apply(
+            q_sbad, k_sbgd, q_weight, k_weight, self.sizes, self.eps, self.group
+        )
+        return normed
+
+
+class RMSNorms(Function):
+    """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, sizes: tuple[int, int], eps: float,
+        group: ProcessGroup,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.sizes, ctx.group, ctx.compute = sizes, group, torch.promote_types(q.dtype, torch.float32)
+        sums = _sums(ctx, [(x, x) for x in (q, k)])
+        inverse_rms = [(total / size + eps).rsqrt() for total, size in zip(sums, sizes, strict=True)]
+        ctx.save_for_backward(q, k, q_weight, k_weight, *inverse_rms)
+        pairs = ((q, q_weight, inverse_rms[0]), (k, k_weight, inverse_rms[1]))
+        return tuple((x.to(ctx.compute) * r * w.view(x.shape[-2:])).to(x.dtype) for x, w, r in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, *inverse_rms = ctx.saved_tensors
+        xs, weights = (q, k), (q_weight, k_weight)
+        # Of y = r·x·w: the gradient of r reaches every channel of the token, on all ranks.
+        dnormed = [g.to(ctx.compute) * w.view(g.shape[-2:]) for g, w in zip(dy, weights, strict=True)]
+        sums = _sums(ctx, list(zip(dnormed, xs, strict=True)))
+        dx, dw = [], []
+        for x, g, dn, r, total, size, w in zip(xs, dy, dnormed, inverse_rms, sums, ctx.sizes, weights, strict=True):
+            dx.append((r * dn - r.pow(3) * (total / size) * x).to(x.dtype))
+            dw.append((g.to(ctx.compute) * x * r).flatten(0, -3).sum(dim=0).flatten().to(w.dtype))
+        return *dx, *dw, None, None, None
+
+
+def _sums(ctx: Any, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sums of products over the last two dims, which stay as dims of size 1, and over all ranks: stacked."""
+    sums = [(x.to(ctx.compute) * y.to(ctx.compute)).sum(dim=(-2, -1), keepdim=True) for x, y in factors]
+    return collectives.all_reduce(torch.stack(sums), ctx.group)

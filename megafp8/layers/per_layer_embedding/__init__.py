@@ -1,0 +1,1 @@
+"""Per-layer embeddings (Gemma 3n and 4) and layer scalars."""

@@ -1,0 +1,1 @@
+"""The base of mixers that pass a state from token to token."""

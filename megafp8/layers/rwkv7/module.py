@@ -1,0 +1,234 @@
+"""Time mix of RWKV-7 (arXiv:2503.14456): a recurrence with a diagonal-plus-rank-one transition, without a convolution.
+
+    x_i = x + (x of the token before − x) · μ_i                 i: receptance, key, value, decay, learning rate, gate
+    r, k, v = projections(x_r, x_k, x_v)                        column-parallel by heads
+    g = −exp(−½) σ(λ + up(tanh(down(x_g))))                     logarithm of the decay of each channel
+    a = σ(λ + up(down(x_a)))                                    in-context learning rate of each channel
+    κ = ξ·k of length 1;   k ← k (1 + (a − 1) α)                removal key; replacement key
+    y = recurrence(r, g, k, v, κ, a)                            `megafp8.ops.rwkv7`
+    output = projection((norm(y) + (r · ρ k) v) · up(σ(down(x_z))))
+
+Weights μ, ξ, α, ρ and both λ have one number per channel. A head's output is normalized by itself (group norm), with a
+weight and a bias. The downward products are replicated over tensor-parallel ranks and stay in training.precision, as
+decays follow from them. The paper's residual from the values of the first layer is left out, as it would couple layers.
+
+Generation remembers a token's input and S. Backward runs the recurrence again.
+
+Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels, n = ad.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.config.parts.rwkv7 import Rwkv7Config
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import KernelWork, MicroBatch
+from megafp8.layers.mixer import RecurrentInputs
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.recurrent.module import RecurrentMixer
+from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.short_convolution.op import last_inputs
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.linear.state import LinearState
+from megafp8.ops.rwkv7 import CHUNK, in_chunks
+from megafp8.parallel import collectives
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+_BEFORE = Neighbor("attention_norm", "none", "the token shift reads the norm's output")
+_REASON = "decays, learning rates and gates are few and stay in training.precision"
+_DECAY_SCALE = -math.exp(-0.5)
+
+
+class LowRankProduct(nn.Module):
+    """Two linear layers: h -> rank of each rank's own tokens, rank -> this rank's heads of all tokens."""
+
+    def __init__(self, name: str, rank: int, width: int, model: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        h, t, init = model.hidden_size, context.tensor.size(), Init("normal", model.hidden_init_std)
+        shards = unsharded(f"{name}_down.weight", (rank, h))
+        self.down = replicated_parameter(context, shards, init, matrix=True)
+        self.down_state = context.fp8.linear(LinearSite(f"{name}_down", h, rank, high_precision=_REASON))
+        shard = shard_dim(f"{name}_up.weight", (width, rank), 0, context.tensor.rank(), t)
+        self.up = new_parameter(context, [shard], init, replicated_over_tp=False, matrix=True)
+        self.up_state: LinearState = context.fp8.linear(
+            LinearSite(f"{name}_up", rank, width // t, high_precision=_REASON)
+        )
+
+
+class Rwkv7(RecurrentMixer):
+    """Time mix of RWKV-7. It reads the norm's values, whatever `input` could give."""
+
+    def __init__(
+        self,
+        name: str,
+        record: Rwkv7Config,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        t, rank, h, width = context.tensor.size(), context.tensor.rank(), model.hidden_size, 0
+        self.context, self.eps, self.d, self.heads = context, record.norm_eps, record.head_dim, record.num_heads // t
+        width = record.num_heads * self.d
+        self.shift = replicated_parameter(
+            context, unsharded(f"{name}.shift.weight", (6, h)), Init("normal", 0.5), weight_decay=False
+        )
+
+        def column(which: str) -> ColumnParallelLinear:
+            site = context.site(before=_BEFORE, after=ATTENTION)
+            init = Init("normal", model.hidden_init_std)
+            return ColumnParallelLinear(f"{name}.{which}", h, width, init=init, site=site, **context.linear_options())
+
+        self.r, self.k, self.v = column("r"), column("k"), column("v")
+        ranks = {"decay": record.decay_rank, "rate": record.rate_rank, "gate": record.gate_rank}
+        self.decay, self.rate, self.gate = (
+            LowRankProduct(f"{name}.{which}", of_product, width, model, context) for which, of_product in ranks.items()
+        )
+
+        def of_channels(which: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
+            shard = shard_dim(f"{name}.{which}", (width,), 0, rank, t)
+            return new_parameter(context, [shard], Init(init), replicated_over_tp=False, weight_decay=False)
+
+        self.decay_bias, self.rate_bias = of_channels("decay.bias", "zeros"), of_channels("rate.bias", "zeros")
+        self.removal, self.replacement = (
+            of_channels("removal.weight", "ones"),
+            of_channels("replacement.weight", "ones"),
+        )
+        self.bonus = of_channels("bonus.weight", "zeros")
+        self.norm, self.norm_bias = of_channels("norm.weight", "ones"), of_channels("norm.bias", "zeros")
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            width,
+            h,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **context.linear_options(),
+        )
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        assert isinstance(x_sbh, Tensor)
+        sharded = self.context.sequence_sharded
+        whole_sbh = gather_from_sequence_parallel(x_sbh, self.context.tensor) if sharded else x_sbh
+        before_sbh = inputs.recurrence(TokenShift(self), (whole_sbh,))
+        if sharded:  # a view, whose gradient the gather sums over ranks
+            before_sbh = collectives.own_slice(before_sbh, self.context.tensor)
+        difference_sbh = before_sbh - x_sbh
+        r, k, v, decay, rate, gate = (torch.addcmul(x_sbh, difference_sbh, mu_h) for mu_h in self.shift)
+        down = [linear(x, part.down, part.down_state) for x, part in ((decay, self.decay), (rate, self.rate))]
+        down = [down[0].tanh(), down[1], linear(gate, self.gate.down, self.gate.down_state).sigmoid()]
+        products = zip(down, (self.decay, self.rate, self.gate), strict=True)
+        decay_sbn, rate_sbn, gate_sbn = (linear(self.shared(x), part.up, part.up_state) for x, part in products)
+        # Only generation reads the last input again.
+        last_sbh = x_sbh.new_empty(*whole_sbh.shape[:2], 0) if torch.is_grad_enabled() else whole_sbh
+        y_sbn = self.run(inputs, self.r(r), self.k(k), self.v(v), decay_sbn, rate_sbn, last_sbh)
+        return self.proj(y_sbn * gate_sbn)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.heads, self.d, self.d
+
+    @property
+    def last_shape(self) -> tuple[int, ...]:
+        return 1, self.shift.shape[1]
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """Return `[s, b, n]` and the state; `xs`: r, k, v, what decays and rates are made of, and the input."""
+        r, decay, k, v, removal, rate = self._operands(xs)
+        y_sbad, state_badd = in_chunks(r, decay, k, v, removal, rate, state[1], starts_sb)
+        wide, heads = y_sbad.dtype, (self.heads, self.d)
+        weight_ad, bias_ad, bonus_ad = (x.to(wide).view(heads) for x in (self.norm, self.norm_bias, self.bonus))
+        y_sbad = F.layer_norm(y_sbad, (self.d,), eps=self.eps) * weight_ad + bias_ad
+        y_sbad = y_sbad + (r * k * bonus_ad).sum(-1, keepdim=True) * v
+        return y_sbad.flatten(-2).to(xs[0].dtype), (xs[-1][-1:].transpose(0, 1), state_badd)
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
+        r, decay, k, v, removal, rate = self._operands(xs)
+        # The map is affine: from zero it gives U, and without values, from the identity, T.
+        _, added = in_chunks(r, decay, k, v, removal, rate, state[1], starts_sb)
+        identity = torch.eye(self.d, dtype=r.dtype, device=r.device).expand_as(state[1])
+        _, factor = in_chunks(r, decay, k, torch.zeros_like(v), removal, rate, identity, starts_sb)
+        return Transition(factor, added)
+
+    def _operands(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return receptance, log decays, replacement keys, values, removal keys and learning rates, `[s, b, a, d]`."""
+        wide = torch.promote_types(xs[0].dtype, torch.float32)
+        r, k, v, decay, rate = (x.to(wide).unflatten(-1, (self.heads, self.d)) for x in xs[:5])
+        decay_bias, rate_bias, removal_ad, replacement_ad = (
+            x.to(wide).view(self.heads, self.d)
+            for x in (self.decay_bias, self.rate_bias, self.removal, self.replacement)
+        )
+        rate = (rate + rate_bias).sigmoid()
+        decay = _DECAY_SCALE * (decay + decay_bias).sigmoid()
+        removal = F.normalize(k * removal_ad, dim=-1)
+        return r, decay, k * (1 + (rate - 1) * replacement_ad), v, removal, rate
+
+    def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        return "RWKV-7: PyTorch's operations, slow, as it has no kernel"
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        m, own, e, n, h = batch.tokens, batch.own_tokens, batch.element, self.heads * self.d, self.shift.shape[1]
+        decay, rate, gate = (part.down.shape[0] for part in (self.decay, self.rate, self.gate))
+        return {
+            "differences to earlier tokens": own * h * e,
+            "r, k and v inputs": sum(batch.saved_input(layer.state) for layer in (self.r, self.k, self.v)),
+            "downward inputs": 3 * own * h * e,
+            "downward outputs": (m * (decay + rate + gate) + own * (decay + gate) * (m != own)) * e,
+            "r, k, v, decays, rates": 5 * m * n * e,
+            "gate and recurrence output": 2 * m * n * e,
+            "proj input": batch.saved_input(self.proj.state),
+        }
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Reads and writes of PyTorch's operations: six shifted inputs, and a chunk's products of channels."""
+        shifted = 21 * batch.own_tokens * self.shift.shape[1] * batch.element
+        of_channel = (22 * CHUNK + 60) * max(4, batch.element)
+        moved = shifted + batch.tokens * self.heads * self.d * of_channel
+        chunks = -(-batch.length // CHUNK)
+        return KernelWork(moved, 2.0 * moved, kernels=70 + 9 * chunks, more_in_backward=100 + 18 * chunks)
+
+    @property
+    def rule_flops(self) -> float:
+        """Model FLOPs of a token that reads for its removal key, removes, writes, and reads for its receptance."""
+        return 8.0 * self.heads * self.d * self.d
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Bytes of what is recomputed and its gradients: products of a chunk's channels, in fp32."""
+        return max(4, batch.element) * batch.tokens * self.heads * self.d * (8 * CHUNK + 30)
+
+
+@dataclass(frozen=True)
+class TokenShift:
+    """Rule by which a token reads the input of the token before it; S stays as it is."""
+
+    mixer: Rwkv7
+
+    def zeros(self, b: int) -> State:
+        return self.mixer.zeros(b)
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """Return the inputs of the tokens before, `[s, b, h]`, zero before the first token of a document."""
+        before_sbh = torch.cat([state[0].transpose(0, 1).to(xs[0].dtype), xs[0][:-1]])
+        return before_sbh if starts_sb is None else before_sbh.masked_fill(starts_sb.unsqueeze(-1), 0.0), state
+
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+        return last_inputs(xs[0], 1, xs[0][:0], starts_sb)
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> None:
+        """Return None: only an input is remembered."""

@@ -1,0 +1,103 @@
+"""A gated short convolution as mixer, as in LFM2.
+
+    b, c, x = projection(input)         column-parallel; as many channels each as the residual stream has
+    y = c · convolution(b · x)          causal, of each channel over the last tokens
+    output = projection(y)              row-parallel
+
+Shapes: s sequence, b micro-batch, h hidden; n channels of this rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.context import BuildContext
+from megafp8.layers.costs import KernelWork, MicroBatch
+from megafp8.layers.mixer import RecurrentInputs
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.op import State
+from megafp8.layers.short_convolution.op import convolve, last_inputs
+from megafp8.layers.short_convolution.record import ShortConvolutionConfig
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.state import InputFormat
+from megafp8.parallel.sharding import Init
+from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.plan import Neighbor
+from megafp8.spec import ModelSpec
+
+
+class ShortConvolution(ConvolvedMixer):
+    """A gated short convolution."""
+
+    def __init__(
+        self,
+        name: str,
+        record: ShortConvolutionConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__()
+        h, common, fused = model.hidden_size, context.linear_options(), input.fuses != "none"
+        self.projection = ColumnParallelLinear(
+            f"{name}.bcx",
+            h,
+            3 * h,
+            parts={f"{name}.{part}": h for part in "bcx"},
+            init=Init("normal", model.hidden_init_std),
+            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and fused),
+            **common,
+        )
+        self.convolution = short_convolution(name, context, {"x": h}, record.conv_kernel_size)
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            h,
+            h,
+            init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION),
+            **common,
+        )
+
+    @property
+    def input_format(self) -> InputFormat | None:
+        return self.projection.state.input_format
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        b_sbn, c_sbn, x_sbn = self.projection(x_sbh).chunk(3, dim=-1)
+        return self.proj(c_sbn * self.run(inputs, b_sbn * x_sbn))
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return ()
+
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
+        """From `[s, b, n]` to as much."""
+        (x_sbn,), (last_btn,) = xs, state
+        y_sbn = convolve(x_sbn, self.convolution[:, 0], last_btn, starts_sb)
+        return y_sbn, (last_inputs(x_sbn, last_btn.shape[1], last_btn, starts_sb),)
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        channel_bytes = batch.tokens * len(self.convolution) * batch.element
+        return {
+            "bcx input": batch.saved_input(self.projection.state),
+            "b, c, x": 3 * channel_bytes,
+            "convolution's input": channel_bytes,
+            "convolution's output": channel_bytes,
+            "proj input": batch.saved_input(self.proj.state),
+        }
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Passes over channels: 6 of the two gates, and 3 and more for each token that the convolution sees."""
+        n, _, k = self.convolution.shape
+        moved = batch.tokens * n * (9 + 5 * (k - 1)) * batch.element
+        return KernelWork(moved, 3 * moved, kernels=5 + 2 * k, more_in_backward=5 + 4 * k)
+
+    @property
+    def rule_flops(self) -> float:
+        return 0.0

@@ -1,0 +1,145 @@
+"""Causal convolution of a few tokens in each channel, before a recurrence, with SiLU and the norms of heads.
+
+On a GPU `megafp8.layers.short_convolution.kernel` computes it in one pass; elsewhere, and in fp64, PyTorch's operations
+do.
+
+Shapes: s sequence, b micro-batch, n channels, of which parts have c each; k tokens that the convolution sees, t = k - 1
+before a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from megafp8.kernels.limits import LENGTH_EPS
+
+if TYPE_CHECKING:
+    from megafp8.layers.short_convolution.kernel import ConvolutionInputs
+
+
+@cache
+def _kernels() -> ModuleType:
+    from megafp8.layers.short_convolution import (
+        kernel as short_convolution,
+    )  # needs Triton, which comes with torch's CUDA builds
+
+    return short_convolution
+
+
+class ChannelGroup(NamedTuple):
+    """Channels that the recurrence reads as one tensor: `heads` of `width` channels, of length 1 if `norm`."""
+
+    heads: int
+    width: int
+    norm: bool = False
+
+
+def convolve(
+    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None = None
+) -> Tensor:
+    """Causal convolution of each channel, `[s, b, n]`.
+
+    `last_btn`: the inputs before these. `starts_sb`: bool, tokens that see nothing before them.
+    """
+    s, t = len(x_sbn), weight_nk.shape[1] - 1
+    padded = torch.cat([last_btn.transpose(0, 1).to(x_sbn.dtype), x_sbn])
+    document = None
+    if starts_sb is not None:
+        document = F.pad(starts_sb.cumsum(0), (0, 0, t, 0))
+    y_sbn = x_sbn * weight_nk[:, t]
+    for back in range(1, t + 1):
+        earlier = padded[t - back : t - back + s]
+        if document is not None:
+            earlier = earlier * (document[t - back : t - back + s] == document[t:]).unsqueeze(-1)
+        y_sbn = y_sbn + earlier * weight_nk[:, t - back]
+    return y_sbn if bias_n is None else y_sbn + bias_n
+
+
+def last_inputs(x_sbn: Tensor, t: int, last_btn: Tensor, starts_sb: Tensor | None) -> Tensor:
+    """The inputs that the tokens after these see, `[b, t, n]`; zero those of earlier documents than the last."""
+    s = len(x_sbn)
+    last = x_sbn[s - t :] if s >= t else torch.cat([last_btn.transpose(0, 1)[s:].to(x_sbn.dtype), x_sbn])
+    if starts_sb is not None:
+        document = F.pad(starts_sb[max(0, s - t) :].cumsum(0), (0, 0, max(0, t - s), 0))
+        last = last * (document == document[-1]).unsqueeze(-1)
+    return last.transpose(0, 1)
+
+
+def convolve_parts(
+    x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, parts: Sequence[ChannelGroup],
+    bias_n: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """SiLU of `convolve`, `[s, b, heads, width]` of each part; heads of those with a norm are divided by their length.
+
+    The length is √(Σx² + 1e-6). In memory a part is `[b, s, heads, width]` where a kernel wrote it.
+    """
+    assert sum(part.heads * part.width for part in parts) == x_sbn.shape[2]
+    if x_sbn.is_cuda and x_sbn.dtype != torch.float64 and x_sbn.stride(-1) == 1:
+        return _Convolved.apply(x_sbn, weight_nk, last_btn, starts_sb, bias_n, tuple(parts))
+    y_sbn = F.silu(convolve(x_sbn, weight_nk, last_btn, starts_sb, bias_n))
+    outputs = []
+    for y, part in zip(y_sbn.split([part.heads * part.width for part in parts], dim=-1), parts, strict=True):
+        heads = y.unflatten(-1, (part.heads, part.width))
+        outputs.append(_of_length_one(heads) if part.norm else heads)
+    return tuple(outputs)
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()).to(x.dtype)
+
+
+class _Convolved(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None,
+        parts: tuple[ChannelGroup, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        last_btn = last_btn.to(x_sbn.dtype)
+        ctx.save_for_backward(x_sbn, weight_nk, last_btn, starts_sb, bias_n)
+        ctx.parts = parts
+        outputs = []
+        for part, inputs in zip(parts, _inputs(parts, x_sbn, weight_nk, last_btn, starts_sb, bias_n), strict=True):
+            y_bsc = _kernels().forward(inputs, part.width, norm=part.norm)
+            outputs.append(y_bsc.unflatten(-1, (part.heads, part.width)).transpose(0, 1))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x_sbn, weight_nk, last_btn, starts_sb, bias_n = ctx.saved_tensors
+        dx_sbn = torch.empty_like(x_sbn, memory_format=torch.contiguous_format)
+        widths = [part.heads * part.width for part in ctx.parts]
+        dparts = []
+        inputs = _inputs(ctx.parts, x_sbn, weight_nk, last_btn, starts_sb, bias_n)
+        for part, part_inputs, dy, dx in zip(ctx.parts, inputs, dys, dx_sbn.split(widths, dim=-1), strict=True):
+            dy_bsc = dy.transpose(0, 1).flatten(-2).contiguous()
+            dparts.append(_kernels().backward(part_inputs, part.width, dy_bsc, dx, norm=part.norm))
+        dlast, dweight, dbias = zip(*dparts, strict=True)
+        bias = None if bias_n is None else torch.cat(dbias).to(bias_n.dtype)
+        return dx_sbn, torch.cat(dweight).to(weight_nk.dtype), torch.cat(dlast, dim=-1), None, bias, None
+
+
+def _inputs(
+    parts: Sequence[ChannelGroup], x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None,
+    bias_n: Tensor | None,
+) -> list[ConvolutionInputs]:  # fmt: skip
+    """What the kernels read of each part."""
+    widths = [part.heads * part.width for part in parts]
+    starts = None if starts_sb is None else starts_sb.to(torch.int8).contiguous()
+    biases = [None] * len(parts) if bias_n is None else bias_n.split(widths)
+    return [
+        _kernels().ConvolutionInputs(x, weight.contiguous(), last.contiguous(), starts, bias)
+        for x, weight, last, bias in zip(
+            x_sbn.split(widths, dim=-1), weight_nk.split(widths), last_btn.split(widths, dim=-1), biases, strict=True
+        )
+    ]

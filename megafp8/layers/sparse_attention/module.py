@@ -1,0 +1,216 @@
+"""Latent attention to chosen tokens (DeepSeek Sparse Attention, DeepSeek-V3.2, arXiv:2512.02556).
+
+A small indexer scores all earlier tokens for each token, and its heads attend to the top_k of them. How that is
+computed, and how the indexer learns, is in `layers.sparse_attention.op`. The parts of the indexer:
+
+    index_q          norm of the query latent -> queries of its heads
+    index_k          residual stream's norm -> a key of all its heads; a LayerNorm follows
+    index_weights    residual stream's norm -> weights of its heads
+
+The first rope channels of its queries and keys are rotated. Nothing that it reads gets a gradient from it, and its only
+gradient is that of its loss. Its products stay in high precision and are whole on every tensor-parallel rank, which
+computes those of its own tokens. Scores and choices are divided over the ranks by queries.
+
+All heads share one key, the latent and the rotary key: a head's part of `latent_up`, from which other latent attention
+computes its keys and values, is applied to its query and to its output instead. A chosen key is thereby read once for
+all heads, and generation keeps only the latent and the indexer's key of a token. These products are in high precision.
+
+Shapes: as in `layers.sparse_attention.op`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
+from megafp8.layers.latent_attention.module import LatentAttention
+from megafp8.layers.mixer import AttendToKeys, TokenCache, Tokens
+from megafp8.layers.norm.module import LayerNormPart, normalized
+from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.rotary.op import rotate_heads, rotated_neighbors
+from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss, SparseAttention
+from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
+from megafp8.layers.sparse_attention.reference import Index, wide
+from megafp8.linear.fusion import LinearInput
+from megafp8.linear.linear import linear
+from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.plan import LinearSite, Neighbor
+from megafp8.spec import ModelSpec
+
+_INDEX_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class SparseInputs:
+    """Inputs of sparse attention besides hidden states: rotary tables, how tokens reach keys, and the padding mask."""
+
+    rotary: tuple[Tensor, Tensor]
+    to_keys: AttendToKeys
+    padding_bs: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.rotary, *self.to_keys.tensors, *([] if self.padding_bs is None else [self.padding_bs])]
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention to the tokens that an indexer chooses. `index_loss`: what its backward passes add up."""
+
+    reads_latents: ClassVar[str] = "the indexer and attention to chosen tokens read the latents' values"
+
+    def __init__(
+        self,
+        name: str,
+        record: SparseLatentMixerConfig,
+        model: ModelSpec,
+        context: BuildContext,
+        *,
+        input: Neighbor,
+        memory: BlockMemory = KEEP_ALL,
+    ) -> None:
+        super().__init__(name, record, model, context, input=input, memory=memory)
+        assert record.q_rank is not None, "the config was not checked"
+        self.sparse, h = record, model.hidden_size
+        init, group = Init("normal", model.hidden_init_std), context.tensor
+        shape = record.num_attention_heads * (self.n + self.v), record.kv_rank
+        up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())
+        self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False, matrix=True)
+
+        def product(layer: str, parts: dict[str, int], inputs: int) -> Any:
+            shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
+            reason = "the indexer stays in training.precision"
+            site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
+            return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
+
+        self.index_q, self.index_q_state = product(
+            "index_q", {"index_q": record.index_heads * record.index_head_dim}, record.q_rank
+        )
+        parts = {"index_k": record.index_head_dim, "index_weights": record.index_heads}
+        self.index_kw, self.index_kw_state = product("index_down", parts, h)
+        self.index_k_norm = LayerNormPart(
+            f"{name}.index_k_norm", record.index_head_dim, context, eps=_INDEX_NORM_EPS,
+            sees_a_slice=context.sequence_sharded,
+        )  # fmt: skip
+        self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
+        loss = IndexLoss(record.kl_loss / context.global_tokens, context.auxiliary_loss_grad, self.index_loss)
+        scale = self.score_factor * (self.n + self.r) ** -0.5
+        self.attend = SparseAttention(None if record.warmup else record.top_k, scale, context.tensor, loss)
+
+    def inputs(self, layer: int, tokens: Tokens) -> Any:
+        assert self.rope is not None
+        return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer), tokens.padding_bs)
+
+    @property
+    def cache(self) -> tuple[TokenCache]:
+        """The latent with its rotary key, and the indexer's key."""
+        return (TokenCache(1, self.ranks[1] + self.r, self.sparse.index_head_dim),)
+
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor:
+        assert isinstance(x_sbh, Tensor)
+        q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
+        assert self.q_norm is not None
+        q_latent = normalized(self.q_norm, q.contiguous())
+        index_q = linear(q_latent.detach(), self.index_q, self.index_q_state)
+        index_kw = linear(x_sbh.detach(), self.index_kw, self.index_kw_state)
+        index_k, index_weights = index_kw.split([self.sparse.index_head_dim, self.sparse.index_heads], dim=-1)
+        index = torch.cat([index_q, self.index_k_norm(index_k), index_weights], dim=-1)
+        latent = torch.cat([normalized(self.kv_norm, kv.contiguous()), k_rotary], dim=-1)
+        # Each rank's heads use the latents, and each computes the indexer's loss of other queries: gradients are sums.
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        shared = (share(x, self.context.tensor) for x in (latent, index))
+        return self.proj(self._run(self._choose_and_attend, self.q_up(q_latent), *shared, inputs).flatten(-2))
+
+    def _choose_and_attend(self, q_sbc: Tensor, latent_sbc: Tensor, index_sbc: Tensor, inputs: SparseInputs) -> Tensor:
+        """`[s, b, a, v]`."""
+        rotary, (heads, d) = inputs.rotary, (self.sparse.index_heads, self.sparse.index_head_dim)
+        q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
+        latent, k_rotary = latent_sbc.split([self.ranks[1], self.r], dim=-1)
+        index, weights = index_sbc.split([(heads + 1) * d, heads], dim=-1)
+        weights = without_padding(weights, inputs.padding_bs)
+        index, index_pass = index.unflatten(-1, (heads + 1, d)).split([self.r, d - self.r], dim=-1)
+        rotate = rotated_neighbors if self.sparse.index_rope == "neighbors" else _rotated_halves
+        index = torch.cat([rotate(index, rotary), index_pass], dim=-1)
+        queries = torch.cat([q, rotated_neighbors(q_rotary, rotary)], dim=-1), index[:, :, :-1], weights
+        keys = torch.cat([latent, rotated_neighbors(k_rotary.unsqueeze(2), rotary).squeeze(2)], dim=-1), index[:, :, -1]
+        return inputs.to_keys(self._attend_to, queries, keys)
+
+    def _attend_to(
+        self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
+    ) -> Tensor:
+        """As `megafp8.layers.mixer.AttendTo`."""
+        (q, index_q, weights), (kv, index_k) = queries, keys
+        weights = weights.to(wide(weights)) * (self.sparse.index_head_dim * self.sparse.index_heads) ** -0.5
+        return self.attend(q, kv, Index(index_q, index_k, weights), self.latent_up, first_bs, stop_bs)
+
+    # --- what it keeps and computes ---------------------------------------------------------------------------------
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Bytes by tensor."""
+        m, own_tokens, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
+        heads, d, q_rank = self.sparse.index_heads, self.sparse.index_head_dim, self.ranks[0]
+        shares_latent = q_up.plan.saved == "high" and m == own_tokens
+        saved = {
+            "latents' input": own_tokens * self.down_state.site.inputs * e,
+            "latents": own_tokens * sum(self._latents) * e,
+            "index keys before their norm": own_tokens * (d + heads) * e,
+            "statistics of norms": 4 * own_tokens * batch.statistic,
+            "q_up input": batch.saved_input(q_up),
+            "index_q input": 0 if shares_latent else own_tokens * q_rank * e,
+            "q": m * self.heads * (self.n + self.r) * e,
+            "latents and rotary keys": m * (self.ranks[1] + self.r) * e,
+            "index queries and keys": m * (heads + 1) * d * e,
+            "index weights": m * heads * (e if self.recompute else batch.statistic),
+            "proj input": batch.saved_input(self.proj.state),
+        }
+        if not self.recompute and self.attend.top_k is not None:
+            saved["chosen tokens"] = m * self.attend.top_k * 4
+        return saved
+
+    def work(self, batch: MicroBatch) -> KernelWork:
+        """Rotation of queries and keys, and reads and writes of index scores."""
+        channels = self.heads * (self.n + self.r) + (self.sparse.index_heads + 1) * self.sparse.index_head_dim
+        moved = 4 * batch.tokens * channels * batch.element
+        scores = 0.0 if self.sparse.warmup else 6 * self._scored(batch) * batch.tokens * 4
+        return KernelWork(moved + scores, moved)
+
+    def _scored(self, batch: MicroBatch) -> float:
+        """Keys that this rank scores for a query, on average."""
+        return pairs_of(batch.length, None, causal=True) / batch.length / self.context.tensor.size()
+
+    def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Of chosen keys, as wide as the latent: what a query sees of a window of top_k tokens."""
+        pairs = pairs_of(batch.length, self.attend.top_k, causal=True)
+        latent = self.ranks[1]
+        return [AttentionWork(self.heads, latent + self.r, latent, batch.length, pairs, modified=False)]
+
+    def keys_and_values(self, batch: MicroBatch) -> int:
+        return batch.tokens * (self.ranks[1] + self.r + self.sparse.index_head_dim) * batch.element
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Products with `latent_up`, and index scores, a third of them: they have no backward."""
+        scores = 2.0 * self.sparse.index_heads * self.sparse.index_head_dim * self._scored(batch)
+        return batch.tokens * (2.0 * self.latent_up.numel() + scores / 3)
+
+    def backward_bytes(self, batch: MicroBatch) -> int:
+        """Gradients of queries, of keys in fp32, and what a block of queries needs."""
+        heads, d = self.sparse.index_heads, self.sparse.index_head_dim
+        queries = (self.heads * (self.n + self.r) + heads * d) * batch.element
+        keys = (self.ranks[1] + self.r + d) * batch.statistic
+        whole = batch.sequences * batch.length  # on all context-parallel ranks
+        return batch.tokens * queries + whole * keys + BLOCK_BYTES
+
+
+def without_padding(weights_sbi: Tensor, padding_bs: Tensor | None) -> Tensor:
+    """Weights of the indexer's heads, zero in queries that are padding, so that its loss has no gradient from these."""
+    return weights_sbi if padding_bs is None else weights_sbi.masked_fill(padding_bs.t().unsqueeze(-1), 0.0)
+
+
+def _rotated_halves(x_sbad: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Channels of the two halves rotated as pairs."""
+    return rotate_heads(x_sbad, *rotary)

@@ -1,0 +1,258 @@
+"""Attention to keys that an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556), in blocks of queries.
+
+All heads share one key, the latent with its rotary key (`layers.sparse_attention.module`). So the heads of a query are
+the rows of a matrix product with the keys that the query has chosen: attention costs k keys a query, however long the
+sequence is. What a block of queries needs beside this is made for the block and freed: index scores of all keys,
+queries as wide as the latent, probabilities. Backward computes it again, but for the choice. So no memory grows with
+the square of the length.
+
+*The indexer's loss* is the divergence of the softmax of its scores from the mean of the heads' probabilities, over the
+chosen keys, or over all in the dense warm-up. Attention's backward has these probabilities anyway. There the loss is
+computed and its gradient added, as `layers.experts.router` adds those of routers, whatever the gradient of the output
+is. It reaches the indexer only, which has no other.
+
+*Tensor parallelism.* Ranks have different heads, and the same indexer and keys. Of a block, each chooses the keys of
+its part of the queries, and all ranks gather these; in backward the probabilities are summed over ranks, and each
+computes the indexer's gradient of its part of the queries, which the mixer sums over ranks.
+
+Kernels: `layers.sparse_attention.kernel` for bf16 and fp16 on CUDA, elsewhere `layers.sparse_attention.reference`.
+
+Shapes: s queries, t keys, b sequences, a heads of this rank, n and r channels of a head's query without and with rotary
+positions, c of the latent, v of a head's value; i heads of the indexer of d channels; k chosen keys of a query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megafp8.layers.sparse_attention import reference
+from megafp8.layers.sparse_attention.reference import Index, Keys, wide
+from megafp8.linear.grad_sink import deliver, wgrad_dtype
+from megafp8.parallel import collectives
+
+BLOCK_BYTES = 1 << 29
+"""Of a block of queries' index scores, in fp32."""
+MOST_QUERIES = 4096
+REFERENCE_BYTES = 1 << 26
+"""Of these, and the probabilities of heads or the rows of keys that are gathered, without kernels."""
+
+
+@dataclass(frozen=True)
+class IndexLoss:
+    """The loss of a layer's indexer. `weight`: of the divergence of one query. `grad`: fp32 `[]`, what its gradient is
+    multiplied by besides; None: 1. `total`: float64 `[1]`, to which backward adds this rank's part of the loss."""
+
+    weight: float
+    grad: Tensor | None
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Attention of a layer. `top_k`: keys that a query chooses; None: all. `scale`: of scores. `group`: the
+    tensor-parallel ranks."""
+
+    top_k: int | None
+    scale: float
+    group: ProcessGroup
+    loss: IndexLoss
+
+    def __call__(
+        self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor
+    ) -> Tensor:
+        """`[s, b, a, v]`. `q_sbad`: n + r channels; `kv_tbc`: c + r. `up`: the weight `[a (n + v), c]` by which keys
+        and values come from latents. `index`: of sequence-first tensors. `first_bs`, `stop_bs`: int64 `[1 or b, s]`,
+        the first key that a query may choose, and the one after the last."""
+        return _SparseAttention.apply(q_sbad, kv_tbc, *index, up, first_bs, stop_bs, self)
+
+
+class _SparseAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_sbad: Tensor, kv_tbc: Tensor, index_q: Tensor, index_k: Tensor, index_weights: Tensor, up: Tensor,
+        first_bs: Tensor, stop_bs: Tensor, options: SparseAttention,
+    ) -> Tensor:  # fmt: skip
+        call = _Call(q_sbad, kv_tbc, Index(index_q, index_k, index_weights), up, first_bs, stop_bs, options)
+        s, b, a, _ = q_sbad.shape
+        o_sbav = q_sbad.new_empty(s, b, a, call.values.shape[1])
+        chosen_bsk = None if options.top_k is None else call.indexer.choose(call.blocks(), options.top_k)
+        for rows in call.blocks():
+            o_bsac, _ = call.attend(call.absorbed(rows), call.keys(rows, chosen_bsk))
+            o_sbav[rows] = torch.einsum("bsac,avc->sbav", o_bsac, call.values)
+        ctx.save_for_backward(q_sbad, kv_tbc, index_q, index_k, index_weights, up, first_bs, stop_bs, chosen_bsk)
+        ctx.up, ctx.options = up, options  # saved tensors may come back as other objects, without their sink
+        return o_sbav
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_sbav: Tensor) -> tuple[Tensor | None, ...]:
+        q_sbad, kv_tbc, index_q, index_k, index_weights, up, first_bs, stop_bs, chosen_bsk = ctx.saved_tensors
+        index, options = Index(index_q, index_k, index_weights), ctx.options
+        call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, options)
+        dtype = wide(q_sbad)
+        dq_sbad, dindex = torch.zeros_like(q_sbad), call.indexer.zeros()
+        dkv_btc = torch.zeros_like(call.kv_btc, dtype=dtype)
+        dkeys, dvalues = (torch.zeros_like(x, dtype=dtype) for x in (call.keys_up, call.values))
+        n = dkeys.shape[1]
+        for rows in call.blocks():
+            keys, q_bsac = call.keys(rows, chosen_bsk), call.absorbed(rows)
+            o_bsac, lse_bsa = call.attend(q_bsac, keys)
+            do = do_sbav[rows]
+            dvalues += torch.einsum("sbav,bsac->avc", do, o_bsac)
+            do_bsac = torch.einsum("sbav,avc->bsac", do, call.values).contiguous()
+            dq_bsac, p_bsk = call.attend_backward(do_bsac, q_bsac, keys, o_bsac, lse_bsa, dkv_btc)
+            dq_latent, dq_rotary = dq_bsac.split([dkeys.shape[2], q_bsac.shape[3] - dkeys.shape[2]], dim=-1)
+            dkeys += torch.einsum("sban,bsac->anc", q_sbad[rows][..., :n], dq_latent)
+            dq_sbad[rows][..., :n] = torch.einsum("bsac,anc->sban", dq_latent, call.keys_up)
+            dq_sbad[rows][..., n:] = dq_rotary.transpose(0, 1)
+            call.indexer.loss_backward(rows, keys, p_bsk, dindex)
+        dup = torch.cat([dkeys, dvalues], dim=1).flatten(0, 1)
+        dup_or_none = deliver(ctx.up, dup.to(wgrad_dtype(ctx.up)))
+        dkv = dkv_btc.transpose(0, 1).to(kv_tbc.dtype)
+        return dq_sbad, dkv, *dindex.finished(index_k.dtype), dup_or_none, None, None, None
+
+
+class _Call:
+    """The tensors of a call as blocks of queries read them, and where they are computed."""
+
+    def __init__(
+        self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor,
+        options: SparseAttention,
+    ) -> None:  # fmt: skip
+        (self.s, self.b, self.a, width), c = q_sbad.shape, up.shape[1]
+        n = width - (kv_tbc.shape[-1] - c)
+        self.q_sbad, self.options, self.index_heads = q_sbad, options, index.q.shape[2]
+        self.kv_btc = kv_tbc.transpose(0, 1).contiguous()
+        self.first_bs, self.stop_bs = (x.expand(self.b, -1) for x in (first_bs, stop_bs))
+        up_axc = up.detach().unflatten(0, (self.a, -1))
+        self.keys_up, self.values = up_axc[:, :n], up_axc[:, n:]
+        self.functions = reference if options.top_k is None else functions_for(q_sbad)
+        self.indexer = Indexer(index, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
+
+    def blocks(self) -> list[slice]:
+        """Parts of the queries whose tensors fit into a block."""
+        b, t, c = self.kv_btc.shape
+        bytes_of_query, block_bytes = 4 * b * t, BLOCK_BYTES
+        if self.functions is reference:
+            keys, gathered = (t, 0) if self.options.top_k is None else (self.options.top_k, c)
+            bytes_of_query += 4 * b * keys * max(self.a, self.index_heads, gathered)
+            block_bytes = REFERENCE_BYTES
+        size = max(1, min(block_bytes // bytes_of_query, MOST_QUERIES))
+        return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
+
+    def keys(self, rows: slice, chosen_bsk: Tensor | None) -> Keys:
+        chosen = None if chosen_bsk is None else chosen_bsk[:, rows].contiguous()
+        return Keys(chosen, self.first_bs[:, rows], self.stop_bs[:, rows])
+
+    def absorbed(self, rows: slice) -> Tensor:
+        """Queries as wide as the keys that all heads share, `[b, s, a, c + r]`."""
+        q, n = self.q_sbad[rows], self.keys_up.shape[1]
+        latent = torch.einsum("sban,anc->bsac", q[..., :n], self.keys_up)
+        return torch.cat([latent, q[..., n:].transpose(0, 1)], dim=-1)
+
+    def attend(self, q_bsac: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        return self.functions.attend(q_bsac, self.kv_btc, keys, self.values.shape[2], self.options.scale)
+
+    def attend_backward(
+        self, do_bsac: Tensor, q_bsac: Tensor, keys: Keys, o_bsac: Tensor, lse_bsa: Tensor, dkv_btc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.functions.attend_backward(
+            do_bsac, q_bsac, self.kv_btc, keys, o_bsac, lse_bsa, self.options.scale, dkv_btc
+        )
+
+
+class IndexGrads(NamedTuple):
+    """Gradients of an `Index`; of keys batch-first, in fp32 or wider."""
+
+    q_sbid: Tensor
+    k_btd: Tensor
+    weights_sbi: Tensor
+
+    def finished(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """As the tensors are: sequence-first, keys in `dtype`."""
+        return self.q_sbid, self.k_btd.transpose(0, 1).to(dtype), self.weights_sbi
+
+
+class Indexer:
+    """The indexer of a call: which keys its queries choose, and the gradient of its loss.
+
+    `index`: of sequence-first tensors. Each tensor-parallel rank computes its part of a block's queries.
+    """
+
+    def __init__(
+        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup, loss: IndexLoss, functions: Any
+    ) -> None:
+        self.q_sbid, self.weights_sbi, self.k_btd = index.q, index.weights, index.k.transpose(0, 1).contiguous()
+        self.first_bs, self.stop_bs = first_bs, stop_bs
+        self.group, self.ranks, self.loss, self.functions = group, group.size(), loss, functions
+
+    def _index(self, rows: slice) -> Index:
+        q, weights = (x[rows].transpose(0, 1) for x in (self.q_sbid, self.weights_sbi))
+        return Index(q, self.k_btd, weights)
+
+    def _part(self, rows: slice) -> tuple[slice, int]:
+        """This rank's part of a block's queries, and how many any rank has at most."""
+        size = -(-(rows.stop - rows.start) // self.ranks)
+        at = min(rows.start + self.group.rank() * size, rows.stop)
+        return slice(at, min(at + size, rows.stop)), size
+
+    def choose(self, blocks: list[slice], top_k: int) -> Tensor:
+        """The keys that each query chooses, int32 `[b, s, k]`."""
+        s, b = self.q_sbid.shape[:2]
+        chosen = torch.empty(b, s, top_k, dtype=torch.int32, device=self.q_sbid.device)
+        for rows in blocks:
+            own_rows, size = self._part(rows)
+            selected = self.functions.select(
+                self._index(own_rows), self.first_bs[:, own_rows], self.stop_bs[:, own_rows], top_k
+            )
+            if self.ranks > 1:
+                padded = F.pad(selected.transpose(0, 1), (0, 0, 0, 0, 0, size - selected.shape[1])).contiguous()
+                selected = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
+            chosen[:, rows] = selected
+        return chosen
+
+    def zeros(self) -> IndexGrads:
+        """Gradients before those of the first block."""
+        q, weights = torch.zeros_like(self.q_sbid), torch.zeros_like(self.weights_sbi)
+        return IndexGrads(q, torch.zeros_like(self.k_btd, dtype=wide(self.q_sbid)), weights)
+
+    def loss_backward(self, rows: slice, keys: Keys, p_bsk: Tensor, grads: IndexGrads) -> None:
+        """Add the gradients of the loss of this rank's part of a block, and the loss itself.
+
+        `p_bsk`: the keys' probabilities, summed over this rank's heads.
+        """
+        loss, (own_rows, size) = self.loss, self._part(rows)
+        if self.ranks > 1:
+            p_sbk = F.pad(p_bsk.transpose(0, 1), (0, 0, 0, 0, 0, size * self.ranks - p_bsk.shape[1])).contiguous()
+            p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own_rows.stop - own_rows.start].transpose(0, 1)
+        if own_rows.stop == own_rows.start:
+            return
+        total = p_bsk.sum(-1, keepdim=True)
+        p_bsk = (p_bsk / total.masked_fill(total == 0, 1.0)).contiguous()
+        within = slice(own_rows.start - rows.start, own_rows.stop - rows.start)
+        keys = Keys(None if keys.chosen is None else keys.chosen[:, within], *(x[:, within] for x in keys[1:]))
+        grad = torch.ones((), device=p_bsk.device) if loss.grad is None else loss.grad
+        dq, dweights, divergence = self.functions.index_loss_backward(
+            self._index(own_rows), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
+        )
+        grads.q_sbid[own_rows], grads.weights_sbi[own_rows] = dq.transpose(0, 1), dweights.transpose(0, 1)
+        loss.total.add_(divergence * loss.weight)
+
+
+def functions_for(q_sbad: Tensor) -> Any:
+    """The module that computes such tensors with chosen keys: its functions are those of the reference."""
+    if not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
+        return reference
+    from megafp8.layers.sparse_attention import (
+        kernel as sparse_attention,
+    )  # needs Triton, which comes with torch's CUDA builds
+
+    return sparse_attention

@@ -1,0 +1,249 @@
+"""All gradients of a rank in one contiguous fp32 buffer, summed over data parallelism while backward still runs.
+
+Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.numerics.dtypes.sum_dtype`).
+
+A gradient arrives in one of two ways. A linear layer adds its weight gradient to the sink of the weight, or lets its
+GEMM do so (`megafp8.linear.grad_sink`); so does the embedding. All others (norms, biases, learned positions) come from
+autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over micro-batches is in fp32,
+whatever the dtype of the model. A step's first gradient of a parameter is written, so that the buffer need not be set
+to zero: only what has no gradient in a step is. Gradients are summed, not averaged: the loss has been divided by the
+global number of tokens.
+
+*Overlap.* `start_overlap` tells how many backward passes are to come, so the buffer knows how often each parameter will
+receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). A bucket whose parameters have all
+received theirs is reduced asynchronously. `finish` starts the remaining buckets (an unused layer has no gradient) and
+waits for all.
+
+Buckets are started strictly in order. Collectives carry no names: the n-th call of one rank matches the n-th call of
+every other. If one rank's backward completed two buckets in another order, or left a layer unused that others use,
+starting them when complete would add unrelated gradients. The cost is that one late parameter delays later buckets.
+
+*Sharded* (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054; Megatron-LM's distributed optimizer). A rank that
+updates a shard of the parameters needs that shard of the sums only. Each bucket is reduce-scattered in place, half the
+traffic: the sum is written to the rank's own slice (`owned`; as parameters: `shards`), and the other slices become
+undefined. Unsharded is the same with one slice, the bucket.
+
+*Reduced in bf16* (`reduce_dtype`): half the traffic again. Micro-batches are still summed in fp32; a bucket is rounded
+once when it is sent, and with each addition of the collective. The bf16 copies live until `finish`, 2 bytes a parameter
+at the end of the backward pass, where activations have been freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.linear.deferred_wgrad import WgradPair, WgradStore
+from megafp8.linear.grad_sink import deliver, set_grad_sink
+from megafp8.parallel import collectives
+from megafp8.parallel.data.buckets import bucket_layout
+from megafp8.parallel.sharding import FlatShard, spec_of
+
+
+@dataclass(eq=False)
+class BufferSink:
+    """The `GradSink` of parameter `index` of a `buffer`, which counts gradients: its fp32 sum."""
+
+    main_grad: Tensor
+    buffer: weakref.ref[GradBuffer]
+    index: int
+    wgrads: WgradStore | None
+    pair: WgradPair | None
+    is_empty: bool = False
+
+    def added(self) -> None:
+        self.is_empty = False
+        buffer = self.buffer()
+        if buffer is not None:
+            buffer.count(self.index)
+
+    def clear(self) -> None:
+        """Forget the sum, and what would be added to it."""
+        self.is_empty = True
+        if self.pair is not None:
+            self.pair.clear()
+
+    def complete(self) -> None:
+        """Add what is kept for a pair, and make the sum zero if there is none."""
+        if self.pair is not None:
+            self.pair.flush()
+        if self.is_empty:
+            self.main_grad.zero_()
+            self.is_empty = False
+
+
+def main_grad_of(param: nn.Parameter) -> Tensor:
+    """The fp32 gradient of a parameter of a `GradBuffer`, shaped like the parameter."""
+    grad = getattr(param, "main_grad", None)
+    assert isinstance(grad, Tensor), "a parameter without main_grad: build its GradBuffer first"
+    return grad
+
+
+def gradient_of(shard: FlatShard) -> Tensor:
+    """The fp32 gradient of a shard, flat."""
+    return shard.view(main_grad_of(shard.param))
+
+
+class GradBuffer:
+    """The gradients of `params`, given in forward order and all on `device`.
+
+    Gives every parameter `main_grad`, an fp32 view of the buffer that is shaped like the parameter, and a `GradSink`
+    for it. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
+    `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients; `in_pairs`: whether they are computed
+    for two micro-batches at once where kernels can.
+
+    `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
+    own; `fp8_bucket`: those that share buckets with each other only. `dtype`: of the buffer; `reduce_dtype`: in which
+    gradients are sent, if not that. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
+    parameters in them.
+
+    One step: `clear`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        data_parallel_group: ProcessGroup | None,
+        bucket_elements: int,
+        device: torch.device,
+        sharded: bool = False,
+        own_bucket: Sequence[nn.Parameter] = (),
+        fp8_bucket: AbstractSet[nn.Parameter] = frozenset(),
+        dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        wgrads: WgradStore | None = None,
+        in_pairs: bool = False,
+    ) -> None:
+        assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
+        ranks = collectives.size(data_parallel_group)
+        self.params = list(params)
+        self.layout = bucket_layout(
+            [p.numel() for p in params],
+            bucket_elements,
+            ranks=ranks if sharded else 1,
+            own_bucket=[i for i, param in enumerate(params) if any(param is other for other in own_bucket)],
+            fp8_bucket=[i for i, param in enumerate(params) if param in fp8_bucket],
+        )
+        self.flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+        self.group = data_parallel_group
+        self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
+        rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
+        owned = [self.flat[shard.start : shard.end] for shard in self.layout.owned(rank)]
+        self.owned = owned or [self.flat]  # of no elements: a stage may have nothing to train (LoRA)
+        self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
+        self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
+        self._sinks: list[BufferSink] = []
+        self._works: list[collectives.CollectiveWork] = []
+        self._started = 0  # buckets [0, _started) are being, or have been, reduced
+        self._overlap = False
+        self._expected: list[int] = []  # per parameter: gradients still to come
+        self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
+        for index, param in enumerate(self.params):
+            self._attach(index, param, wgrads, in_pairs)
+        # Slices of other ranks have any values after a reduce-scatter; those between parameters are sent again.
+        gaps = self.layout.gaps if self.layout.ranks > 1 else []
+        self._padding = [self.flat[gap.start : gap.end] for gap in gaps]
+
+    def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None, in_pairs: bool) -> None:
+        slot = self.layout.slots[index]
+        buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
+
+        def is_last() -> bool:
+            owner = buffer()
+            return owner is not None and owner._overlap and owner._expected[index] <= 1
+
+        pair = WgradPair(is_last) if in_pairs else None
+        sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), buffer, index, wgrads, pair)
+
+        def take_autograd_gradient(param: nn.Parameter) -> None:
+            if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
+                deliver(param, param.grad)
+                param.grad = None
+
+        self._sinks.append(sink)
+        param.main_grad = sink.main_grad  # type: ignore[attr-defined]
+        set_grad_sink(param, sink)
+        param.register_post_accumulate_grad_hook(take_autograd_gradient)
+
+    def clear(self) -> None:
+        """Forget all gradients, whose memory then has any values; call before the first backward pass of a step."""
+        assert not self._works, "clear() during a reduction: finish() it first"
+        for sink in self._sinks:
+            sink.clear()
+        for padding in self._padding:
+            padding.zero_()
+        self._started = 0
+        self._overlap = False
+
+    def complete(self) -> None:
+        """Set the gradients of parameters that have none in this step to zero. `finish` does so, too."""
+        for sink in self._sinks:
+            sink.complete()
+
+    def start_overlap(self, micro_batches: int = 1) -> None:
+        """From here on reduce each bucket as soon as it is complete.
+
+        `micro_batches`: backward passes that each parameter still takes part in. Under a pipeline schedule, where the
+        gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
+        gradients), call it before the first with the number of all of them.
+        """
+        assert self._started == 0, "start_overlap() after the reduction began: clear() first"
+        self._expected = [
+            spec_of(param).num_uses * micro_batches + (sink.pair is not None and sink.pair.is_waiting)
+            for param, sink in zip(self.params, self._sinks, strict=True)
+        ]
+        self._incomplete = [len(bucket.params) for bucket in self.layout.buckets]
+        self._overlap = True
+
+    def finish(self) -> None:
+        """Start what is not started yet and wait until `owned` holds the sums over the data-parallel group."""
+        while self._started < len(self.layout.buckets):
+            self._start_next()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._overlap = False
+
+    def count(self, index: int) -> None:
+        """Parameter `index` received a gradient."""
+        bucket = self._bucket_of[index]
+        assert bucket >= self._started, f"a gradient of {self._name(index)} came after its bucket was reduced"
+        if not self._overlap:
+            return
+        self._expected[index] -= 1
+        assert self._expected[index] >= 0, f"{self._name(index)} received more gradients than its spec.num_uses says"
+        if self._expected[index] == 0:
+            self._incomplete[bucket] -= 1
+        while self._started < len(self._incomplete) and self._incomplete[self._started] == 0:
+            self._start_next()
+
+    def _name(self, index: int) -> str:
+        return spec_of(self.params[index]).shards[0].name
+
+    def _start_next(self) -> None:
+        bucket = self.layout.buckets[self._started]
+        for index in bucket.params:
+            self._sinks[index].complete()
+        self._works.append(self._reduce(self.flat[bucket.start : bucket.end], self.owned[self._started]))
+        self._started += 1
+
+    def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.CollectiveWork:
+        """Start summing `bucket` into `own`, a slice of it or all."""
+        sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
+        reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
+        work = reduce(sent, self.group)
+        if sent.dtype == bucket.dtype:
+            return work
+
+        def wait() -> None:
+            work.wait()
+            own.copy_(collectives.own_slice(sent, self.group) if sharded else sent)
+
+        return collectives.WaitFunction(wait)

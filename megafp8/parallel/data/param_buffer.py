@@ -1,0 +1,101 @@
+"""All parameters of a rank in buckets; each data-parallel rank updates a slice and gathers the others.
+
+Under ZeRO stage 1 a rank owns a slice of every bucket of gradients (`buckets`) and updates the parameters at the same
+elements. Parameters lie in buckets of the same layout, each being a view of one; so an in-place all-gather of a bucket
+distributes the updated weights without copies.
+
+Some parameters are gathered, and used, in FP8 (`fp8_data`): one byte an element, in buckets of their own. Such a
+parameter is then *released* (`release_fp8_params`): it keeps its shape, dtype and identity, for autograd, but its
+values are only in the fp32 masters of the owning ranks. It reads as NaN, so that using it by mistake shows.
+
+*Overlap.* The next forward pass needs the first layers first, and those lie in the last buckets. All gathers are
+started at once in that order, and a module waits, right before it runs, for the buckets of its parameters
+(`wait_before`); on CUDA its stream waits, not the host. Any other reader of parameters calls `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.parallel import collectives
+from megafp8.parallel.data.buckets import BufferLayout
+
+
+class ParamBuffer:
+    """Moves `params`, all of one dtype and device, into buckets with the `layout` of their `GradBuffer`.
+
+    Their values and their identity stay; take views of them after this. `group`: the ranks that own slices.
+    `fp8_dtypes`: parameters in `layout`'s FP8 buckets, with the dtype that each is gathered in; they are not moved.
+    `fp8_data`: buffers for those in FP8, shaped like the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        group: ProcessGroup | None,
+        fp8_dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+    ) -> None:
+        dtypes = {param.dtype for param in params}
+        assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
+        fp8_dtypes = fp8_dtypes or {}
+        self._group, self._value_bytes = group, params[0].element_size()
+        self._bucket_of = {params[i]: b for b, bucket in enumerate(layout.buckets) for i in bucket.params}
+        self._works: dict[int, collectives.CollectiveWork] = {}
+        self.fp8_data: dict[nn.Parameter, Tensor] = {}
+        self.buckets: list[Tensor] = []
+        for bucket in layout.buckets:
+            members = [params[i] for i in bucket.params]
+            is_fp8 = members[0] in fp8_dtypes
+            assert all((param in fp8_dtypes) == is_fp8 for param in members), "FP8 and other parameters in one bucket"
+            dtype = torch.uint8 if is_fp8 else members[0].dtype
+            flat = torch.zeros(bucket.end - bucket.start, dtype=dtype, device=members[0].device)
+            self.buckets.append(flat)
+            for param, i in zip(members, bucket.params):
+                slot = layout.slots[i]
+                view = flat[slot.start - bucket.start : slot.end - bucket.start].view(param.shape)
+                if is_fp8:
+                    self.fp8_data[param] = view.view(fp8_dtypes[param])
+                else:
+                    param.data = view.copy_(param.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buckets: what a rank holds and, but for its own slices, receives in every gather."""
+        return sum(flat.nbytes for flat in self.buckets)
+
+    @property
+    def nbytes_unquantized(self) -> int:
+        """What `nbytes` would be without FP8."""
+        return sum(flat.numel() for flat in self.buckets) * self._value_bytes
+
+    def release_fp8_params(self) -> None:
+        """Free the values of the parameters that are gathered in FP8."""
+        for param in self.fp8_data:
+            param.data = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
+
+    def start_gather(self) -> None:
+        """Start to gather all slices from their owners."""
+        assert not self._works, "start_gather() during another one: wait() for it first"
+        for i in reversed(range(len(self.buckets))):
+            self._works[i] = collectives.all_gather_in_place_async(self.buckets[i], self._group)
+
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Wait until these buckets (None: all) have been gathered; returns at once where no gather is running."""
+        for i in list(self._works) if buckets is None else buckets:
+            if i in self._works:
+                self._works.pop(i).wait()
+
+    def wait_before(self, modules: Iterable[nn.Module]) -> None:
+        """Make each of `modules` wait for its own parameters when it is called. Together they must have all of them."""
+        covered: set[nn.Parameter] = set()
+        for module in modules:
+            params = {param for param in module.parameters() if param in self._bucket_of}
+            covered |= params
+            buckets = sorted({self._bucket_of[param] for param in params}, reverse=True)
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets))
+        assert covered == self._bucket_of.keys(), "a parameter that no module would wait for"

@@ -1,0 +1,351 @@
+"""Strategies of data parallelism: what each data-parallel rank holds, and what ranks send to each other in a step.
+
+                    weights             gradients           optimizer state     sent in a step
+    Replicated      all                 all                 all                 sums of gradients
+    Zero1           all                 all, then a shard   a shard             sums of a shard; updated weights
+    FullySharded    a shard             a shard             a shard             weights of each block, twice; likewise
+                    (experts of one rank: as Replicated)
+
+The training loop, checkpoints, optimizer and consistency check know the interface only (`DataParallelStrategy`).
+
+*FP8 weights* (`fp8.param_gather`). Where a rank updates a shard of the weights it can quantize the shard, and ranks
+gather FP8 data: half the bytes, the same bits, nothing to quantize in between (`fp8_weight_shards`). These are the
+weights of FP8 layers with one scale per tensor, and of experts that all have such; embeddings, the output layer, norms,
+biases and high-precision layers are gathered as values. All code that reads such a weight otherwise reads the fp32
+masters: a checkpoint's `model.<name>` is each rank's shard of them, rounded, so that it holds what a checkpoint of any
+other run holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megafp8.linear.group_state import GroupState
+from megafp8.linear.state import LinearState
+from megafp8.numerics.formats import Format
+from megafp8.parallel.collectives import size
+from megafp8.parallel.data.fp8_weight_gather import Fp8WeightGather, GatheredWeight, open_transport
+from megafp8.parallel.data.fp8_weight_shards import WeightShard, WeightShards
+from megafp8.parallel.data.fsdp import ShardedStages
+from megafp8.parallel.data.grad_buffer import GradBuffer
+from megafp8.parallel.data.param_buffer import ParamBuffer
+from megafp8.parallel.sharding import FlatShard, spec_of
+
+Fp8Weights = Mapping[nn.Parameter, tuple[LinearState | GroupState, Format]]
+"""Weights that are gathered in FP8, with their layers and formats."""
+
+
+class DataParallelStrategy:
+    """How data-parallel ranks share the parameters, gradients and optimizer state of this rank's stages.
+
+    One step: `gather`, `clear`, the backward passes with `start_overlap` before them or at any point among them (or
+    never), `finish`, the update of `shards` by their gradients in `owned`, `end_step`.
+
+    Attributes: `params`: this rank's parameters, of which `trained` are not frozen, `tied` are shared by stages, and
+    `fp8_weights` exist in FP8 only. `gradients`: flat fp32 buffers of all gradients, before sums over ranks. `shards`:
+    what this rank updates; after `finish` its gradients are in `owned`, fp32. `sharded`: each rank of `group` has a
+    shard of them; else all have all of them. `expert_group`: the ranks that hold the same experts, where these are not
+    those of `group`. `param_axis`, `state_axis`: the axes over which parameters that have values, and optimizer state,
+    are replicated; empty if over none.
+    """
+
+    sharded: ClassVar[bool] = True
+    param_axis: ClassVar[str] = "data"
+    state_axis: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        buffers: Sequence[GradBuffer | ShardedStages],
+        *,
+        tied: Sequence[nn.Parameter],
+        fp8_weights: Fp8Weights,
+        group: ProcessGroup | None,
+        expert_group: ProcessGroup | None,
+        amax_group: ProcessGroup | None,
+    ) -> None:
+        """`buffers`: of the gradients of `params`, each summed over ranks of its own. All ranks of a stage run the same
+        backward passes, so those that are in several groups start their sums in the same order. `amax_group`: all ranks
+        with shards of the same weights."""
+        self.params, self.trained = list(params), [param for param in params if param.requires_grad]
+        self.tied, self.fp8_weights, self.group, self.expert_group = tied, fp8_weights, group, expert_group
+        self._buffers, self._amax_group = buffers, amax_group
+        self._weight_shards: WeightShards | None = None
+        self._updated = False  # weights have changed since they were gathered
+        self.gradients = [buffer.flat for buffer in buffers]
+        self.shards = [shard for buffer in buffers for shard in buffer.shards]
+        self.owned = [owned for buffer in buffers for owned in buffer.owned]
+
+    def clear(self) -> None:
+        """Forget all gradients; call before the first backward pass of a step."""
+        for buffer in self._buffers:
+            buffer.clear()
+
+    def complete(self) -> None:
+        """Set the gradients of parameters that have none in this step to zero; `finish` does so, too."""
+        for buffer in self._buffers:
+            buffer.complete()
+
+    def start_overlap(self, micro_batches: int = 1) -> None:
+        """From here on reduce gradients as soon as they are complete: after `micro_batches` more backward passes."""
+        for buffer in self._buffers:
+            buffer.start_overlap(micro_batches)
+
+    def finish(self) -> None:
+        """Wait until `owned` holds sums over data parallelism."""
+        for buffer in self._buffers:
+            buffer.finish()
+
+    @property
+    def released(self) -> AbstractSet[nn.Parameter]:
+        """The parameters whose values are in the optimizer's masters only."""
+        return self.fp8_weights.keys()
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, Tensor]:
+        """Masters that exist before the optimizer, fp32 and flat, to be updated in place."""
+        return {}
+
+    @property
+    def fp8_data(self) -> Mapping[nn.Parameter, Tensor]:
+        """FP8 data of whole weights that all ranks hold between steps."""
+        return {}
+
+    def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
+        """The optimizer has its masters, fp32 and flat: FP8 weights exist in FP8 only from now on. Collective."""
+        if self.fp8_weights:
+            self.invalidate()
+            self.gather()
+
+    def gather(self) -> None:
+        """Start to gather weights that have been updated since; modules wait for theirs. Collective."""
+        if self._updated:
+            self._gather()
+            self._updated = False
+
+    def _gather(self) -> None:
+        """Start to gather all weights."""
+
+    def wait(self) -> None:
+        """Gather weights that have been updated since, and wait; call it before reading them. Collective."""
+        self.gather()
+
+    def invalidate(self) -> None:
+        """The next `gather` gathers all weights: they were loaded, or a CUDA graph of it is about to be captured.
+
+        A running gather is waited for: a graph cannot wait for one that began outside it.
+        """
+        self._updated = True
+
+    def end_step(self) -> None:
+        """The update is queued. Call it before `Fp8Manager.end_step`."""
+        if self._weight_shards is not None:
+            self._weight_shards.record_amaxes()
+        self.invalidate()
+
+    def describe(self) -> str:
+        """Memory and traffic of the weights on a rank, for the log; empty where there is nothing to say."""
+        return ""
+
+
+class Replicated(DataParallelStrategy):
+    """Every rank holds and updates all parameters; gradients are summed bucket by bucket (`GradBuffer`)."""
+
+    sharded = False
+    state_axis = "data"
+
+
+class Zero1(DataParallelStrategy):
+    """Each rank updates a shard of the parameters, which all ranks then gather (ZeRO stage 1; `ParamBuffer`)."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        buffers: Sequence[GradBuffer],
+        *,
+        overlapped: Sequence[nn.Module],
+        **options: Any,
+    ) -> None:
+        """`overlapped`: modules with all parameters, each of which waits for its own; if empty, all wait at once.
+
+        `options`: as of `DataParallelStrategy`.
+        """
+        super().__init__(params, buffers, **options)
+        dtypes = {param: fmt.dtype for param, (_, fmt) in self.fp8_weights.items()}
+        self.weights = [ParamBuffer(buffer.params, buffer.layout, buffer.group, dtypes) for buffer in buffers]
+        self._overlaps_gather = bool(overlapped)
+        for weights in self.weights if overlapped else ():
+            weights.wait_before(overlapped)
+
+    @property
+    def fp8_data(self) -> Mapping[nn.Parameter, Tensor]:
+        return dict(chain.from_iterable(buffer.fp8_data.items() for buffer in self.weights))
+
+    def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
+        if self.fp8_weights:
+            updated, data, shards = {shard.param: shard for shard in self.shards}, self.fp8_data, []
+            for param, (state, _) in self.fp8_weights.items():
+                shard = updated.get(param)  # None: other ranks update all of it
+                start, master_f = (0, param.new_empty(0)) if shard is None else (shard.start, master_of(shard))
+                shards.append(WeightShard(state, data[param], start, master_f, param.dtype))
+            self._weight_shards = WeightShards(shards, self._amax_group, shards[0].fp8_data_nk.device)
+            for buffer in self.weights:
+                buffer.release_fp8_params()
+        super().begin(master_of)
+
+    def _gather(self) -> None:
+        if self._weight_shards is not None:
+            self._weight_shards.quantize()
+        for buffer in self.weights:
+            buffer.start_gather()
+        if not self._overlaps_gather:
+            self._finish_gather()
+
+    def wait(self) -> None:
+        self.gather()
+        self._finish_gather()
+
+    def invalidate(self) -> None:
+        self._finish_gather()
+        super().invalidate()
+
+    def _finish_gather(self) -> None:
+        for buffer in self.weights:
+            buffer.wait()
+
+    def describe(self) -> str:
+        rowwise = sum(data.nbytes for data in self.fp8_data.values())
+        if not rowwise:
+            return ""
+        gib, ranks = 2**30, size(self.group)
+        nbytes, unquantized = (sum(getattr(x, name) for x in self.weights) for name in ("nbytes", "nbytes_unquantized"))
+        stored, without = nbytes + rowwise, unquantized + 2 * rowwise  # with the columnwise copies
+        received, instead = (count * (ranks - 1) // ranks for count in (nbytes, unquantized))
+        return (
+            f"FP8 parameters: {len(self.fp8_weights)} weights are gathered in FP8; this rank holds {stored / gib:.3f} "
+            f"GiB of weights and their FP8 copies instead of {without / gib:.3f}, and receives {received / gib:.3f} "
+            f"GiB of weights a step instead of {instead / gib:.3f}"
+        )
+
+
+class FullySharded(DataParallelStrategy):
+    """Each rank holds a shard of everything; weights are gathered block by block (ZeRO stage 3, `ShardedStages`).
+
+    Weights of experts that a rank would share with no other of its replica are held whole, as by `Replicated`. FP8
+    layers keep no copies of weights: these would be as large as what sharding saves.
+    """
+
+    param_axis = state_axis = "fsdp_replicate"  # of parameters only frozen and whole ones have values
+
+    def __init__(
+        self,
+        stages: ShardedStages,
+        whole: Sequence[nn.Parameter],
+        whole_gradients: Sequence[GradBuffer],
+        *,
+        tied: Sequence[nn.Parameter],
+        fp8_weights: Fp8Weights,
+        group: ProcessGroup,
+        replicas: int,
+        one_host: AbstractSet[ProcessGroup],
+        **options: Any,
+    ) -> None:
+        """`whole`: parameters that are not in `stages`, and the gradients of those that are trained. `tied`,
+        `fp8_weights`: by the parameters that `stages` had. `group`: the ranks with the shards of one of
+        `replicas`. `one_host`: those groups of ranks that hold shards which are on one host. `options`: as of
+        `DataParallelStrategy`. Collective."""
+        rows_of, device = stages.row_shards, stages.flat.device
+        super().__init__(
+            [*stages.params, *whole],
+            [stages, *whole_gradients],
+            tied=[rows_of[param].param for param in tied],
+            fp8_weights={rows_of[param].param: how for param, how in fp8_weights.items()},
+            group=group,
+            **options,
+        )
+        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, group in one_host
+        self._fp8_gathers: list[Fp8WeightGather] = []
+        shards = []
+        for ranks in dict.fromkeys(ranks for ranks, _ in stages.units):
+            members = [
+                [x for x in unit if x in fp8_weights] for unit_ranks, unit in stages.units if unit_ranks is ranks
+            ]
+            units = [[(rows_of[x], *fp8_weights[x]) for x in unit] for unit in members if unit]
+            if not units:
+                continue
+            blocks = [
+                [GatheredWeight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in x] for x in units
+            ]
+            sizes = [x.nbytes for block in blocks for x in block]
+            gather = Fp8WeightGather(
+                blocks, open_transport(sizes, ranks, device, ranks in one_host), ranks.size(), device
+            )
+            self._fp8_gathers.append(gather)
+            for (rows, state, fmt), shard in zip(chain.from_iterable(units), gather.shards, strict=True):
+                data_mk = shard.view(fmt.dtype).view(-1, rows.global_shape[1])
+                shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype, rows.first))
+        if shards:
+            self._weight_shards = WeightShards(shards, self._amax_group, device)
+
+    @property
+    def released(self) -> AbstractSet[nn.Parameter]:
+        return set(self.stages.trained)
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, Tensor]:
+        return self.stages.masters
+
+    def gather(self) -> None:
+        super().gather()
+        for gather in self._fp8_gathers:
+            gather.record_reads()
+
+    def wait(self) -> None:
+        super().wait()
+        self.stages.make_callable()
+
+    def _gather(self) -> None:
+        """Free gathered weights: torch gathers a block's when it runs."""
+        self.stages.reshard()
+        if self._weight_shards is not None:
+            for gather in self._fp8_gathers:
+                gather.synchronize()  # no rank reads what is about to be overwritten
+            self._weight_shards.quantize()
+            for gather in self._fp8_gathers:
+                gather.synchronize()
+
+    def describe(self) -> str:
+        gib, sharded, values, gathered = 2**30, 0, 0.0, 0.0
+        for rows in self.stages.row_shards.values():
+            fp8, element = rows.param in self.fp8_weights, rows.param.element_size()
+            received = rows.global_shape.numel() * (rows.ranks - 1) / rows.ranks
+            sharded += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
+            values += received * element
+            gathered += received * (1 if fp8 else element)
+        in_fp8 = len(self.fp8_weights)
+        instead = f", {in_fp8} of them in FP8, instead of {values / gib:.3f} without" if in_fp8 else ""
+        lines = [
+            f"parallel.fsdp: this rank holds {sharded / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
+            f"gathered are {gathered / gib:.3f} GiB received{instead}"
+        ]
+        experts = [rows for rows in self.stages.row_shards.values() if spec_of(rows.param).expert]
+        for count in {rows.ranks for rows in experts}:
+            as_values = in_fp8 and not any(rows.param in self.fp8_weights for rows in experts)
+            how = ", and gathered in high precision" if as_values else ""
+            lines.append(f"parallel.fsdp: weights of experts have {count} shard{'s' if count > 1 else ''}{how}")
+        if self.whole:
+            nbytes = sum(param.nbytes for param in self.whole)
+            lines.append(f"parallel.fsdp: weights of experts are not sharded, {nbytes / gib:.3f} GiB more")
+        if self._replicas > 1:
+            hosts = "one host" if self._one_host else "several hosts"
+            lines.append(
+                f"parallel.fsdp_replicas: {self._replicas} replicas of the shards, each on {size(self.group)} ranks of "
+                f"{hosts}"
+            )
+        return "\n".join(lines)

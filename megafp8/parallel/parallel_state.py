@@ -1,0 +1,553 @@
+"""The grid of ranks (pipeline, data, context, tensor) and the process groups of its axes.
+
+The axes from slowest to fastest are pipeline, data, context, tensor. The fastest axis communicates most, so a
+tensor-parallel group is on neighbouring ranks (one NVLink domain), and pipeline stages, which communicate least, are
+farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from the other end.
+
+`rank_groups` computes all groups as lists of ranks, without process groups, so the layout of 16,384 GPUs can be checked
+on a laptop. `initialize_model_parallel` builds the process groups that this rank is in, by one `new_group` each, which
+only its members call. So start-up cost does not grow with the world: torch's own `init_device_mesh` makes every rank
+enumerate the groups of all others, some 40,000 on 16,384 ranks; the `DeviceMesh` for torch's libraries is made of our
+groups instead.
+
+The result is a `ParallelState`, and modules are passed the groups they need. The accessors with Megatron-LM's names at
+the end of the file are for scripts and notebooks; the package does not call them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafp8.host.error_causes import lost_connection
+from megafp8.host.launched import launched_ranks, unset_advice
+
+Ranks = npt.NDArray[np.int_]
+
+AXES = ("pipeline", "data", "context", "tensor")
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# Groups over several axes: (axes, why it is there).
+_JOINT_GROUPS = {
+    "data_context": ("data", "context"),  # gradients: a context rank holds other tokens of the same weights
+    "model": ("pipeline", "tensor"),  # gradient norm: together they hold one whole model
+    "tensor_context": ("context", "tensor"),  # one micro-batch: they hold slices of the same activations
+    "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
+}
+
+_QUEUES, _REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def rank_groups(
+    world_size: int,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    fsdp_replicas: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
+) -> dict[str, list[list[int]]]:
+    """Every group of a layout as lists of global ranks, in group order. Builds no process group.
+
+    Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
+    `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
+    `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
+    `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
+    tensor), which is `expert_model` × `expert_tensor` (neighbours), `expert_data` (ranks at the same place of each
+    `expert`), `expert_shard` (consecutive ranks of `expert_data`, in the same replica), `expert_amax` (`expert_data` ×
+    `expert_tensor`) and `expert_rows` (those of `expert_amax` at one place of data). The data-parallel size is the rest
+    of the world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they
+    divide.
+    """
+    grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
+    return {name: ranks.tolist() for name, ranks in groups.items()}
+
+
+def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
+    """All ranks, `[pipeline, data, context, tensor]`. Raises ValueError where the sizes do not fit the world."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for name, value in zip(names, (tensor, pipeline, context)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    model_size = tensor * pipeline * context
+    if world_size < 1 or world_size % model_size:
+        suggested = model_size * max(1, round(world_size / model_size))
+        raise ValueError(
+            f"world size {world_size} is not a multiple of tensor {tensor} × pipeline {pipeline} × context {context} = "
+            f"{model_size} ranks; start {suggested} processes or shrink an axis"
+        )
+    return np.arange(world_size).reshape(pipeline, world_size // model_size, context, tensor)
+
+
+def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: int) -> dict[str, Ranks]:
+    """The groups of each name, `[groups, members]`. Raises ValueError where a size does not divide its ranks."""
+
+    def along(*axes: str) -> Ranks:
+        members = [AXES.index(axis) for axis in axes]
+        rest = [i for i in range(len(AXES)) if i not in members]
+        return grid.transpose(rest + members).reshape(-1, int(np.prod([grid.shape[i] for i in members])))
+
+    groups = {axis: along(axis) for axis in AXES}
+    groups |= {name: along(*axes) for name, axes in _JOINT_GROUPS.items()}
+    pipelines = groups["pipeline"]
+    groups["embedding"] = pipelines[:, [0, -1]] if pipelines.shape[1] > 1 else pipelines
+
+    def divided(name: str, value: int, whole: str, axes: str) -> None:
+        ranks = groups[whole].shape[1]
+        if value < 1 or ranks % value:
+            raise ValueError(f"{name} is {value}; it must divide the {ranks} ranks of {axes}")
+
+    divided("fsdp_replicas", fsdp_replicas, "data_context", "data × context")
+    divided("expert_model_parallel_size", expert_model, "amax", "data × context × tensor")
+    divided("expert_tensor_parallel_size", expert_tensor, "amax", "data × context × tensor")
+    expert = expert_model * expert_tensor
+    divided("expert_model_parallel_size × expert_tensor_parallel_size", expert, "amax", "data × context × tensor")
+    groups["expert"], groups["expert_data"] = _split(groups["amax"], expert)
+    groups["expert_tensor"], groups["expert_model"] = _split(groups["expert"], expert_tensor)
+    whole = groups["amax"].reshape(len(groups["amax"]), -1, expert_model, expert_tensor)
+    groups["expert_amax"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
+    groups["expert_rows"] = groups["expert_tensor"]
+    micro_batch = groups["tensor_context"]
+    if micro_batch.shape[1] % expert == 0:  # else tokens of several micro-batches come together
+        whole = micro_batch.reshape(len(micro_batch), -1, expert_model, expert_tensor)
+        groups["expert_rows"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
+    divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
+    shards, expert_shards = (groups[name].shape[1] // fsdp_replicas for name in ("data_context", "expert_data"))
+    groups["fsdp_shard"], groups["fsdp_replicate"] = _split(groups["data_context"], shards)
+    groups["expert_shard"], _ = _split(groups["expert_data"], expert_shards)
+    return groups
+
+
+def _split(groups: Ranks, size: int) -> tuple[Ranks, Ranks]:
+    """Each group split into groups of `size` neighbours; and the ranks at the same place of each of these."""
+    parts = groups.reshape(len(groups), -1, size)
+    return parts.reshape(-1, size), parts.swapaxes(1, 2).reshape(-1, parts.shape[1])
+
+
+def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
+    """The group that `rank` is in, if there is one."""
+    members = groups[(groups == rank).any(axis=1)]
+    return tuple(members[0].tolist()) if len(members) else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of this rank, its global ranks in order, and this rank's index among them."""
+
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """This rank's place in the grid and its groups. `embedding` is None on ranks between first and last stage.
+
+    `pipeline_backward` has the ranks of `pipeline` but its own communicator: activations and gradients are sent in
+    opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
+    after another send would deadlock. Likewise `fsdp_shard_backward` to `fsdp_shard`, for gradients that are reduced
+    while weights are gathered.
+
+    `fsdp_shard` and `fsdp_replicate` are the dims of torch's mesh for HSDP: FSDP shards over the one, and the ranks of
+    the other hold the same shards. Together they are `data_context`.
+
+    `expert`: the experts of a layer are divided over its ranks, and tokens travel between them: over `expert_model`
+    by number, and each over `expert_tensor`. `expert_data`: ranks that hold the same parts of experts; with `expert`
+    they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts;
+    `expert_rows`: those of them among whose rows are tokens of the same micro-batch and of no other. Where the ranks of
+    `expert` hold several micro-batches, these are the ranks of `expert_tensor`.
+    `expert_shard`, `expert_shard_backward`: what `fsdp_shard` and `fsdp_shard_backward` are for the rest of the model,
+    for experts.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    world_size: int
+    world: Group
+    tensor: Group
+    context: Group
+    data: Group
+    pipeline: Group
+    pipeline_backward: Group
+    data_context: Group
+    fsdp_shard: Group
+    fsdp_shard_backward: Group
+    fsdp_replicate: Group
+    model: Group
+    tensor_context: Group
+    amax: Group
+    expert: Group
+    expert_model: Group
+    expert_tensor: Group
+    expert_data: Group
+    expert_amax: Group
+    expert_rows: Group
+    expert_shard: Group
+    expert_shard_backward: Group
+    embedding: Group | None
+    virtual_pipeline_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """The first rank of the pipeline. Which stages a rank holds depends on the schedule's placement."""
+        return self.pipeline.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        """The last rank of the pipeline."""
+        return self.pipeline.is_last
+
+
+def set_cuda_environment() -> None:
+    """Set what CUDA and NCCL read from the environment when they start. Call it before CUDA is used in this process.
+
+    *32 hardware queues* instead of 8. More streams than queues share them, and then a receive that waits for its sender
+    in one stream blocks another. A pipeline has a stream for each neighbour and direction beside those of computation
+    and of every other group, and a CUDA graph has one for each of its branches, so two ranks could wait for each other
+    for ever.
+
+    *No registration of the buffers that CUDA graphs send from and receive to.* With torch's expandable segments, which
+    the launch scripts switch on, NCCL then reads other memory, or hangs (pytorch#158029, torchtitan#3306).
+
+    ValueError where the environment has another value that cannot work.
+    """
+    queues = os.environ.setdefault(_QUEUES, "32")
+    if not queues.isdigit() or int(queues) < 8:
+        raise ValueError(
+            f"the environment has {_QUEUES}={queues}, under which streams that wait for other ranks block others; "
+            f"unset it, or try {_QUEUES}=32"
+        )
+    registers = os.environ.setdefault(_REGISTER, "0")
+    segments = next((x for name in _ALLOCATOR if "expandable_segments:True" in (x := os.environ.get(name, ""))), None)
+    if registers != "0" and segments is not None:
+        raise ValueError(
+            f"the environment has {_REGISTER}={registers}, which does not work with torch's {segments}; unset it, or "
+            f"try {_REGISTER}=0"
+        )
+
+
+def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
+    """Join the job that a launcher started, or make one of this process, and return this rank's device.
+
+    NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU. Raises ValueError, on
+    all ranks of the node, where there are fewer GPUs than processes.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > gpus:
+            works = f"start {gpus} (megafp8 launch --nproc-per-node {gpus}), or set the device to cpu"
+            raise ValueError(f"this node has {processes} processes and {gpus} GPUs, and each takes one; {works}")
+        set_cuda_environment()
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    launched_ranks()  # refuses variables that no launcher sets
+    if "RANK" in os.environ:
+        # No device_id: torch would build each subgroup by splitting the world's communicator, a call that all ranks
+        # must join, while ours are made by their members only. Communicators then connect at their first use.
+        _join(backend, timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+class RanksDidNotMeet(ConnectionError):
+    """Some ranks of a job did not come to the address that the environment has."""
+
+
+def _join(backend: str, timeout: datetime.timedelta) -> None:
+    """Make the world's group of the ranks that the environment names.
+
+    Raises ValueError without an address, and RanksDidNotMeet if ranks are missing; a lost connection stays as it is.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"a launcher sets {' and '.join(missing)}, too; {unset_advice()}")
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and lost_connection(error):
+            raise
+        message = str(error).partition("\n")[0].rstrip(".")
+        raise RanksDidNotMeet(f"ranks of this job are missing: {message}; {unset_advice()}") from None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    *,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
+    fsdp_replicas: int = 1,
+    device: torch.device | None = None,
+    timeout_seconds: float = 600.0,
+    backend: str | None = None,
+    default: bool = True,
+) -> ParallelState:
+    """Build the groups of the running job. Call after `torch.distributed` is initialized, on every rank.
+
+    `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
+    `expert_model_parallel_size`, `expert_tensor_parallel_size`: over so many ranks of data × context × tensor the
+    experts of a layer are divided, and each expert.
+    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. `default`: the accessors at the end of this file give its
+    groups; False for a second model of a job. Raises ValueError, on every rank alike and before any
+    group is built, where the sizes do not fit the world.
+    """
+    global _STATE
+    if _DESTROYED:
+        _forget_meshes()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = device or torch.device("cpu")
+    grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+    all_groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
+    mine = {name: _group_of(rank, groups) for name, groups in all_groups.items()}
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+
+    def group(name: str) -> Group:
+        ranks = mine[name]
+        assert ranks is not None
+        process_group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend or _BACKENDS[device.type], use_local_synchronization=True
+        )
+        assert process_group is not None
+        return Group(process_group, ranks, ranks.index(rank))
+
+    axes = {axis: group(axis) for axis in AXES}
+    mesh = DeviceMesh.from_group(
+        [axes[axis].group for axis in AXES], device.type, torch.from_numpy(grid), mesh_dim_names=AXES
+    )
+
+    def joint(name: str, *more: Group) -> Group:
+        """The communicator of an axis, or of `more`, with the same ranks, or a new one."""
+        return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
+
+    data_context, amax, tensor_context = joint("data_context"), joint("amax"), joint("tensor_context")
+    # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
+    expert = group("expert") if expert_model_parallel_size * expert_tensor_parallel_size > 1 else joint("expert")
+    expert_data = joint("expert_data", data_context, amax)
+    fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
+    expert_shard = joint("expert_shard", fsdp_shard, expert_data)
+    state = ParallelState(
+        mesh=mesh,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        world=Group(world, tuple(range(world_size)), rank),
+        **axes,
+        pipeline_backward=group("pipeline"),
+        data_context=data_context,
+        fsdp_shard=fsdp_shard,
+        fsdp_shard_backward=fsdp_shard_backward,
+        fsdp_replicate=joint("fsdp_replicate", data_context),
+        model=joint("model"),
+        tensor_context=tensor_context,
+        amax=amax,
+        expert=expert,
+        expert_model=joint("expert_model", expert),
+        expert_tensor=joint("expert_tensor", expert),
+        expert_data=expert_data,
+        expert_amax=joint("expert_amax", data_context, amax, expert_data),
+        expert_rows=joint("expert_rows", tensor_context, expert),
+        expert_shard=expert_shard,
+        expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
+        # Last: torch numbers a rank's groups in their names, and not every rank has this one.
+        embedding=group("embedding") if mine["embedding"] else None,
+        virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
+    )
+    if default:
+        _STATE = state
+    return state
+
+
+def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
+    """A gloo group of the whole job, for communication by another thread than training's. Collective."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
+    """Leave all groups and join the same job again, in which groups of another layout can be built. Collective.
+
+    Nothing that holds a group may be used after this.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Groups get the same names as before, under which the store has addresses that are no longer valid.
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))  # until all ranks are done with the groups, on the host
+    destroy_model_parallel()
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups and leave the job."""
+    global _STATE, _DESTROYED
+    _STATE = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _DESTROYED = True
+
+
+def _forget_meshes() -> None:
+    """Clear what torch remembers of operations on DTensors: meshes of the same ranks are equal, so the results that it
+    would return have groups of an earlier job in this process."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes a second, which few jobs need
+
+    _clear_sharding_prop_cache()
+
+
+# --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
+
+_STATE: ParallelState | None = None
+_DESTROYED = False  # groups, at least once in this process
+
+
+def model_parallel_is_initialized() -> bool:
+    return _STATE is not None
+
+
+def get_parallel_state() -> ParallelState:
+    """The state built by the last `initialize_model_parallel`."""
+    if _STATE is None:
+        raise ValueError("model parallel groups are not there yet: call initialize_model_parallel(...) first")
+    return _STATE
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().tensor.group
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_parallel_state().tensor.rank
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_parallel_state().tensor.size
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().pipeline.group
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return get_parallel_state().pipeline.rank
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return get_parallel_state().pipeline.size
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int:
+    return get_parallel_state().virtual_pipeline_size
+
+
+def is_pipeline_first_stage() -> bool:
+    return get_parallel_state().is_first_stage
+
+
+def is_pipeline_last_stage() -> bool:
+    return get_parallel_state().is_last_stage
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).group
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).rank
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    state = get_parallel_state()
+    return (state.data_context if with_context_parallel else state.data).size
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    return get_parallel_state().context.group
+
+
+def get_context_parallel_rank() -> int:
+    return get_parallel_state().context.rank
+
+
+def get_context_parallel_world_size() -> int:
+    return get_parallel_state().context.size
+
+
+def get_expert_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert_model.group
+
+
+def get_expert_model_parallel_rank() -> int:
+    return get_parallel_state().expert_model.rank
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return get_parallel_state().expert_model.size
+
+
+def get_expert_tensor_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert_tensor.group
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return get_parallel_state().expert_tensor.rank
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return get_parallel_state().expert_tensor.size
+
+
+def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert.group
+
+
+def get_expert_data_parallel_group() -> ProcessGroup:
+    return get_parallel_state().expert_data.group
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    return get_parallel_state().model.group
+
+
+def get_embedding_group() -> ProcessGroup | None:
+    embedding = get_parallel_state().embedding
+    return None if embedding is None else embedding.group
+
+
+def get_amax_reduction_group() -> ProcessGroup:
+    return get_parallel_state().amax.group

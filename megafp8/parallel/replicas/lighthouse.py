@@ -1,0 +1,172 @@
+"""The lighthouse, torchft's server that decides which replicas take part in a step, and a replica's connection to it.
+
+A replica asks for a quorum before each step, and sends a heartbeat meanwhile. The lighthouse answers at once if all
+members of the previous quorum ask; else as soon as all replicas with a heartbeat ask, or `join_seconds` after the first
+one; in no case with fewer than `min_replicas`, nor with half of those that have a heartbeat or fewer. It keeps nothing
+on disk: one that is started again learns of all replicas when they ask next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from megafp8.host.shipped import install_command
+from megafp8.parallel.replicas import tunnel
+from megafp8.parallel.replicas.quorum import Member
+
+ADDRESS = "MEGAFP8_LIGHTHOUSE"
+"""Variable with the lighthouse's host and port."""
+TOKEN = "MEGAFP8_LIGHTHOUSE_TOKEN"
+"""Variable with the word that proves that a connection to it is of this job."""
+REPLICA = "MEGAFP8_REPLICA"
+"""Variable with the index of the replica that a process belongs to."""
+PORT = 29510
+_SHORTEST_TOKEN = 16
+_HEARTBEAT_SECONDS = 0.1
+_CLOSE_SECONDS = 10.0
+"""Longest wait for a heartbeat that is being sent, whose own limit is shorter."""
+
+
+class ReplicaEndpoint(NamedTuple):
+    """What a process must know to belong to a replica."""
+
+    host: str
+    port: int
+    token: str
+    replica: int
+
+
+def place_of(environment: Mapping[str, str], count: int) -> ReplicaEndpoint:
+    """The place of a process with these variables in a job of `count` replicas. ValueError if it has none."""
+    missing = [name for name in (ADDRESS, TOKEN, REPLICA) if not environment.get(name)]
+    if missing:
+        raise ValueError(
+            f"resilience.replicas needs {', '.join(missing)} in the environment: start the replicas by "
+            "launch/replicas.sh, or see docs/resilience.md"
+        )
+    host, port = address_of(environment[ADDRESS])
+    replica = environment[REPLICA]
+    if not replica.isdecimal() or int(replica) >= count:
+        raise ValueError(f"{REPLICA} is {replica}, and the replicas of the job are numbered from 0 to {count - 1}")
+    return ReplicaEndpoint(host, port, token_of(environment), int(replica))
+
+
+def token_of(environment: Mapping[str, str]) -> str:
+    """The token in the environment. ValueError where there is none, or it is short enough to be guessed."""
+    token = environment.get(TOKEN, "")
+    if len(token) < _SHORTEST_TOKEN:
+        raise ValueError(
+            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN} or more, the same for the lighthouse and "
+            f"all replicas: export {TOKEN}=$(openssl rand -hex 16)"
+        )
+    return token
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `host`, `host:port` or `[IPv6 address]:port`. ValueError for others."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(PORT)
+    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ValueError(f"{text} is no address of a lighthouse: give HOST or HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def start(
+    bind: tuple[str, int], token: str, min_replicas: int, join_seconds: float, heartbeat_seconds: float
+) -> Callable[[], None]:
+    """Start a lighthouse whose clients prove `token` at the address `bind`; returns what ends it."""
+    server = _coordination().LighthouseServer(
+        "127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=int(1000 * join_seconds),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=int(1000 * heartbeat_seconds),
+    )
+    inner = int(server.address().rpartition(":")[2])
+    try:
+        listener = tunnel.serve(bind, ("127.0.0.1", inner), token)
+    except OSError as error:
+        server.shutdown()
+        raise ValueError(f"the lighthouse cannot listen at {bind[0]}:{bind[1]}: {error.strerror}") from None
+
+    def stop() -> None:
+        tunnel.close(listener)
+        server.shutdown()
+
+    return stop
+
+
+def _coordination() -> Any:
+    os.environ.setdefault("RUST_LOG", "warn")  # it writes several lines a step
+    try:
+        from torchft import coordination  # type: ignore[import-untyped]  # an optional package
+    except ImportError as error:
+        raise ValueError(
+            f"resilience.replicas needs torchft, which is not installed ({error}): {install_command('replicas')}"
+        ) from None
+    return coordination
+
+
+class Lighthouse:
+    """A replica's connection to the lighthouse, of its rank 0; sends heartbeats from `join` on until it is closed.
+
+    `alive`: asked before each heartbeat, which is not sent if it is false, as when a rank of this replica hangs.
+    """
+
+    def __init__(self, place: ReplicaEndpoint, id: str, alive: Callable[[], bool] = lambda: True) -> None:
+        coordination = _coordination()
+        self._id, self._alive = id, alive
+        try:
+            self._tunnel = tunnel.connect((place.host, place.port), place.token)
+        except OSError as error:
+            raise ConnectionError(f"the lighthouse at {place.host}:{place.port} does not answer: {error}") from None
+        address = f"http://127.0.0.1:{self._tunnel.getsockname()[1]}"
+        patience = timedelta(seconds=10)
+        self._client = coordination.LighthouseClient(address, connect_timeout=patience)
+        self._beats = coordination.LighthouseClient(address, connect_timeout=patience)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def quorum(self, member: Member, seconds: float) -> list[Member]:
+        """The members of the quorum that `member` takes part in, once it is complete.
+
+        TimeoutError if it is not within `seconds`; ConnectionError if the lighthouse does not answer.
+        """
+        if not self._thread.is_alive():
+            self._thread.start()
+        began = time.monotonic()
+        try:
+            quorum = self._client.quorum(
+                self._id, timeout=timedelta(seconds=seconds), step=max(member.step, 0), data=asdict(member)
+            )
+        except TimeoutError:
+            raise TimeoutError(f"no quorum for {seconds:.0f} s") from None
+        except RuntimeError as error:
+            if time.monotonic() - began >= 0.9 * seconds:
+                raise TimeoutError(f"no quorum for {seconds:.0f} s") from None
+            raise ConnectionError(f"the lighthouse does not answer: {str(error).partition(chr(10))[0]}") from None
+        return [Member(**participant.data) for participant in quorum.participants]
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
+            if self._alive():
+                with contextlib.suppress(RuntimeError, TimeoutError):  # the next one may reach it
+                    self._beats.heartbeat(self._id, timeout=timedelta(seconds=5))
+
+    def close(self) -> None:
+        """End the heartbeats; waits for one that is being sent.
+
+        Python ends threads that come back from native code once it exits, and torchft's aborts the process then.
+        """
+        self._closed.set()
+        tunnel.close(self._tunnel)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)

@@ -1,0 +1,202 @@
+"""Region mappings of tensor and sequence parallelism: a collective forward and its adjoint backward.
+
+They are the boundaries of a region in which ranks hold different slices of an activation (Shoeybi et al. 2019,
+arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
+
+    function                              forward           backward          outside the region
+    copy_to_tensor_parallel               identity          all-reduce        each rank has a partial sum of dx
+    reduce_from_tensor_parallel           all-reduce        identity          each rank has a partial sum of y
+    gather_from_sequence_parallel         all-gather s      reduce-scatter s  ranks have slices of s
+    reduce_scatter_to_sequence_parallel   reduce-scatter s  all-gather s      ranks will have slices of s
+    scatter_to_sequence_parallel          slice of s        all-gather s      every rank has the whole tensor
+    gather_from_tensor_parallel           all-gather last   slice of last     ranks have slices of the last dim
+    scatter_to_tensor_parallel            slice of last     all-gather last   every rank has the whole tensor
+
+The layers of `megafp8.parallel.tensor.layers` overlap the first four with their GEMMs
+(`megafp8.parallel.tp_overlap`); these functions are for everything else. Those named `start_...` return a function
+that waits for the result. What runs in between overlaps with the collective, and its backward with that of the
+collective, which autograd runs in the reverse order.
+
+The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
+every rank computed the same whole tensor and its gradient is the union of the slices.
+
+Shapes: s sequence, b micro-batch, h hidden; `t` is the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megafp8.parallel import collectives
+from megafp8.parallel.collectives import DONE
+from megafp8.parallel.tp_overlap import AllGatherHandle, Product, TPOverlap
+
+_Collective = Callable[[Tensor, ProcessGroup], Tensor]
+_Start = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts a collective and returns what waits for its result."""
+
+
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_reduce(x.contiguous().clone(), group)
+
+
+def _slice(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """This rank's slice of `x` along `dim`."""
+    assert x.shape[dim] % group.size() == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def _slice_last(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[..., n]` -> `[..., n/t]`."""
+    return _slice(x, group, -1)
+
+
+def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[..., n/t]` -> `[..., n]`."""
+    return collectives.all_gather(x.contiguous().unsqueeze(0), group).movedim(0, -2).flatten(-2)
+
+
+class _Mapping(Function):
+    """`forward_collective(x)`, with the gradient `backward_collective(dy)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, forward_collective: _Collective, backward_collective: _Collective
+    ) -> Tensor:
+        ctx.group, ctx.backward_collective = group, backward_collective
+        return forward_collective(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_collective(dy, ctx.group), None, None, None
+
+
+def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: _Collective) -> Tensor:
+    return _Mapping.apply(x, group, forward, backward) if collectives.size(group) > 1 else x
+
+
+class _Split:
+    """A mapping in two halves. `forward`, `backward`: what starts its collectives."""
+
+    def __init__(self, forward: _Start, backward: _Start) -> None:
+        self.forward, self.backward = forward, backward
+        self._wait: Callable[[], Tensor] | None = None  # for the collective that is running
+
+    def start(self, start: _Start, x: Tensor) -> None:
+        self._wait = start(x.contiguous())
+
+    def wait(self) -> Tensor:
+        assert self._wait is not None
+        wait, self._wait = self._wait, None
+        return wait()
+
+
+class _Started(Function):
+    """Starts the collective, and gives autograd a number in place of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: _Split) -> Tensor:
+        ctx.split = split
+        split.start(split.forward, x)
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.wait(), None
+
+
+class _Finished(Function):
+    """Waits for the collective; in backward, starts that of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, split: _Split) -> Tensor:
+        ctx.split = split
+        ctx.save_for_backward(started)
+        return split.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.split.start(ctx.split.backward, dy)
+        return ctx.saved_tensors[0], None
+
+
+def _start(x: Tensor, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
+    split = _Split(forward, backward)
+    started = _Started.apply(x, split)
+    return partial(_Finished.apply, started, split)
+
+
+def _start_gather(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    handle = overlap.gather([x])
+    return lambda: handle.wait()[0]
+
+
+def _start_sum(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    def rows(chunk: slice, out: Tensor | None) -> Tensor:
+        return x[chunk] if out is None else out.copy_(x[chunk])
+
+    whole = AllGatherHandle([x], [(slice(0, len(x)), DONE.wait)])
+    return overlap.sum(Product(whole, x.shape[1], x.dtype, rows)).wait
+
+
+def start_gather_from_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+    """Start `gather_from_sequence_parallel` of a matrix, as `overlap` does it."""
+    if overlap.group is None:
+        return lambda: x_mn
+    return _start(x_mn, partial(_start_gather, overlap), partial(_start_sum, overlap))
+
+
+def start_reduce_scatter_to_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+    """Start `reduce_scatter_to_sequence_parallel` of a matrix, as `overlap` does it."""
+    if overlap.group is None:
+        return lambda: x_mn
+    return _start(x_mn, partial(_start_sum, overlap), partial(_start_gather, overlap))
+
+
+def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Enter a region with the whole `x` on every rank: identity forward, all-reduce of dx backward."""
+    return _map(x, group, _identity, _all_reduce)
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave a region: sum the ranks' partial sums `x` forward, identity backward."""
+    return _map(x, group, _all_reduce, _identity)
+
+
+def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[s/t, b, h]` -> `[s, b, h]`; backward sums and scatters."""
+    return _map(x_sbh, group, collectives.all_gather, collectives.reduce_scatter)
+
+
+def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum the ranks' partial sums `[s, b, h]` and keep `[s/t, b, h]`; backward gathers."""
+    return _map(x_sbh, group, collectives.reduce_scatter, collectives.all_gather)
+
+
+def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
+    """Keep this rank's `[s/t, b, h]` of a tensor that all ranks have whole; backward gathers."""
+    return _map(x_sbh, group, _slice, collectives.all_gather)
+
+
+def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[..., n/t]` -> `[..., n]`; backward keeps this rank's slice."""
+    return _map(x, group, _gather_last, _slice_last)
+
+
+def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[..., n]` -> `[..., n/t]`, this rank's slice; backward gathers."""
+    return _map(x, group, _slice_last, _gather_last)

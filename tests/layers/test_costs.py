@@ -1,0 +1,289 @@
+"""What parts of the network say that they keep, against what is alive after their forward pass on a CPU.
+
+Parts are found in the schema: kinds of mixers and feed-forward networks, and every value of a key of the model section
+that chooses, norms and activations among them. A new kind is measured as soon as a config can name it. Other keys of
+its config are drawn, with a seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple, get_args
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from megafp8.batch import Batch
+from megafp8.config import ConfigError, check_layout, load_config
+from megafp8.config.parts import Ffn, Mixer
+from megafp8.config.schema import ModelConfig
+from megafp8.layers.costs import pairs_of
+from megafp8.layers.mixer import LayerInputs, RecurrentInputs
+from megafp8.layers.recompute import block_memory
+from megafp8.layers.recurrent.module import RecurrentMixer
+from megafp8.models.gpt import GPTStage
+from megafp8.parallel.parallel_state import initialize_model_parallel
+from megafp8.planner.outline import ModelOutline, model_outline
+from megafp8.section import Section
+from megafp8.training.trainer import RankTrainer
+from tests.compositions.draw import FOLDER
+from tests.compositions.values import choices_of, drawable, section, type_of
+from tests.marks import slow_but
+from tests.world import World
+
+Keys = dict[str, Any]
+"""Keys of the model section."""
+_CPU = torch.device("cpu")
+_KEYS = drawable(ModelConfig)
+_SIZES = {"seq_length": (16, 24, 32), "micro_batch_size": (1, 2)}
+_BASES = {"architecture=bert": "bert"}
+
+
+def _choices() -> Iterator[tuple[str, Callable[[Random], Keys]]]:
+    """What a model may choose, by name, and keys of the model section that choose it."""
+    for key, field in _KEYS.items():
+        for bare in choices_of(type_of(field.annotation).bare):
+            if isinstance(bare, type) and issubclass(bare, Section):
+                yield key, lambda random, key=key, bare=bare: {key: section(random, bare)}
+            elif bare not in (field.default, "t5"):  # whose decoder reads the encoder
+                yield f"{key}={bare}", lambda _, key=key, bare=bare: {key: bare}
+    for which, union in (("mixer", Mixer), ("ffn", Ffn)):
+        for part in get_args(union):
+            yield f"{which}={part.model_fields['kind'].default}", lambda random, which=which, part=part: {
+                "layer_kinds": {"drawn": {which: section(random, part)}}, "pattern": ["drawn"]
+            }  # fmt: skip
+
+
+CHOICES = dict(_choices())
+
+
+@cache
+def drawn(name: str, seed: int = 0) -> tuple[str, ...] | None:
+    """A config that the checks accept with a choice, and with others that are drawn: its file and overrides; None if
+    four hundred draws break a rule."""
+    random, needed = Random(f"{name} {seed}"), dict[str, None]()
+    for count in range(400):
+        keys: Keys = {"num_layers": 2}
+        for other in (*needed, *random.sample([*CHOICES], random.randint(0, 4 - count // 100))):
+            keys |= CHOICES[other](random)
+        keys |= CHOICES[name](random)
+        words = [f"model.{key}={json.dumps(x)}" for key, x in keys.items()]
+        words += [f"training.{key}={random.choice(x)}" for key, x in _SIZES.items()]
+        file = _BASES.get(name, "gpt")
+        try:
+            check_layout(load_config(FOLDER / f"{file}.yaml", words), 1)
+        except ConfigError as error:
+            needed |= dict.fromkeys(x for x in CHOICES if f"there is no section model.{x};" in str(error))
+            continue
+        return (file, *words)
+    return None
+
+
+class _Made(TorchDispatchMode):
+    """Storages that operations make, each with what made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(outputs):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage()) not in given:
+                self.made[storage] = f"{func} {list(x.shape)} {x.dtype}"
+        return outputs
+
+
+def kept(stage: GPTStage, batch: Batch, dtype: torch.dtype) -> Counter[str]:
+    """Bytes that are alive for the backward pass of a stage's blocks, by what made them.
+
+    Whatever keeps them: autograd, an attribute of a Function's context, a closure. Not counted are parameters,
+    constants, and what a micro-batch has once for all layers (rotary tables, token ids).
+    """
+    inputs = stage.layer_inputs(batch)
+    tensors = (*inputs.tensors, *stage.context.constants.values(), *stage.parameters())
+    ours = {x.untyped_storage() for x in tensors}
+    saved: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def pack(x: Tensor) -> Tensor:
+        # A scale is one of a larger storage.
+        saved[x.untyped_storage()] = x.untyped_storage().nbytes() if x.numel() != 1 else x.element_size()
+        return x
+
+    t = stage.context.tensor.size() if stage.context.sequence_sharded else 1
+    b, s = batch.tokens.shape
+    ids = f"aten.sub.Tensor {[s, b]} torch.int64"  # of per-layer embeddings
+    leaf = torch.randn(s // t, b, stage.model.stream_width, dtype=dtype, requires_grad=True)
+    gc.collect()
+    with _Made() as mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        backward = _blocks(stage, batch, inputs, leaf)
+    assert backward
+    gc.collect()
+    bytes_: Counter[str] = Counter()
+    for storage, size in {**{x: x.nbytes() for x in [*mode.made]}, **saved}.items():
+        made = mode.made.get(storage, "made before")
+        if storage not in ours and made != ids:
+            bytes_[made] += size
+    return bytes_
+
+
+def _blocks(stage: GPTStage, batch: Batch, inputs: LayerInputs, leaf: Tensor) -> list[Any]:
+    """Run a stage without its ends and return the functions of its backward pass, which keep what that needs."""
+    x_sbh = leaf * 1.0
+    inputs = stage.with_per_layer(inputs, batch.tokens, x_sbh)
+    y_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
+    if stage.mtp:
+        labels_bs = torch.ones(2 * len(batch.tokens), batch.tokens.shape[1], dtype=torch.int64)
+        y_sbh = stage.look_ahead(labels_bs, inputs, None, y_sbh if branch_sbh is None else y_sbh + branch_sbh)
+        branch_sbh = None
+    return [x.grad_fn for x in (y_sbh, branch_sbh) if x is not None and x.requires_grad]
+
+
+class Measured(NamedTuple):
+    """Costs of the blocks of a stage, as they are and as they say.
+
+    `kept`, `said`: bytes that are kept for backward, by what made them and by tensor. `products`, `expected`: model
+    FLOPs of a forward pass. `sent`: bytes of the map of a recurrence over two slots with last inputs, `token`: FLOPs of
+    a token of it, each as they are and as the mixers say.
+    """
+
+    kept: Counter[str]
+    said: Counter[str]
+    products: int
+    expected: float
+    sent: list[tuple[int, int]]
+    token: list[tuple[int, float]]
+
+    @property
+    def torch_norm(self) -> bool:
+        """Whether a norm of torch ran, which on a CPU keeps copies in fp32 of what is in bf16."""
+        return any("rsqrt" in made or "layer_norm" in made for made in self.kept)
+
+
+def measured(cases: list[tuple[str, ...]]) -> list[Measured]:
+    found = []
+    for file, *words in cases:
+        config = load_config(FOLDER / f"{file}.yaml", words)
+        p, t = config.parallel, config.training
+        parallel = initialize_model_parallel(p.tensor, p.pipeline, context_parallel_size=p.context, device=_CPU)
+        trainer = RankTrainer(config, parallel)
+        (stage,) = trainer.stages
+        samples = torch.arange(t.micro_batch_size)
+        tokens = torch.arange(len(samples) * t.seq_length).view(len(samples), -1) % config.spec.stem.rows
+        batch, dtype = Batch(tokens, tokens, samples=samples), trainer.strategy.params[0].dtype
+        for _ in range(2):  # casts of weights are made once
+            alive = kept(stage, batch, dtype)
+        outline = model_outline(config, trainer.fp8)
+        said: Counter[str] = Counter()
+        for index, memory in zip(config.spec.indices, block_memory(p, len(config.spec.layers)), strict=True):
+            layer, of_layer = outline.layers[index].module, outline.batch_of(index)
+            said.update(layer.input_bytes(of_layer) if memory.full else layer.saved(of_layer))
+        found.append(
+            Measured(alive, said, *_products(stage, outline, batch, dtype), *_recurrences(stage, outline, batch, dtype))
+        )
+    return found
+
+
+def _products(stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch.dtype) -> tuple[int, float]:
+    """FLOPs of products, as torch counts them and as the blocks say.
+
+    A CPU computes all pairs of a query and a key. Recurrences, and attention to some of the keys, are computed in other
+    ways than their formulas count: of these the products of linear layers.
+    """
+    inputs, s, whole = stage.layer_inputs(batch), batch.tokens.shape[1], True
+    leaf = torch.randn(s, len(batch.tokens), stage.model.stream_width, dtype=dtype)
+    inputs = stage.with_per_layer(inputs, batch.tokens, leaf)
+    expected = 0.0
+    for index in stage.layers:
+        layer, of_layer = outline.layers[index], outline.batch_of(index)
+        block, works = layer.block, layer.block.attentions(of_layer)
+        linears = [x.site for x in layer.linears if not x.site.expert]
+        expected += sum(2.0 * of_layer.tokens_of(x) * x.inputs * x.outputs for x in linears) + block.flops(of_layer)
+        causal = all(work.pairs == pairs_of(s, None, causal=True) for work in works)
+        if isinstance(block.mixer, RecurrentMixer) or not causal or block.mixer.flops(of_layer):
+            whole, expected = False, expected - block.mixer.flops(of_layer)
+        else:
+            pairs = len(batch.tokens) * s * s
+            expected += sum(2.0 * pairs * work.heads * (work.width + work.value_width) for work in works)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        stage.run_blocks(leaf * 1.0, inputs)
+    counts = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    return (counter.get_total_flops() if whole else counts[aten.mm] + counts.get(aten.addmm, 0)), expected
+
+
+def _recurrences(
+    stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch.dtype
+) -> tuple[list[tuple[int, int]], list[tuple[int, float]]]:
+    """`Measured.sent` and `Measured.token` of the stage's recurrent mixers."""
+    runs = list[tuple[Any, tuple[Tensor, ...]]]()
+
+    def recurrence(rule: Any, xs: tuple[Tensor, ...]) -> Tensor:
+        runs.append((rule, xs))
+        return rule.advance(xs, rule.zeros(xs[0].shape[1]), None)[0]
+
+    inputs, b = stage.layer_inputs(batch), len(batch.tokens)
+    mixers = {i: RecurrentInputs(recurrence) if isinstance(x, RecurrentInputs) else x for i, x in inputs.mixers.items()}
+    leaf = torch.randn(batch.tokens.shape[1], b, stage.model.stream_width, dtype=dtype)
+    sent, token = dict[Any, int](), list[tuple[int, float]]()
+    with torch.no_grad():
+        stage.run_blocks(leaf, stage.with_per_layer(replace(inputs, mixers=mixers), batch.tokens, leaf))
+        for rule, xs in runs:
+            mixer = getattr(rule, "mixer", rule)  # of a rule for its last inputs only
+            tensors = [rule.last_inputs(xs, None), *(rule.transition(xs, rule.zeros(b), None) or ())]
+            sent[mixer] = sent.get(mixer, 0) + 2 * sum(x.nbytes for x in tensors if x is not None)
+            if rule is mixer:
+                with FlopCounterMode(display=False) as counter:
+                    rule.advance(tuple(x[:1] for x in xs), rule.zeros(b), None)
+                token.append((counter.get_total_flops(), b * rule.rule_flops))
+    said = [stage.all_blocks[0].mixer.keys_and_values(outline.batch_of(stage.layers[0])) for _ in sent]
+    return list(zip(sent.values(), said, strict=True)), token
+
+
+MODES = {
+    "plain": [],
+    "selective": ["parallel.recompute=selective", "parallel.recompute_ops=[norms, activation, attention]"],
+    "full": ["parallel.recompute=full"],
+}
+PRECISIONS = {
+    "fp32": ["training.precision=fp32", "fp8.recipe=none"],
+    "bf16": ["training.precision=bf16", "training.cuda_graphs=false", "fp8.recipe=none"],
+    "delayed": ["training.precision=bf16", "training.cuda_graphs=false", "fp8.recipe=delayed"],
+    "delayed fp32": ["training.precision=fp32", "fp8.recipe=delayed"],
+}
+_KINDS = [name for name in CHOICES if name.startswith(("mixer=", "ffn=", "normalization="))]
+_QUICK = [*_KINDS, "hyper_connections", "per_layer_embedding", "norm_position=both"]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    slow_but(itertools.product(CHOICES, PRECISIONS), *((name, "delayed fp32") for name in _QUICK)),
+)
+def test_parts_say_what_they_cost(world2: World, name: str, precision: str) -> None:
+    words = drawn(name)
+    if words is None:
+        assert name not in _QUICK, "no config with it was drawn"
+        pytest.skip("needs keys that are not drawn together")
+    cases = [(*words, *PRECISIONS[precision], *options) for options in MODES.values()]
+    (found,) = world2.run(measured, cases, ranks=1)
+    for mode, costs in zip(MODES, found, strict=True):
+        if "fp32" in precision or not costs.torch_norm:
+            assert costs.kept.total() == costs.said.total(), f"{mode}: {words}\nkept {costs.kept}\nsaid {costs.said}"
+        if mode == "plain" and "fp32" in precision:
+            assert costs.products == pytest.approx(costs.expected), words
+            assert all(actual == said for actual, said in costs.sent), (costs.sent, words)
+            for counted, said in costs.token:  # products among a chunk's tokens are counted too, here of one
+                assert said <= counted <= 1.25 * said, words

@@ -1,0 +1,39 @@
+"""Replicas that are lost and come back: nothing is lost by it, and the losses are those of a twin, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.replicas.soak import KINDS
+from tests.quickstart_data import ROOT
+
+
+def _soak(tmp_path: Path, *options: str) -> None:
+    pytest.importorskip("torchft")
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "tests.parallel.replicas.soak", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    result = json.loads(out.read_text())
+    assert all(fault["same_processes"] for fault in result["faults"]), done.stdout
+    assert result["twin_steps"] == result["steps"]
+    assert not result["twin_differs"]
+
+
+def test_three_replicas_of_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    _soak(tmp_path, "--replicas", "3", "--kinds", "kill_rank", "pause_rank", "flip_weight")
+
+
+def test_a_slow_replica_leaves_by_rule_and_batches_shrink(tmp_path: Path) -> None:
+    _soak(tmp_path, "--batch", "shrink", "--layout", "fsdp2", "--kinds", "slow_rank", "kill_rank")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_every_kind_of_fault(tmp_path: Path, layout: str) -> None:
+    _soak(tmp_path, "--layout", layout, "--kinds", *KINDS)

@@ -1,0 +1,69 @@
+"""Every region mapping against its definition, and its backward as the adjoint: <f(x), dy> = <x, f*(dy)>."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.parallel.collectives import all_gather, all_reduce
+from megafp8.parallel.parallel_state import initialize_model_parallel
+from megafp8.parallel.tensor import mappings
+from megafp8.parallel.tp_overlap import default_overlap
+from tests.marks import slow_but
+from tests.world import World
+
+# (mapping, whether its input is the same on all ranks, and its output)
+CASES = {
+    "copy_to_tensor_parallel": (True, False),
+    "reduce_from_tensor_parallel": (False, True),
+    "gather_from_sequence_parallel": (False, False),
+    "reduce_scatter_to_sequence_parallel": (False, False),
+    "scatter_to_sequence_parallel": (True, False),
+    "start_gather_from_sequence_parallel": (False, False),
+    "start_reduce_scatter_to_sequence_parallel": (False, False),
+    "gather_from_tensor_parallel": (False, True),
+    "scatter_to_tensor_parallel": (True, False),
+}
+
+
+def _case(name: str) -> None:
+    """Tensors that are the same on all ranks count once in an inner product, slices and partial sums on each rank."""
+    group = initialize_model_parallel(torch.distributed.get_world_size()).tensor
+    same_in, same_out = CASES[name]
+
+    def draw(shape: tuple[int, ...], same: bool, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed if same else seed + 1 + group.rank)
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def inner(a: torch.Tensor, b: torch.Tensor, same: bool) -> float:
+        value = (a * b).sum()
+        return (value if same else all_reduce(value.clone(), group.group)).item()
+
+    for same in (False, same_in):
+        x = draw((4, 2, 8), same, 10).requires_grad_()
+        of_ranks = all_gather(x.detach().unsqueeze(0), group.group)  # [ranks, 4, 2, 8]
+        if name.startswith("start_"):
+            overlap = default_overlap(group.group, sequence_parallel=True)
+            y = getattr(mappings, name)(x.flatten(1), overlap)().unflatten(1, (2, 8))
+        else:
+            y = getattr(mappings, name)(x, group.group)
+        expected = {
+            "copy_to_tensor_parallel": x,
+            "reduce_from_tensor_parallel": of_ranks.sum(0),
+            "gather_from_sequence_parallel": torch.cat(list(of_ranks), 0),
+            "reduce_scatter_to_sequence_parallel": of_ranks.sum(0).chunk(group.size)[group.rank],
+            "scatter_to_sequence_parallel": x.chunk(group.size)[group.rank],
+            "gather_from_tensor_parallel": torch.cat(list(of_ranks), -1),
+            "scatter_to_tensor_parallel": x.chunk(group.size, -1)[group.rank],
+        }[name.removeprefix("start_")]
+        torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
+    dy = draw(tuple(y.shape), same_out, 20)
+    y.backward(dy)
+    assert x.grad is not None
+    assert inner(y.detach(), dy, same_out) == pytest.approx(inner(x.detach(), x.grad, same_in), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))
+def test_forward_and_its_adjoint(world4: World, name: str, ranks: int) -> None:
+    world4.run(_case, name, ranks=ranks)
