@@ -113,3 +113,25 @@ def test_the_functions_of_a_step_exist() -> None:
         module = import_module("megafp8." + path.replace("/", "."))
         for name in re.findall(r"`(.+?)`", names):
             assert attrgetter(name)(module) is not None
+
+
+IMPORTABLE = {
+    "record": {"record"},
+    "reference": {"reference"},
+    "kernel": {"reference", "kernel"},
+    "op": {"reference", "kernel", "op"},
+    "module": {"record", "reference", "kernel", "op", "module"},
+}
+"""Floors of layers: the last words of files' names in `megafp8/layers/<kind>/`, and the floors that each may import."""
+
+
+def test_files_of_layers_import_their_floor_and_those_below() -> None:
+    """import-linter checks the same for files named exactly for their floor, and also indirect imports."""
+    graph = grimp.build_graph("megafp8", cache_dir=None)
+    names = [m for m in graph.modules if m.startswith("megafp8.layers.") and m.count(".") == 3]
+    floors = {m: m.replace("_", ".").rpartition(".")[2] for m in names}
+    floors = {m: floor for m, floor in floors.items() if floor in IMPORTABLE}
+    assert set(floors.values()) == set(IMPORTABLE)
+    for module, floor in floors.items():
+        for imported in graph.find_modules_directly_imported_by(module) & floors.keys():
+            assert floors[imported] in IMPORTABLE[floor], f"{module} imports {imported}"

@@ -1,6 +1,6 @@
 """The kinds of parts that layers are made of, and a layer as a list of them.
 
-A new kind is a file here with its record, a module in `megafp8.models`, and its name in one of the unions below.
+A new kind is a folder of `megafp8.layers` with its record and its module, and its name in one of the unions below.
 """
 
 from __future__ import annotations

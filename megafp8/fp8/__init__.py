@@ -1,4 +1,4 @@
-"""FP8 linear layers: formats, scaling, casts, GEMMs, the recipe manager, and FP8 for any PyTorch model."""
+"""FP8 for PyTorch models: the manager that gives each layer its state, autocast, conversion, and the public names."""
 
 from megafp8.fp8.autocast import autocast
 from megafp8.fp8.convert import convert, end_step, load_state_dict, state_dict

@@ -1,4 +1,7 @@
-"""All Triton kernels. Each names its reference in PyTorch, which specifies it and which it must equal bit for bit."""
+"""Kernels shared by kinds of layers and by optimizers: casts, GEMMs of experts, random numbers.
+
+Each file names the PyTorch reference that specifies it. A kernel of one kind of layer is in `megafp8.layers`.
+"""
 
 from importlib import import_module
 

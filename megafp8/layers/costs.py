@@ -1,7 +1,7 @@
 """What a part of the network keeps and computes for one micro-batch on one rank: the values that parts answer with.
 
 Parts are asked before a run, built on torch's meta device (`megafp8.planner.outline`): how many bytes they save for
-their backward pass, by tensor, following what the autograd Functions of `megafp8.ops` save, each storage once; how many
+their backward pass, by tensor, following what the autograd Functions of each kind save, each storage once; how many
 bytes their kernels beside linear layers read and write; and their attention. Where the CPU and CUDA differ, these are
 CUDA's. Linear layers are not among a part's work: their sizes and plans say what they cost.
 """

@@ -1,1 +1,1 @@
-"""The network: one GPT whose choices cover Llama, GPT-2 and Qwen, built one pipeline stage at a time."""
+"""Models: the blocks that layers stand in, the pipeline stages of GPT, and the stages of T5."""

@@ -1,1 +1,1 @@
-"""From the gradients of one step to new weights: the gradient buffer, its reduction, clipping, Adam, the schedule."""
+"""Optimizers (AdamW, Lion, Muon): state and its storage, clipping, updates of weights, learning-rate schedules."""

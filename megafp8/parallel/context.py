@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megafp8.parallel.context import one_segment
+
+def one_segment(s: int, device: torch.device) -> Tensor:
+    """`cu_seqlens` `[1, 2]` of sequences that are one segment of s tokens; made on the device, as graphs want it."""
+    return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
 
 
 def slots_of(rank: int, ranks: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.numerics.onnx_export import in_onnx_export
+from megafp8.parallel.context import one_segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +87,6 @@ class AttentionMask:
 
 
 CAUSAL = AttentionMask()
-
-
-def one_segment(s: int, device: torch.device) -> Tensor:
-    """`cu_seqlens` `[1, 2]` of sequences that are one segment of s tokens; made on the device, as graphs want it."""
-    return torch.arange(0, s + 1, s, dtype=torch.int32, device=device)[None]
 
 
 def chunks_of(cu_seqlens_bn: Tensor | None, chunk: int | None, s: int, device: torch.device) -> Tensor | None:

@@ -12,7 +12,7 @@ its share follows from the log-sum-exp, and backward needs nothing but the outpu
 Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
 
     without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
-    with                           cuDNN's variable-length kernel through its front end (`layers.attention.cudnn_kernel`)
+    with                           cuDNN's variable-length kernel through its front end (`attention.cudnn_kernel`)
     where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
                                    torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
     soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence; heads whose

@@ -1,8 +1,7 @@
-"""Linear layers and the embedding, sharded over the tensor-parallel group.
+"""Linear layers sharded over the tensor-parallel group.
 
     ColumnParallelLinear    y = x Wᵀ, W [n, k] sharded along n: every rank needs the whole x and computes a slice of y
     RowParallelLinear       W [n, k] sharded along k: a rank has a slice of x and computes a partial y; these are summed
-    VocabParallelEmbedding  rows of the table sharded over ranks
 
 A column-parallel layer followed by a row-parallel one needs one collective in forward and one in backward. With
 `sequence_parallel` activations between such pairs are sharded along s, so the all-reduce becomes an all-gather before
@@ -15,7 +14,7 @@ it knows itself. In FP8 a sequence-parallel layer gathers quantized data where t
 Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear whose weight stacks a slice of
 each: `parts` gives names and sizes, and each part keeps its own global name.
 
-Shapes: s sequence, b micro-batch, h hidden, k inputs, n outputs, v vocabulary; t tensor-parallel size.
+Shapes: s sequence, b micro-batch, h hidden, k inputs, n outputs; t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.fp8.manager import Fp8Manager
-from megafp8.layers.embedding.op import look_up
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.quantized_gather import TPComm
@@ -36,8 +34,6 @@ from megafp8.parallel.sharding import Init, empty_parameter, shard_dim, unsharde
 from megafp8.parallel.tensor.lora import READS_VALUES, AdapterPlacement, ColumnLora, Lora, RowLora
 from megafp8.parallel.tensor.mappings import (
     gather_from_tensor_parallel,
-    reduce_from_tensor_parallel,
-    reduce_scatter_to_sequence_parallel,
     scatter_to_tensor_parallel,
 )
 from megafp8.parallel.tp_overlap import TPOverlap, default_overlap
@@ -201,45 +197,3 @@ class RowParallelLinear(nn.Module):
             assert isinstance(x, Tensor)
             y = y + self.lora(x)
         return (y, self.bias) if self.skip_bias_add else y
-
-
-class VocabParallelEmbedding(nn.Module):
-    """Rows of the table `[v, h]` sharded over ranks: tokens `[b, s]` -> `[s, b, h]`, or `[s/t, b, h]`
-    sequence-parallel.
-
-    A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed. The gradient goes to the
-    weight's sink, as that of a linear layer does. `multiplier`: of the output, rounded to its dtype. `weight`: use this
-    parameter rather than make one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        group: ProcessGroup,
-        init: Init,
-        dtype: torch.dtype,
-        device: torch.device,
-        sequence_parallel: bool = False,
-        multiplier: float = 1.0,
-        weight: nn.Parameter | None = None,
-    ) -> None:
-        super().__init__()
-        t, rank = group.size(), group.rank()
-        self.group = group
-        self.sequence_parallel = sequence_parallel and t > 1
-        self.multiplier = float(torch.tensor(multiplier, dtype=dtype, device="cpu"))
-        rows = num_embeddings // t
-        self.first = rank * rows
-        if weight is None:
-            shard = shard_dim(f"{name}.weight", (num_embeddings, embedding_dim), 0, rank, t)
-            weight = empty_parameter([shard], init, dtype, device, replicated_over_tp=False)
-        self.weight = weight
-
-    def forward(self, tokens_bs: Tensor) -> Tensor:
-        x_sbh = look_up(self.weight, tokens_bs.t() - self.first, partial=self.group.size() > 1)
-        reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
-        x_sbh = reduce(x_sbh, self.group)
-        return x_sbh if self.multiplier == 1 else x_sbh * self.multiplier

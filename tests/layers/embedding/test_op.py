@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.embedding.op import look_up
+from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.parallel.data.grad_buffer import main_grad_of
 from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.parallel.sharding import Init, set_spec, spec_of

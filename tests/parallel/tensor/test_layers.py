@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.fp8 import Fp8Manager
+from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.parallel.collectives import all_reduce
 from megafp8.parallel.parallel_state import Group, initialize_model_parallel
 from megafp8.parallel.sharding import Init, ParamShard, spec_of
