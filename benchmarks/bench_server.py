@@ -205,7 +205,7 @@ def server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, s
     command = [sys.executable, "-m"]
     if arguments.tensor > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.tensor), "-m"]
-    command += ["megafp8.inference.server", str(folder), "--name", "soak", "--port", "0"]
+    command += ["megafp8", "serve", str(folder), "--name", "soak", "--port", "0"]
     command += ["--tensor", str(arguments.tensor), "--device", arguments.device, *shlex.split(arguments.server)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

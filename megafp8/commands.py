@@ -1,25 +1,23 @@
-"""The command `megafp8`: its subcommands are the job, the launcher, the server, and the tools.
+"""The command `megafp8`: each subcommand is the `main` of a file in `tools/`, or of the launcher.
 
-In a checkout `tools/` and `launch/` are folders beside the package; a wheel has them in it, as `megafp8.tools` and
-`megafp8.launch` (pyproject.toml). Nothing but the subcommand that runs is imported, so help needs no torch.
+In a checkout `tools/` and `launch/` are folders next to the package. A wheel has them inside, as `megafp8.tools` and
+`megafp8.launch` (pyproject.toml). Only the subcommand that runs is imported. Tools import torch when they run, not when
+they are imported, so help and completion do not wait for it.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from megafp8 import __version__
 from megafp8.host.messages import print_error
 from megafp8.host.shipped import PACKAGE, is_checkout
-
-if TYPE_CHECKING:
-    from megafp8.host.arguments import ArgumentParser
 
 COMMANDS = {
     "quickstart": "tools.quickstart",
@@ -41,7 +39,7 @@ COMMANDS = {
     "convert": "tools.convert_checkpoint",
     "average": "tools.average_checkpoints",
     "generate": "tools.generate",
-    "serve": "megafp8.inference.server.run",
+    "serve": "tools.serve",
     "evaluate": "tools.evaluate",
     "coordinate-check": "tools.coordinate_check",
     "plot-run": "tools.plot_run",
@@ -55,33 +53,17 @@ COMMANDS = {
 def file_of(name: str) -> Path:
     """The source file of a subcommand."""
     module = COMMANDS[name]
-    first, *rest = module.split(".")
-    root = PACKAGE.parent if first == "megafp8" or is_checkout() else PACKAGE
-    return root.joinpath(first, *rest).with_suffix(".py")
-
-
-def _module_name(name: str) -> str:
-    """The name by which a subcommand's module is imported, which is made possible in a checkout."""
-    module = COMMANDS[name]
-    if module.startswith("megafp8."):
-        return module
-    if not is_checkout():
-        return f"megafp8.{module}"
-    if str(PACKAGE.parent) not in sys.path:
-        sys.path.insert(0, str(PACKAGE.parent))
-    return module
+    root = PACKAGE.parent if is_checkout() else PACKAGE
+    return root.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a subcommand, with its `main` and `make_parser`."""
-    return import_module(_module_name(name))
-
-
-def parser_of(name: str) -> ArgumentParser:
-    """The parser of a subcommand, for help and completion, without what the subcommand imports to run."""
-    from megafp8.commands.parsers import make_parser_of
-
-    return make_parser_of(file_of(name), _module_name(name))
+    """Import the module of a subcommand, with its `main` and `make_parser`."""
+    if not is_checkout():
+        return import_module(f"megafp8.{COMMANDS[name]}")
+    if str(PACKAGE.parent) not in sys.path:
+        sys.path.insert(0, str(PACKAGE.parent))
+    return import_module(COMMANDS[name])
 
 
 def summary(name: str) -> str:
@@ -89,6 +71,23 @@ def summary(name: str) -> str:
     with file_of(name).open(encoding="utf-8") as file:
         line = next(line for line in file if line.startswith('"""'))
     return line.strip().strip('"').partition(": `")[0].rstrip(".")
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """The config of a run and overrides of its keys; `parse_with_config` parses them."""
+    parser.add_argument("--config", help="the YAML file of a run; or the first argument")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. parallel.tensor=2")
+
+
+def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a parser with `add_config_flags`."""
+    arguments = parser.parse_intermixed_args(argv)
+    from megafp8.config import config_and_overrides  # takes half a second, which --help and other tools need not wait
+
+    arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
+    if arguments.config is None:
+        parser.error("a config is needed: a YAML file, or the name of a shipped config, as megafp8 init lists them")
+    return arguments
 
 
 def help_text() -> str:
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
     if arguments in (["-h"], ["--help"]):
-        parser_of(name).print_help()
+        module_of(name).make_parser().print_help()
         return 0
     code: int = module_of(name).main()
     return code

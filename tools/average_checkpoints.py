@@ -18,10 +18,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.checkpoint import complete_checkpoints
-from megafp8.conversion.average import Averaged
-from megafp8.conversion.convert import Selected, convert, verify
-from megafp8.conversion.formats import FORMATS, fetched, open_source
 from megafp8.host.arguments import ArgumentParser
 from megafp8.host.object_store import AnyPath, as_path
 from megafp8.host.suggestions import did_you_mean
@@ -30,6 +26,9 @@ from megafp8.host.tool import run_tool
 
 def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:
     """What to average; of URLs local copies. Raises ValueError where that is not `least` different checkpoints."""
+    from megafp8.checkpoint import complete_checkpoints
+    from megafp8.conversion.formats import fetched
+
     if last is not None:
         if len(given) > 1 or last < 2:
             raise ValueError(f"--last {last} with {len(given)} paths: give one run, and a number of at least 2")
@@ -53,6 +52,10 @@ def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[
 
 
 def average(arguments: argparse.Namespace) -> None:
+    from megafp8.conversion.average import Averaged
+    from megafp8.conversion.convert import Selected, convert, verify
+    from megafp8.conversion.formats import FORMATS, open_source
+
     to = FORMATS[arguments.to]
     paths = checkpoints(arguments.load, arguments.last, least=1 if arguments.moving else 2)
     averaged = Averaged([open_source(path) for path in paths], moving=arguments.moving)

@@ -16,13 +16,14 @@ from typing import Any
 
 from megafp8.host.arguments import ArgumentParser
 from megafp8.host.tool import file_of_run, names_of, pyplot, run_tool, text_table
-from megafp8.training.metrics import read_metrics
 
 Run = dict[int, dict[str, Any]]
 
 
 def read_run(folder: Path) -> Run:
     """The run's steps by number. ValueError if there is no metrics.jsonl with steps."""
+    from megafp8.training.metrics import read_metrics
+
     path = file_of_run(folder, "metrics.jsonl", "it is no run folder, or no step has ended yet")
     records = read_metrics(path)
     if not records:

@@ -18,22 +18,17 @@ import argparse
 import sys
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megafp8.conversion.adapters import adapters_alone
-from megafp8.conversion.base import CheckpointSource
-from megafp8.conversion.convert import Selected, convert, keep_freed_memory, verify
 from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
-from megafp8.conversion.formats import FORMATS, CheckpointFormat, fetched, recognize
-from megafp8.conversion.huggingface.quantized_export import Expected, QuantizedExport
-from megafp8.conversion.huggingface.sink import HfSink
-from megafp8.conversion.model import check_size_of
-from megafp8.conversion.target import Sink
 from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.messages import print_error
-from megafp8.inference.kv_cache_scales import read_scales
-from megafp8.numerics.dtypes import DTYPES
-from megafp8.training.quantized_export import quantized_export
+
+if TYPE_CHECKING:
+    from megafp8.conversion.base import Source
+    from megafp8.conversion.formats import Format
+    from megafp8.conversion.huggingface.quantized_export import QuantizedExport
+    from megafp8.conversion.target import Sink
 
 OF_MEGATRON = ("megatron", "torch_dist")
 SOURCE_OPTIONS = ("vocab_size",)
@@ -102,14 +97,25 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
-def opened(format: CheckpointFormat, path: Path, to: CheckpointFormat, **options: Any) -> CheckpointSource:
+def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
     """Open the source at `path`, as far as the format `to` holds it."""
+    from megafp8.conversion.adapters import adapters_alone
+    from megafp8.conversion.model import check_size_of
+
     source = format.source(path, **options)
     check_size_of(source)
     return adapters_alone(source) if to.adapters else source
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from megafp8.conversion.convert import Selected, convert, verify
+    from megafp8.conversion.formats import FORMATS, fetched, recognize
+    from megafp8.conversion.huggingface.quantized_export import Expected
+    from megafp8.conversion.huggingface.sink import HfSink
+    from megafp8.inference.kv_cache_scales import read_scales
+    from megafp8.numerics.dtypes import DTYPES
+    from megafp8.training.quantized_export import quantized_export
+
     load = fetched(arguments.load)
     format, to = arguments.source or recognize(load), FORMATS[arguments.to]
     source_options = given(arguments, SOURCE_OPTIONS)
@@ -146,6 +152,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    from megafp8.conversion.convert import keep_freed_memory
+
     keep_freed_memory()
     try:
         run(parse_arguments(argv))

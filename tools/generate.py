@@ -19,16 +19,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megafp8.host.arguments import ArgumentParser
 from megafp8.host.object_store import as_path
 from megafp8.host.tool import run_tool
-from megafp8.inference import Completion, Generator
 from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
 from megafp8.inference.options import SamplingOptions
-from megafp8.parallel.collectives import broadcast_object
-from megafp8.parallel.parallel_state import destroy_model_parallel
+
+if TYPE_CHECKING:
+    from megafp8.inference import Completion, Generator
 
 
 def make_parser() -> ArgumentParser:
@@ -148,6 +148,8 @@ class Writer:
 
     def ask(self) -> None:
         """Ask for prompts and continue them, until an empty one or the end of the input."""
+        from megafp8.parallel.collectives import broadcast_object
+
         while prompt := broadcast_object(self._asked(), self.generator.model.parallel.world.group):
             try:
                 self.write([prompt])
@@ -168,6 +170,9 @@ class Writer:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from megafp8.parallel.collectives import broadcast_object
+    from megafp8.parallel.parallel_state import destroy_model_parallel
+
     options = sampling_options(arguments)
     prompts = given_prompts(arguments)
     generator = load_generator(arguments)

@@ -16,8 +16,8 @@ import numpy as np
 from megafp8.data.flags import add_tokenizer_flags, tokenizer_settings
 from numpy.typing import NDArray
 
+from megafp8.data.flags import add_tokenizer_flags, tokenizer_errors_name_flags, tokenizer_settings
 from megafp8.data.indexed_dataset import IndexedDataset
-from megafp8.data.samples import PackedDataset
 from megafp8.data.token_text import show, show_answers
 from megafp8.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
 from megafp8.host.arguments import ArgumentParser, at_least
@@ -92,12 +92,15 @@ def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | N
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:
     """The first samples of all documents, as training with this seed reads them. Leaves no cache."""
+    from megafp8.data.samples import PackedDataset
+
     with tempfile.TemporaryDirectory() as cache:
         packed = PackedDataset(dataset, range(dataset.num_documents), seq_length, seed, cache)
         for index in range(count):
             print(f"\n--- sample {index} of {packed.samples_per_epoch:,}\n{show(packed[index], tokenizer)}")
 
 
+@tokenizer_errors_name_flags()
 def inspect(arguments: argparse.Namespace) -> None:
     """Print and plot what the arguments ask for."""
     dataset = IndexedDataset(arguments.prefix)

@@ -13,16 +13,21 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megafp8.host.arguments import ArgumentParser
 from megafp8.host.tool import file_of_run, pyplot, run_tool
-from megafp8.training.expert_load import FILE_NAME, Load, read_expert_load, relative
+
+if TYPE_CHECKING:
+    from megafp8.training.expert_load import Load
 
 
 def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
     """The loads of a run by step. ValueError if it has none."""
+    from megafp8.training.expert_load import FILE_NAME, read_expert_load
+
     path = file_of_run(folder, FILE_NAME, "runs with model.moe and logging.expert_load_interval write it")
     loads = read_expert_load(path)
     if not loads:
@@ -32,6 +37,8 @@ def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
 
 def plot(loads: Mapping[int, Load], step: int, path: Path, title: str) -> None:
     """Write the heat map of `step` and the course of all steps to `path`."""
+    from megafp8.training.expert_load import relative
+
     plt = pyplot()
     figure, (heat, course) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     layers, values = list(loads[step]), relative(loads[step])
@@ -56,6 +63,8 @@ def plot(loads: Mapping[int, Load], step: int, path: Path, title: str) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
+    from megafp8.training.expert_load import relative
+
     loads = read_run(arguments.run)
     step = max(loads) if arguments.step is None else arguments.step
     if step not in loads:

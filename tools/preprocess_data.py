@@ -30,6 +30,13 @@ from typing import Any
 from megafp8.data.flags import add_input_flags, add_tokenizer_flags, input_files, tokenizer_settings
 
 from megafp8.data.documents import read_documents
+from megafp8.data.flags import (
+    add_input_flags,
+    add_tokenizer_flags,
+    input_files,
+    tokenizer_errors_name_flags,
+    tokenizer_settings,
+)
 from megafp8.data.indexed_dataset import IndexedDataset
 from megafp8.data.preprocess import preprocess
 from megafp8.data.styles import Method
@@ -69,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(lambda: _preprocess(arguments))
 
 
+@tokenizer_errors_name_flags()
 def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     method = _method(arguments)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megafp8.host.arguments import ArgumentParser
-from megafp8.training import command_line
 from megafp8.training.arguments import make_parser as make_training_parser
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ def make_parser() -> ArgumentParser:
 
 
 def main() -> int:
+    from megafp8.training import command_line  # reads the config, which help need not wait for
+
     code = command_line.main(__doc__, live_uses)
     command_line.exit_with(code)
     return code

@@ -28,6 +28,7 @@ from megafp8.data.flags import add_input_flags, input_files
 from tqdm import tqdm
 
 from megafp8.data.documents import Document, check_inputs_stay, read_documents
+from megafp8.data.flags import add_input_flags, input_files
 from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.tool import run_tool, signal_handler
 

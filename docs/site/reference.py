@@ -140,7 +140,7 @@ def commands() -> str:
         file = command_table.file_of(name)
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         where = file.relative_to(command_table.PACKAGE.parent).as_posix()
-        parser = command_table.parser_of(name)
+        parser = command_table.module_of(name).make_parser()
         lines += [f"## megafp8 {name}", "", f"`{where}`", "", _docstring(text), "", *_arguments(parser), ""]
     return "\n".join(lines)
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.training import machine
+from megafp8.training import check_cluster, machine
+from megafp8.training.check_cluster import Facts, Probe, Thresholds
 from megafp8.training.errors import NO_RESTART
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
 from tests.world import World
-from tools import check_cluster
-from tools.check_cluster import Facts, Probe, Thresholds
+from tools import check_cluster as command
 
 PASSES = ["--device", "cpu", "--mebibytes", "0.25", "--warn-below", "0.001", "--fail-below", "0.0001"]
 
@@ -62,7 +62,7 @@ def _check(argv: Sequence[str], answers: dict[str, Any], nodes: int) -> tuple[li
     report = check_cluster.report
     check_cluster.report = lambda findings: found.extend(map(vars_of, findings)) or report(findings)  # type: ignore[func-returns-value]
     try:
-        check_cluster.run([*PASSES, *argv], lambda device: Injected(device, answers))
+        check_cluster.run(command.parse_arguments([*PASSES, *argv]), lambda device: Injected(device, answers))
     except check_cluster.ClusterFault as error:
         return found, str(error)
     finally:
@@ -101,7 +101,7 @@ def test_a_healthy_cluster(world4: World, tmp_path: Path, quickstart_data: Quick
 
 
 def test_what_to_run_next() -> None:
-    arguments = check_cluster.parse_arguments(["--config", "my.yaml", "data.train=[a b]"])
+    arguments = command.parse_arguments(["--config", "my.yaml", "data.train=[a b]"])
     assert check_cluster.proof_command(arguments, "cuda") == "megafp8 prove my.yaml 'data.train=[a b]' --device cuda"
 
 
@@ -245,7 +245,7 @@ def test_locked_memory_and_ports() -> None:
 
 
 def test_one_process_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    code = check_cluster.main(PASSES)
+    code = command.main(PASSES)
     printed = capsys.readouterr().out.splitlines()
     assert code in (0, NO_RESTART)  # by this machine's own limits
     assert printed[0].startswith("pass  versions ")
@@ -271,5 +271,5 @@ def test_through_the_agent(files: int, code: int) -> None:
 @pytest.mark.parametrize("argv", [["a.b=1"], ["--device", "tpu"]])
 def test_wrong_arguments(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        check_cluster.parse_arguments(argv)
+        command.parse_arguments(argv)
     assert ended.value.code == 2

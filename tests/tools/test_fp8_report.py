@@ -12,16 +12,17 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
-from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Fp8Record, ReportWriter
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, ReportWriter
+from megafp8.training.fp8_records import grid, ordered_layers
 from tools import fp8_report
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 KINDS = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
 
 
-def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Fp8Record]:
+def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Record]:
     return [
-        Fp8Record(
+        Record(
             step,
             f"layers.{i}.{kind}",
             operand,
@@ -38,7 +39,7 @@ def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Fp8
     ]
 
 
-def run_folder(path: Path, records: Sequence[Fp8Record], name: str = "config.yaml", **fp8: object) -> Path:
+def run_folder(path: Path, records: Sequence[Record], name: str = "config.yaml", **fp8: object) -> Path:
     """A run's folder with the report `records`, started with the section `fp8`."""
     path.mkdir(exist_ok=True)
     writer = ReportWriter(path / FILE_NAME, 0)
@@ -49,7 +50,7 @@ def run_folder(path: Path, records: Sequence[Fp8Record], name: str = "config.yam
     return path
 
 
-def with_trouble() -> list[Fp8Record]:
+def with_trouble() -> list[Record]:
     """Two bad tensors at step 200 and after, a broken one at step 300, an exact one always."""
     found = []
     for r in healthy():
@@ -138,7 +139,7 @@ def test_four_bits_are_not_told_to_take_a_format_they_cannot(
 
 def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     records = healthy(steps=(10, 20), layers=11)
-    layers = fp8_report.ordered_layers([*records, replace(records[0], layer="output")])
+    layers = ordered_layers([*records, replace(records[0], layer="output")])
     assert layers[:3] == ["layers.0.attention.qkv", "layers.1.attention.qkv", "layers.2.attention.qkv"]
     assert layers[10:12] == ["layers.10.attention.qkv", "layers.0.attention.proj"]
     assert layers[-2:] == ["layers.10.mlp.down", "output"]
@@ -148,13 +149,13 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
         else r
         for r in records
     ]
-    amax = fp8_report.grid(marked, "weight", "amax")
+    amax = grid(marked, "weight", "amax")
     assert amax.shape == (44, 2)
     assert math.isnan(amax[12, 0])
     assert amax[12, 1] == 3
     assert np.nansum(amax == 1) == 86
-    assert (fp8_report.grid(marked, "weight", "underflow") == 0.5).sum(axis=1).tolist() == [0] * 12 + [2] + [0] * 31
-    assert np.isnan(fp8_report.grid([*records, replace(records[0], layer="output")], "weight", "amax")[-1]).all()
+    assert (grid(marked, "weight", "underflow") == 0.5).sum(axis=1).tolist() == [0] * 12 + [2] + [0] * 31
+    assert np.isnan(grid([*records, replace(records[0], layer="output")], "weight", "amax")[-1]).all()
 
 
 @pytest.mark.filterwarnings("error")
@@ -170,7 +171,7 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     ],
     ids=["large", "one tensor", "no figures"],
 )
-def test_heat_map(records: list[Fp8Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heat_map(records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", records, recipe="current")
     png = tmp_path / "map.png"
     assert f"heat map: {png}" in shown(capsys, folder, "--png", png)

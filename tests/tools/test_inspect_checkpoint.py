@@ -44,7 +44,7 @@ def _save(folder: Path, state: dict[str, Tensor], **about: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_checkpoint, "_BLOCK", 100)
+    monkeypatch.setattr("megafp8.training.inspect_checkpoint._BLOCK", 100)
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

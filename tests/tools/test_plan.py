@@ -13,8 +13,9 @@ import yaml
 from megafp8.config import check_layout, load_config
 from megafp8.host.gpus import GPUS
 from megafp8.planner.hardware import Cluster
+from megafp8.training.plan_layouts import commands
 from tests.quickstart_data import CONFIG
-from tools.plan import commands, main
+from tools.plan import main
 
 SMALL = [
     "model.num_layers=2",

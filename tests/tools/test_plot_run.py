@@ -21,6 +21,7 @@ from matplotlib.image import imread
 from megafp8.fp8.health import OPERANDS, Fp8Record, ReportWriter
 from megafp8.training import run_data
 from megafp8.training.goodput import PARTS
+from megafp8.training.plot_run import page as html_page
 from megafp8.training.run_data import Curve, downsample
 from tools import plot_run
 
@@ -203,7 +204,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, 20_001):
             file.write(line.replace('"step": 1,', f'"step": {step},').replace("0.125", str(draw.random())) + "\n")
-    page = plot_run.page([run_data.read_run(tmp_path, "long")])
+    page = html_page([run_data.read_run(tmp_path, "long")])
     assert len(page) < 500_000
 
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from megafp8.inference import Generator, SamplingOptions
-from megafp8.inference.server.run import main
 from tests.inference.server.serving import LENGTH, server_process, until, write_model
+from tools.serve import main
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": LENGTH - 3, "ignore_end": True, "seed": 4}
 

@@ -1,12 +1,4 @@
-"""Serve a model over HTTP, by the API of OpenAI: completions and chats, with streams.
-
-    megafp8 serve runs/mine
-    megafp8 serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
-    torchrun --nproc-per-node 2 -m megafp8.inference.server runs/mine --tensor 2
-
-docs/serving.md describes endpoints, limits and metrics. SIGTERM or Ctrl-C lets running requests end and refuses others;
-a second one ends them.
-"""
+"""The server as a process: tokenizer, chat template, key, socket, and the loop until a signal ends it."""
 
 from __future__ import annotations
 
@@ -17,8 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,69 +18,26 @@ from megafp8.conversion.huggingface.tokenizer import find_tokenizer
 from megafp8.data.chats import chat_prompt_encoder, read_chat_template
 from megafp8.data.packages import import_package
 from megafp8.data.tokenizers import build_tokenizer
-from megafp8.host.arguments import ArgumentParser, at_least, between
-from megafp8.host.messages import print_error
-from megafp8.host.object_store import as_path
-from megafp8.inference.arguments import add_cache_flags, add_model_flags, load_generator
+from megafp8.inference.arguments import load_generator
 from megafp8.inference.server.engine import Engine
 from megafp8.parallel.parallel_state import destroy_model_parallel
 
 if TYPE_CHECKING:
-    from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
+    from megafp8.inference.server.app import EncodeChat, Limits, Service
 
-_FAILED = 2
 _KEEP_ALIVE_SECONDS = 75
 """An idle connection is closed after so long: later than clients and proxies do, mostly after 5 to 60 s. The other way
 round a request may be sent on a connection that is just being closed."""
 _FLUSH_SECONDS = 5
 """How long the last responses may take to be sent when the server ends."""
-_seconds = between(0.001, 1e9)
 
 logger = logging.getLogger("megafp8.inference.server")
 
 
-def _port(text: str) -> int:
-    """Parse the value of --port."""
-    port = int(text)
-    if not 0 <= port < 2**16:
-        raise argparse.ArgumentTypeError(f"{port} is no port; ports are 0 to 65535")
-    return port
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    from megafp8.inference.server.app import Limits
 
-
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="megafp8 serve", description=__doc__)
-    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
-    parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
-    parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
-    parser.add_argument("--chat-template", type=Path, help="default: the tokenizer's template")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
-    parser.add_argument("--allow-refit", action="store_true", help="requests may pause it and change its weights")
-    add_model_flags(parser)
-    add_cache_flags(parser)
-    limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-body-bytes", type=int, default=2**20, help="of a request; default: %(default)s")
-    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt; default: what fits")
-    limits.add_argument("--max-tokens", type=int, help="of a text; default: what fits")
-    limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
-    limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
-    limits.add_argument("--max-client-texts", type=int, help="of an address; default: 3/4 of those that run and wait")
-    limits.add_argument("--max-connections", type=at_least(1), default=1024, help="open at once; default: %(default)s")
-    limits.add_argument(
-        "--request-seconds", type=_seconds, default=600.0, help="a request may take; default: %(default)s"
-    )
-    limits.add_argument("--shutdown-seconds", type=_seconds, default=20.0, help="after SIGTERM; default: %(default)s")
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    return make_parser().parse_args(argv)
-
-
-def limits_of(arguments: argparse.Namespace) -> ServerLimits:
-    from megafp8.inference.server.app import ServerLimits
-
-    return ServerLimits(
+    return Limits(
         body_bytes=arguments.max_body_bytes,
         prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -110,8 +57,8 @@ def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
         raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
     tokenizer = build_tokenizer(**tokenizer_path)
     try:
-        text = None if template is None else str(template)
-        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), text))
+        given = None if template is None else str(template)
+        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), given))
     except ValueError as error:
         if template is not None:
             raise
@@ -215,18 +162,3 @@ def run(arguments: argparse.Namespace) -> None:
     if engine.receives:  # Python aborts if the thread returns from native code while the interpreter ends
         logging.shutdown()
         os._exit(0)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    logging.basicConfig(format="%(message)s")
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        print_error(error)
-        return _FAILED
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -81,7 +81,7 @@ def served(
 @contextmanager
 def server_process(folder: Path, *arguments: str, ranks: int = 1) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The URL of a server started by its command, under torchrun with several ranks, and its process."""
-    module = ["megafp8.inference.server", str(folder), "--name", "tiny", "--device", "cpu", "--port", "0", *arguments]
+    module = ["megafp8", "serve", str(folder), "--name", "tiny", "--device", "cpu", "--port", "0", *arguments]
     command = [sys.executable, "-m", *module]
     if ranks > 1:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]

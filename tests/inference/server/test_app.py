@@ -29,8 +29,8 @@ from megafp8.inference.generator import CacheOptions
 from megafp8.inference.server import connections
 from megafp8.inference.server.app import ServerLimits
 from megafp8.inference.server.protocol import Response
-from megafp8.inference.server.run import parse_arguments
 from tests.inference.server.serving import LENGTH, events, pages_used, served, until, write_model
+from tools.serve import parse_arguments
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -1,0 +1,584 @@
+"""Checks of a cluster before a run: each rank says what it has, and rank 0 judges what differs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megafp8.config import Config, check_layout, load_config
+from megafp8.parallel.collectives import (
+    all_gather,
+    all_gather_objects,
+    all_reduce,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    recv_async,
+    send_async,
+    send_recv_async,
+)
+from megafp8.parallel.parallel_state import initialize_distributed
+from megafp8.training import machine
+from megafp8.training.errors import NO_RESTART, TrainingError
+from megafp8.training.machine import Finding, Status, judge_gpu, report
+from megafp8.training.machine import judge_limits as machine_limits
+from megafp8.training.validate import run_folder, validate
+
+CLOCK_WARN, CLOCK_FAIL = 0.5, 5.0
+"""Seconds between the clocks of two nodes. The rendezvous compares heartbeats of 5 s by the nodes' own clocks."""
+SEEN_WARN, SEEN_FAIL = 1.0, 30.0
+"""Seconds until all ranks see a file that one of them has written."""
+GPU_MEMORY = 0.97
+"""Least free fraction of a GPU's memory: more in use belongs to another process."""
+_VARIABLES = re.compile(
+    r"(NCCL|TORCH_NCCL|UCX|GLOO)_\w*|PYTORCH\w*ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS"
+)
+"""Environment variables that should be equal on all ranks."""
+
+
+class ClusterFault(TrainingError):
+    """A check has failed."""
+
+    exit_code: ClassVar[int] = NO_RESTART
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank knows of itself. `config_error`: why it cannot train the given config; empty if it can."""
+
+    rank: int
+    local_rank: int
+    node: int
+    host: str
+    versions: Mapping[str, str]
+    environment: Mapping[str, str]
+    gpu: Mapping[str, str] = field(default_factory=dict)
+    gpu_error: str = ""
+    free_memory: float = 1.0
+    xid: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    ports: Mapping[str, str] = field(default_factory=dict)
+    config_error: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+class Probe:
+    """What is asked of one rank's machine; tests replace single answers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def versions(self) -> dict[str, str]:
+        return machine.versions(self.device)
+
+    def gpu(self) -> dict[str, str]:
+        return machine.ask_gpu(self.device)
+
+    def xid(self) -> str:
+        """The last error (Xid) of a GPU in the kernel's log; empty if there is none, or it may not be read."""
+        if self.device.type != "cuda" or shutil.which("dmesg") is None:
+            return ""
+        done = subprocess.run(["dmesg", "--ctime"], capture_output=True, text=True, timeout=60)
+        return next((line for line in reversed(done.stdout.splitlines()) if "NVRM: Xid" in line), "")
+
+    def free_memory(self) -> float:
+        """Free fraction of this rank's GPU memory."""
+        if self.device.type != "cuda":
+            return 1.0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free / total
+
+    def limits(self) -> dict[str, int]:
+        return machine.limits()
+
+    def ports(self) -> dict[str, str]:
+        """State and rate of each InfiniBand or RoCE port, as `4: ACTIVE, 400 Gb/sec (4X NDR)`."""
+        ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+        return {
+            f"{port.parent.parent.name}:{port.name}": ", ".join(
+                (port / name).read_text().strip() for name in ("state", "rate")
+            )
+            for port in ports
+        }
+
+    def now(self) -> float:
+        return time.time()
+
+    def folder(self, path: Path) -> Path:
+        """Where this machine has the shared folder `path`."""
+        return path
+
+    def matmul_rate(self) -> float:
+        """FLOP/s of square GEMMs: bf16 on CUDA, for about 2 s, fp32 on CPU."""
+        x, repeats = self._matrix()
+        return 2 * len(x) ** 3 / seconds_of(lambda: x @ x, repeats, self.device)
+
+    def gpu_under_load(self) -> dict[str, str]:
+        """`gpu` while GEMMs run, when slowdowns show."""
+        if self.device.type != "cuda":
+            return {}
+        x, repeats = self._matrix()
+        for _ in range(repeats):
+            x @ x
+        found = self.gpu()
+        torch.cuda.synchronize(self.device)
+        return found
+
+    def _matrix(self) -> tuple[Tensor, int]:
+        """A matrix, and how often to multiply it."""
+        cuda = self.device.type == "cuda"
+        n, dtype, repeats = (8192, torch.bfloat16, 1200) if cuda else (512, torch.float32, 4)
+        return torch.randn(n, n, dtype=dtype, device=self.device), repeats
+
+
+def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Mean seconds of `call` after one call that is not counted."""
+    call()
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- judging, on rank 0: pure functions of what the ranks answered ----------------------------------------------------
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as text: 0-3, 8."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+
+
+def where(facts: Sequence[Facts]) -> str:
+    """Ranks and their hosts as text."""
+    hosts = list(dict.fromkeys(fact.host for fact in facts))
+    shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
+    numbers = [fact.rank for fact in facts]
+    return f"rank{'s' if numbers[1:] else ''} {ranges(numbers)} on {shown}"
+
+
+def _by_value(facts: Sequence[Facts], values: Iterable[Hashable]) -> list[tuple[Any, list[Facts]]]:
+    """Different `values`, one of each rank, and the ranks that have them; the most frequent value first."""
+    groups: dict[Hashable, list[Facts]] = defaultdict(list)
+    for fact, value in zip(facts, values, strict=True):
+        groups[value].append(fact)
+    return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
+def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
+    """Versions are equal on all ranks (else fail), and so are the variables that NCCL and torch read (else warn)."""
+    found = []
+    usual: list[str] = []
+    for name in dict.fromkeys(name for fact in facts for name in fact.versions):
+        (common, _), *others = _by_value(facts, [fact.versions.get(name) for fact in facts])
+        usual.append(f"{name} {common}")
+        found += [
+            Finding("versions", "fail", f"{name} is {value} of {where(some)}, elsewhere {common}")
+            for value, some in others
+        ]
+    found = found or [Finding("versions", "pass", ", ".join(usual))]
+    variables = sorted({name for fact in facts for name in fact.environment})
+    differing = []
+    for name in variables:
+        (common, _), *others = _by_value(facts, [fact.environment.get(name, "(unset)") for fact in facts])
+        differing += [
+            Finding("environment", "warn", f"{name}={value} of {where(some)}, elsewhere {common}")
+            for value, some in others
+        ]
+    return found + (differing or [Finding("environment", "pass", f"{len(variables)} variables, equal on all ranks")])
+
+
+def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
+    """Uncorrectable ECC errors, row remapping, slowdowns and memory in use of each GPU, and Xids of each node."""
+    found: list[Finding] = []
+    for fact in facts:
+        gpu, name = fact.gpu, f"GPU {fact.local_rank} of {fact.host}"
+        found += judge_gpu(gpu, name)
+        if fact.free_memory < GPU_MEMORY:
+            used = f"{1 - fact.free_memory:.0%} of its memory is in use, by another process"
+            found.append(Finding("GPUs", "fail", f"{name}: {used}"))
+        if fact.gpu_error:
+            found.append(Finding("GPUs", "warn", f"{name} was not asked: {fact.gpu_error}"))
+        if fact.xid and fact.local_rank == 0:
+            found.append(Finding("GPUs", "warn", f"{fact.host}: in the kernel's log: {fact.xid}"))
+    count = sum(bool(fact.gpu) for fact in facts)
+    return found or [Finding("GPUs", "pass", f"{count} GPUs without errors" if count else "none, CPUs are checked")]
+
+
+def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
+    """Limits of processes and shared memory, and the ports of the network."""
+    found: list[Finding] = []
+    answers = [(*fact.limits.items(), bool(fact.ports)) for fact in facts]
+    for (*values, rdma), some in _by_value(facts, answers):
+        found += machine_limits(dict(values), where(some), rdma=rdma)
+    found = found or [Finding("limits", "pass", "open files, locked memory, shared memory")]
+    first = [fact for fact in facts if fact.local_rank == 0]
+    (usual, _), *others = _by_value(first, [tuple(sorted(fact.ports.items())) for fact in first])
+    network = [
+        Finding("ports", "warn", f"{where(some)} has {dict(value)}, elsewhere {dict(usual)}") for value, some in others
+    ]
+    network += [
+        Finding("ports", "warn", f"{port} of {fact.host} is {state}")
+        for fact in first
+        for port, state in fact.ports.items()
+        if "ACTIVE" not in state
+    ]
+    return found + (network or [Finding("ports", "pass", f"InfiniBand and RoCE: {len(usual)} a node")])
+
+
+def judge_config(facts: Sequence[Facts], given: bool) -> list[Finding]:
+    """All ranks can read the config's data and write its checkpoints."""
+    found = [
+        Finding("config", "fail", f"{where(some)}: {error}")
+        for error, some in _by_value(facts, [fact.config_error for fact in facts])
+        if error
+    ]
+    return found or [Finding("config", "pass", "data can be read, checkpoints written" if given else "none given")]
+
+
+def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """`offsets`: by node, seconds that its clock is ahead of the first node's, and the error of that."""
+    found = []
+    for name, (offset, error) in offsets.items():
+        apart = abs(offset) - error
+        status: Status = "fail" if apart > CLOCK_FAIL else "warn" if apart > CLOCK_WARN else "pass"
+        if status != "pass":
+            text = f"{name} is {abs(offset):.3f} s {'ahead of' if offset > 0 else 'behind'} the first node"
+            found.append(Finding("clocks", status, text))
+    worst = max((abs(offset) for offset, _ in offsets.values()), default=0.0)
+    text = f"{len(offsets) + 1} nodes, at most {worst * 1e3:.1f} ms apart" if offsets else "one node"
+    return found or [Finding("clocks", "pass", text)]
+
+
+def judge_file(latencies: Mapping[str, float | None], folder: Path) -> list[Finding]:
+    """`latencies`: by rank, seconds until it saw a file that rank 0 wrote; None if it never did."""
+    missing = [name for name, latency in latencies.items() if latency is None]
+    if missing:
+        text = f"{folder} is not shared: {', '.join(missing[:8])}{' and others' if missing[8:] else ''}"
+        return [Finding("file system", "fail", f"{text} did not see a file of rank 0 within {SEEN_FAIL:.0f} s")]
+    name, slowest = max(latencies.items(), key=lambda item: item[1] or 0.0)
+    status: Status = "warn" if (slowest or 0.0) > SEEN_WARN else "pass"
+    text = f"{folder}: all saw a file of rank 0, the last after {slowest:.3f} s ({name})"
+    return [Finding("file system", status, text)]
+
+
+def judge_rates(check: str, rates: Mapping[str, float], unit: str, scale: float, options: Thresholds) -> list[Finding]:
+    """Rates of parts that should be equal, against their median."""
+    if not rates:
+        return []
+    median = statistics.median(rates.values())
+    slowest = min(rates, key=lambda name: rates[name])
+    found = []
+    for name, rate in sorted(rates.items(), key=lambda item: item[1]):
+        if rate < options.warn_below * median:
+            status: Status = "fail" if rate < options.fail_below * median else "warn"
+            text = f"{name}: {rate / scale:.4g} {unit}, {rate / median:.0%} of the median, {median / scale:.4g}"
+            found.append(Finding(check, status, text))
+    text = f"median {median / scale:.4g} {unit}, slowest {rates[slowest] / scale:.4g} ({slowest})"
+    return found or [Finding(check, "pass", text)]
+
+
+# --- measuring together -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Fractions of the median rate below which a part is reported."""
+
+    warn_below: float
+    fail_below: float
+
+
+def link_rounds(count: int) -> list[list[tuple[int, int]]]:
+    """The neighbours of a ring of `count`, in rounds in which each is in one pair at most."""
+    if count < 2:
+        return []
+    if count == 2:
+        return [[(0, 1)]]
+    edges = [(i, (i + 1) % count) for i in range(count)]
+    rounds = [edges[0 : count - 1 : 2], edges[1:count:2]]
+    return rounds if count % 2 == 0 else [*rounds[:1], edges[1 : count - 1 : 2], edges[count - 1 :]]
+
+
+def _clock_offsets(
+    probe: Probe, leaders: Sequence[Facts], rank: int, group: ProcessGroup
+) -> dict[str, tuple[float, float]]:
+    """By node: seconds that its clock is ahead of rank 0's, and half of the shortest round trip, on rank 0."""
+    found = {}
+    x = torch.zeros(1, dtype=torch.float64)
+    for leader in leaders[1:]:
+        best = (0.0, float("inf"))
+        for _ in range(8):
+            if rank == 0:
+                before = probe.now()
+                send_async(x, group, leader.rank).wait()
+                recv_async(x, group, leader.rank).wait()
+                after = probe.now()
+                best = min(best, (x.item() - (before + after) / 2, (after - before) / 2), key=lambda pair: pair[1])
+            elif rank == leader.rank:
+                recv_async(x, group, 0).wait()
+                x[0] = probe.now()
+                send_async(x, group, 0).wait()
+        found[leader.host] = best
+    return found
+
+
+def _file_latency(path: Path, content: str) -> float | None:
+    """Seconds until `path` has `content`; None if it has not after `SEEN_FAIL`."""
+    start = time.monotonic()
+    while time.monotonic() - start < SEEN_FAIL:
+        try:
+            if path.read_text() == content:
+                return time.monotonic() - start
+        except OSError:
+            pass
+        time.sleep(0.01)
+    return None
+
+
+def _check_file(
+    probe: Probe, facts: Sequence[Facts], rank: int, folder: Path, makes: bool, group: ProcessGroup
+) -> list[Finding]:
+    """Rank 0 writes a file into `folder`, which it `makes` if need be, and all wait until they see it."""
+    token = broadcast_object(uuid.uuid4().hex, group)
+    path = probe.folder(folder) / f".check-cluster-{token}"
+    error = ""
+    if rank == 0:
+        try:
+            if makes:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                file.write(token)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as problem:
+            error = f"rank 0 cannot write to {folder}: {problem.strerror}"
+    error = broadcast_object(error, group)
+    if error:
+        return [Finding("file system", "fail", error)]
+    seen = gather_objects(_file_latency(path, token), group)
+    if rank != 0 or seen is None:
+        return []
+    path.unlink()
+    return judge_file({fact.name: latency for fact, latency in zip(facts, seen, strict=True)}, folder)
+
+
+def _bandwidths(group: ProcessGroup, size: int, device: torch.device) -> dict[str, float]:
+    """Bus bandwidth of a group's all-reduce and all-gather of `size` bytes, by nccl-tests' formulas."""
+    ranks = group.size()
+    x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    part = x[: x.numel() // ranks]
+    ring = (ranks - 1) / ranks
+    return {
+        "all-reduce": size * 2 * ring / seconds_of(lambda: all_reduce(x, group), 5, device),
+        "all-gather": size * ring / seconds_of(lambda: all_gather(part, group), 5, device),
+    }
+
+
+def _group_bandwidths(
+    facts: Sequence[Facts], members: Sequence[Sequence[Facts]], rank: int, size: int, device: torch.device
+) -> list[tuple[Sequence[Facts], dict[str, float]]]:
+    """Bandwidths of each group of `members`, all groups at the same time: the slowest rank's, on rank 0."""
+    mine = next(([fact.rank for fact in group] for group in members if rank in [fact.rank for fact in group]), [rank])
+    world = dist.group.WORLD
+    assert world is not None
+    group = world if len(mine) == len(facts) else None
+    if 1 < len(mine) < len(facts):
+        # Called by its members only, as parallel_state does it. torch names such a group by its members, and cannot
+        # make it a second time.
+        group = dist.new_group(mine, use_local_synchronization=True)
+    barrier(world)
+    own = {} if group is None or len(mine) == 1 else _bandwidths(group, size, device)
+    every = gather_objects(own, world) or []
+    at = {fact.rank: i for i, fact in enumerate(facts)}
+    return [
+        (some, {name: min(every[at[fact.rank]][name] for fact in some) for name in every[at[some[0].rank]]})
+        for some in members
+        if every and len(some) > 1
+    ]
+
+
+def _exchange(sent: Tensor, received: Tensor, peer: int, group: ProcessGroup) -> None:
+    send_recv_async([sent], peer, [received], peer, group).wait()
+
+
+def _link_bandwidths(rings: Sequence[Sequence[Facts]], rank: int, size: int, device: torch.device) -> dict[str, float]:
+    """Bandwidth of each direction between neighbours of each ring, both directions at once, on rank 0."""
+    world = dist.group.WORLD
+    assert world is not None
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    all_reduce(torch.zeros(1, device=device), world)  # connects the world, which the pairs below cannot do alone
+    measured: dict[tuple[int, int], float] = {}
+    for number in range(max((len(link_rounds(len(ring))) for ring in rings), default=0)):
+        pairs = [
+            (ring[a].rank, ring[b].rank)
+            for ring in rings
+            if len(rounds := link_rounds(len(ring))) > number
+            for a, b in rounds[number]
+        ]
+        barrier(world)
+        for pair in pairs:
+            if rank in pair:
+                peer = pair[1] if rank == pair[0] else pair[0]
+                measured[pair] = size / seconds_of(partial(_exchange, sent, received, peer, world), 5, device)
+    name = {fact.rank: fact.name for ring in rings for fact in ring}
+    every = gather_objects(measured, world) or []
+    rates: dict[tuple[int, int], float] = {}
+    for own in every:
+        for pair, rate in own.items():
+            rates[pair] = min(rate, rates.get(pair, rate))
+    return {f"{name[a]} and {name[b]}": rate for (a, b), rate in sorted(rates.items())}
+
+
+def _check_bandwidth(
+    facts: Sequence[Facts], rank: int, size: int, device: torch.device, options: Thresholds
+) -> list[Finding]:
+    nodes = [some for _, some in sorted(_by_value(facts, [fact.node for fact in facts]), key=lambda item: item[0])]
+    across = [some for _, some in _by_value(facts, [fact.local_rank for fact in facts])] if len(nodes) > 1 else []
+    found = []
+    for kind, members in (("within nodes", nodes), ("across nodes", across)):
+        measured = _group_bandwidths(facts, members, rank, size, device)
+        for name in ("all-reduce", "all-gather"):
+            rates = {where(some): own[name] for some, own in measured}
+            found += judge_rates(f"{name} {kind}", rates, "GB/s", 1e9, options)
+    if len(nodes) > 1:
+        for name, rate in next(iter(_group_bandwidths(facts, [facts], rank, size, device)), ((), {}))[1].items():
+            found.append(Finding(f"{name} of all", "pass", f"{rate / 1e9:.4g} GB/s"))
+    for kind, rings in (("within nodes", nodes), ("across nodes", across)):
+        found += judge_rates(f"links {kind}", _link_bandwidths(rings, rank, size, device), "GB/s", 1e9, options)
+    return found
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+def _config_error(config: Config, world_size: int, source: str) -> str:
+    """Why this rank could not train `config`; empty if it could."""
+    try:
+        check_layout(config, world_size, source)
+        validate(config, world_size, source)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def gather_facts(probe: Probe, rank: int, config_error: str) -> list[Facts]:
+    """Every rank's facts, in the order of ranks, on all ranks."""
+    gpu, gpu_error = _answer(probe.gpu)
+    versions = probe.versions() | ({"driver": gpu["driver"]} if gpu else {})
+    own = Facts(
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        node=int(os.environ.get("GROUP_RANK", "0")),
+        host=socket.gethostname(),
+        versions=versions,
+        environment={name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)},
+        gpu=gpu,
+        gpu_error=gpu_error,
+        free_memory=probe.free_memory(),
+        xid=probe.xid(),
+        limits=probe.limits(),
+        ports=probe.ports(),
+        config_error=config_error,
+    )
+    facts = all_gather_objects(own, dist.group.WORLD)
+    nodes = Counter(fact.host for fact in facts if fact.local_rank == 0)
+    return [_named(fact, nodes[fact.host] > 1) for fact in facts]
+
+
+def _named(fact: Facts, ambiguous: bool) -> Facts:
+    """`fact` with the number of the node beside a host name that several nodes have."""
+    return replace(fact, host=f"{fact.host} (node {fact.node})") if ambiguous else fact
+
+
+def check(probe: Probe, arguments: argparse.Namespace) -> list[Finding]:
+    """Run all checks. Collective; rank 0 returns what was found, the others nothing."""
+    world = dist.group.WORLD
+    assert world is not None
+    rank, config, error = dist.get_rank(), None, ""
+    if arguments.config:
+        try:
+            config = load_config(arguments.config, arguments.overrides)
+            error = _config_error(config, dist.get_world_size(), arguments.config)
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+    options = Thresholds(arguments.warn_below, arguments.fail_below)
+    facts = gather_facts(probe, rank, error)
+    rates = gather_objects((probe.matmul_rate(), _answer(probe.gpu_under_load)[0]), world)
+    found: list[Finding] = []
+    if rates is not None and rank == 0:
+        loaded = [replace(fact, gpu=gpu or fact.gpu) for fact, (_, gpu) in zip(facts, rates, strict=True)]
+        found += judge_equal(facts) + judge_gpus(loaded) + judge_limits(facts)
+        found += judge_config(facts, arguments.config is not None)
+        speed = {fact.name: rate for fact, (rate, _) in zip(facts, rates, strict=True)}
+        found += judge_rates("GEMMs", speed, "TFLOP/s", 1e12, options)
+    offsets = _clock_offsets(probe, [fact for fact in facts if fact.local_rank == 0], rank, world)
+    found += judge_clocks(offsets) if rank == 0 else []
+    folder = broadcast_object(arguments.folder or (config and run_folder(config)), world)
+    if folder is not None:
+        found += _check_file(probe, facts, rank, Path(folder), arguments.folder is None, world)
+    size = int(arguments.mebibytes * 2**20)
+    found += _check_bandwidth(facts, rank, size, probe.device, options)
+    return found if rank == 0 else []
+
+
+def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
+    """What nvidia-smi answers, or why it does not."""
+    try:
+        return ask(), ""
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {}, str(error)
+
+
+def proof_command(arguments: argparse.Namespace, device: str) -> str:
+    """The command that proves the config on a node's devices, which takes a minute or two (docs/prove.md)."""
+    return shlex.join(["megafp8", "prove", arguments.config, *arguments.overrides, "--device", device])
+
+
+def run(arguments: argparse.Namespace, make_probe: Callable[[torch.device], Probe] = Probe) -> None:
+    """Check the cluster, print the table on rank 0. Raises ClusterFault on all ranks if a check fails."""
+    kind = arguments.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments.mebibytes = arguments.mebibytes or (256 if kind == "cuda" else 4)
+    device = initialize_distributed(kind, arguments.timeout)
+    found = check(make_probe(device), arguments)
+    if found:
+        print(report(found), flush=True)
+        if arguments.config and not any(finding.status == "fail" for finding in found):
+            print(f"next, on one node: {proof_command(arguments, kind)}", flush=True)
+    failed = broadcast_object([finding.text for finding in found if finding.status == "fail"], dist.group.WORLD)
+    if failed:
+        count = "1 check has" if len(failed) == 1 else f"{len(failed)} checks have"
+        raise ClusterFault("\n  ".join([f"{count} failed:", *failed]))
