@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from megafp8.problems import Problem
+from megafp8.host.problems import Problem
 from megafp8.section import PartialSection
 
 if TYPE_CHECKING:

@@ -52,12 +52,12 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megafp8", add_help=False)
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
-        own = module_of(name).make_parser()
+        subparser = module_of(name).make_parser()
         action: Any  # shtab reads an attribute of its own
-        for action in own._actions:
+        for action in subparser._actions:
             if how := _completed_by(name, action):
                 action.complete = dict.fromkeys(("bash", "zsh"), f"_megafp8_{how}")
-        subparsers.add_parser(name, parents=[own], add_help=False, help=summary(name))
+        subparsers.add_parser(name, parents=[subparser], add_help=False, help=summary(name))
     return parser
 
 
@@ -101,9 +101,9 @@ def _functions(shell: str) -> str:
     lines = [f"_megafp8_{kind}_words=({' '.join(values)})" for kind, values in words.items()]
     lines += ["_megafp8_names() { compadd -a _megafp8_names_words }"]
     kinds = {"config_files": "config", "config_files_and_keys": "config", "command_files_and_keys": "command"}
-    for kind, own in kinds.items():
-        more = "compadd -S '' -a _megafp8_keys_words; " if "keys" in kind else ""
-        lines.append(f"_megafp8_{kind}() {{ compadd -a _megafp8_{own}_words; {more}_files }}")
+    for kind, parser in kinds.items():
+        options = "compadd -S '' -a _megafp8_keys_words; " if "keys" in kind else ""
+        lines.append(f"_megafp8_{kind}() {{ compadd -a _megafp8_{parser}_words; {options}_files }}")
     lines.append("_megafp8_files() { _files }")
     return "\n".join(lines)
 

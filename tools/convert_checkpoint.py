@@ -25,8 +25,8 @@ from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.messages import print_error
 
 if TYPE_CHECKING:
-    from megafp8.conversion.base import Source
-    from megafp8.conversion.formats import Format
+    from megafp8.conversion.base import CheckpointSource
+    from megafp8.conversion.formats import CheckpointFormat
     from megafp8.conversion.huggingface.quantized_export import QuantizedExport
     from megafp8.conversion.target import Sink
 
@@ -97,7 +97,7 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
-def opened(format: Format, path: Path, to: Format, **options: Any) -> Source:
+def opened(format: CheckpointFormat, path: Path, to: CheckpointFormat, **options: Any) -> CheckpointSource:
     """Open the source at `path`, as far as the format `to` holds it."""
     from megafp8.conversion.adapters import adapters_alone
     from megafp8.conversion.model import check_size_of

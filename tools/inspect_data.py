@@ -13,7 +13,6 @@ from os.path import expanduser
 from pathlib import Path
 
 import numpy as np
-from megafp8.data.flags import add_tokenizer_flags, tokenizer_settings
 from numpy.typing import NDArray
 
 from megafp8.data.flags import add_tokenizer_flags, tokenizer_errors_name_flags, tokenizer_settings

@@ -118,16 +118,16 @@ def make_parser() -> ArgumentParser:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
-    found = parse_with_config(parser, argv)
-    if found.goodput:
-        if found.gpus is None:
+    arguments = parse_with_config(parser, argv)
+    if arguments.goodput:
+        if arguments.gpus is None:
             parser.error("--goodput: give numbers of GPUs by --gpus, such as 1024,16384")
-        if found.nodes is not None:
+        if arguments.nodes is not None:
             parser.error("--nodes: give --gpus-per-node with --goodput")
-        return found
-    if found.gpus is not None and len(found.gpus) > 1:
+        return arguments
+    if arguments.gpus is not None and len(arguments.gpus) > 1:
         parser.error("--gpus: several numbers are for --goodput; give one")
-    return found
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

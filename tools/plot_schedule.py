@@ -28,25 +28,25 @@ from typing import Any
 
 from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.tool import pyplot, run_tool
-from megafp8.parallel.pipeline.actions import Kind, Placement, split_backwards
+from megafp8.parallel.pipeline.actions import Kind, StagePlacement, split_backwards
 from megafp8.parallel.pipeline.registry import SCHEDULES, cell, place_stages, training_schedule
-from megafp8.parallel.pipeline.simulate import Timeline, Times, mean_times, simulate
+from megafp8.parallel.pipeline.simulate import StageTimes, Timeline, mean_times, simulate
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
 LABELLED = 1200  # most actions that are drawn with their numbers
 
 
-def summary(name: str, timeline: Timeline, placement: Placement, unit: str) -> str:
+def summary(name: str, timeline: Timeline, placement: StagePlacement, unit: str) -> str:
     """Duration, bubble and memory in one line."""
     v = placement.num_chunks
-    held, flight = max(timeline.peak_held) / v, max(timeline.peak_in_flight) / v
+    most_held, flight = max(timeline.peak_saved) / v, max(timeline.peak_in_flight) / v
     return (
         f"{name}: {timeline.duration:.4g}{unit}, bubble {timeline.bubble_fraction:.1%}, "
-        f"micro-batches held {held:g} (until their backward {flight:g})"
+        f"micro-batches held {most_held:g} (until their backward {flight:g})"
     )
 
 
-def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str], path: Path) -> None:
+def draw(timelines: dict[str, tuple[Timeline, StagePlacement]], titles: dict[str, str], path: Path) -> None:
     """Draw all timelines below each other on one time axis."""
     plt = pyplot()
     rows = [len(timeline.spans) for timeline, _ in timelines.values()]
@@ -66,7 +66,7 @@ def draw(timelines: dict[str, tuple[Timeline, Placement]], titles: dict[str, str
     plt.close(figure)
 
 
-def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: Placement) -> None:
+def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: StagePlacement) -> None:
     spans = timeline.spans[rank]
     split = split_backwards(span.action for span in spans)
     labelled = sum(len(spans) for spans in timeline.spans) <= LABELLED
@@ -101,28 +101,28 @@ def make_parser() -> ArgumentParser:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
-    found = parser.parse_intermixed_args(arguments)
-    if not found.schedules and not found.measured:
+    options = parser.parse_intermixed_args(arguments)
+    if not options.schedules and not options.measured:
         parser.error("name a schedule, or give --measured")
     try:
-        found.times = [float(part) for part in found.times.split(",")]
+        options.times = [float(part) for part in options.times.split(",")]
     except ValueError:
-        found.times = []
-    if len(found.times) != 3 or min(found.times) <= 0:
+        options.times = []
+    if len(options.times) != 3 or min(options.times) <= 0:
         parser.error("--times are three positive numbers, such as 1,1,1")
-    return found
+    return options
 
 
-def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placement]]:
+def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, StagePlacement]]:
     """The timelines to draw, by name."""
     from megafp8.parallel.pipeline.trace import read_timeline
 
-    found: dict[str, tuple[Timeline, Placement]] = {}
+    by_name: dict[str, tuple[Timeline, StagePlacement]] = {}
     pipeline, m, rank_times, p2p = arguments.pipeline, arguments.micro_batches, arguments.times, arguments.p2p
     measured_placement, stages = None, []
     if arguments.measured:
         measured, measured_placement = read_timeline(arguments.measured)
-        found["measured"] = (measured, measured_placement)
+        by_name["measured"] = (measured, measured_placement)
         pipeline = measured_placement.num_ranks
         m = 1 + max(span.action.microbatch for spans in measured.spans for span in spans)
         stages = mean_times(measured, measured_placement)
@@ -132,24 +132,24 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, Placem
         own_chunks = SCHEDULES[source].chunks if source in SCHEDULES else None
         placement = place_stages(source, pipeline, own_chunks or arguments.chunks, "v" if arguments.v else None)
         schedule = training_schedule(source, placement, m)
-        equal = Times(*(time / placement.num_chunks for time in rank_times), p2p)
+        equal = StageTimes(*(time / placement.num_chunks for time in rank_times), p2p)
         times = [replace(stage, p2p=p2p) for stage in stages] if placement == measured_placement else equal
-        found[source] = (simulate(schedule, placement, times), placement)
-    return found
+        by_name[source] = (simulate(schedule, placement, times), placement)
+    return by_name
 
 
 def show(arguments: argparse.Namespace) -> None:
     from megafp8.parallel.pipeline.trace import chrome_trace
 
-    found = timelines(arguments)
+    shown = timelines(arguments)
     seconds = arguments.measured is not None
-    titles = {name: summary(name, *drawn, " s" if seconds else "") for name, drawn in found.items()}
+    titles = {name: summary(name, *drawn, " s" if seconds else "") for name, drawn in shown.items()}
     print("\n".join(titles.values()))
     if arguments.png:
-        draw(found, titles, arguments.png)
+        draw(shown, titles, arguments.png)
     if arguments.trace:
         unit = 1.0 if seconds else 1e-3  # a simulated time of 1 is shown as a millisecond
-        arguments.trace.write_text(json.dumps(chrome_trace(found, unit=unit)), encoding="utf-8")
+        arguments.trace.write_text(json.dumps(chrome_trace(shown, unit=unit)), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,8 +27,6 @@ import time
 from os.path import expanduser
 from typing import Any
 
-from megafp8.data.flags import add_input_flags, add_tokenizer_flags, input_files, tokenizer_settings
-
 from megafp8.data.documents import read_documents
 from megafp8.data.flags import (
     add_input_flags,

@@ -81,7 +81,7 @@ def values_of(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """A combination. `values`: of the swept keys. `overrides`: all words after the config. `steps`: when it is done."""
 
     folder: Path
@@ -108,21 +108,21 @@ def name_of(values: dict[str, str]) -> str:
     return f"{text[:90]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def combinations(config: str, overrides: Sequence[str], folder: Path | None) -> list[Run]:
+def combinations(config: str, overrides: Sequence[str], folder: Path | None) -> list[SweepRun]:
     """All runs. ConfigError for a combination that is no config, ValueError if nothing is swept."""
     from megafp8.config import load_config
 
     words = [override.partition("=") for override in overrides]
     values = {key: values_of(text) if equals else [text] for key, equals, text in words}
-    swept = {key: found for key, found in values.items() if len(found) > 1}
+    swept = {key: choices for key, choices in values.items() if len(choices) > 1}
     fixed = [override for override, (key, *_) in zip(overrides, words, strict=True) if key not in swept]
     if not swept:
         raise ValueError("no key has several values: give one as optimizer.learning_rate=1e-4,3e-4")
-    if own := {"name", "run_dir"} & swept.keys():
-        raise ValueError(f"{own.pop()} cannot be swept: each run has a folder of its own by its values")
+    if reserved := {"name", "run_dir"} & swept.keys():
+        raise ValueError(f"{reserved.pop()} cannot be swept: each run has a folder of its own by its values")
     if (count := math.prod(map(len, swept.values()))) > _MOST:
         raise ValueError(f"{count:,} combinations; a sweep has at most {_MOST:,}")
-    runs: dict[str, Run] = {}
+    runs: dict[str, SweepRun] = {}
     for chosen in itertools.product(*swept.values()):
         combination = dict(zip(swept, chosen, strict=True))
         own_words = [*fixed, *(f"{key}={value}" for key, value in combination.items())]
@@ -130,7 +130,7 @@ def combinations(config: str, overrides: Sequence[str], folder: Path | None) -> 
         name, where = name_of(combination), folder or Path(loaded.run_dir) / f"{loaded.name}-sweep"
         name = f"{name}-{len(runs)}" if name in runs else name
         own_words += [f"run_dir={where}", f"name={name}"]
-        runs[name] = Run(where / name, combination, own_words, loaded.training.last_step)
+        runs[name] = SweepRun(where / name, combination, own_words, loaded.training.last_step)
     return list(runs.values())
 
 
@@ -143,7 +143,7 @@ def _complete(tree: dict[str, Any], source: str) -> None:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def result_of(run: Run) -> dict[str, Any]:
+def result_of(run: SweepRun) -> dict[str, Any]:
     """A row of the table: what a run has reached. `exit_code`: of its last start; None if it has not ended."""
     from megafp8.training.metrics import read_metrics, read_records
 
@@ -175,7 +175,7 @@ _COLUMNS = {  # key of a result: heading, format
 }
 
 
-def table(runs: Sequence[Run], results: Sequence[dict[str, Any]]) -> str:
+def table(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -> str:
     swept = list(runs[0].values)
     heading = [*swept, *(heading for heading, _ in _COLUMNS.values())]
     rows = [
@@ -186,7 +186,7 @@ def table(runs: Sequence[Run], results: Sequence[dict[str, Any]]) -> str:
     return text_table(heading, rows, left=len(swept))
 
 
-def write_results(runs: Sequence[Run], results: Sequence[dict[str, Any]]) -> None:
+def write_results(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -> None:
     """results.csv and results.json in the sweep's folder."""
     folder = runs[0].folder.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def write_results(runs: Sequence[Run], results: Sequence[dict[str, Any]]) -> Non
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def start_one(config: str, run: Run, processes: int | None) -> int:
+def start_one(config: str, run: SweepRun, processes: int | None) -> int:
     """Run it to its end, and record its exit code. A SIGTERM or Ctrl-C lets it save and stop: KeyboardInterrupt."""
     launch = [] if processes is None else ["launch", "--nproc-per-node", str(processes)]
     command = [sys.executable, "-m", "megafp8", *launch, "pretrain", "--config", config, *run.overrides]
@@ -221,7 +221,7 @@ def start_one(config: str, run: Run, processes: int | None) -> int:
     return code
 
 
-def run_all(config: str, runs: Sequence[Run], processes: int | None) -> None:
+def run_all(config: str, runs: Sequence[SweepRun], processes: int | None) -> None:
     """Those that are not done, one after another."""
     for number, run in enumerate(runs, 1):
         where = f"{number}/{len(runs)} {run.folder.name}"
@@ -234,7 +234,7 @@ def run_all(config: str, runs: Sequence[Run], processes: int | None) -> None:
         print(f"{where}: exit code {code} after {time.monotonic() - start:,.0f} s", flush=True)
 
 
-def submit(config: str, runs: Sequence[Run], options: Sequence[str]) -> None:
+def submit(config: str, runs: Sequence[SweepRun], options: Sequence[str]) -> None:
     """Submit those that are not done as tasks of a Slurm array, whose words SCRIPT reads from the sweep's folder."""
     from megafp8.config.files import file_of
 

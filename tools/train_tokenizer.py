@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megafp8.data.flags import add_input_flags, input_files
 from tqdm import tqdm
 
 from megafp8.data.documents import Document, check_inputs_stay, read_documents

@@ -31,12 +31,12 @@ from megafp8.config.schema import (
     is_text,
 )
 from megafp8.config.stages import PlannedStage, config_at, end_of_stage, planned_stages, stage_at
+from megafp8.host.problems import ConfigError, Problem
 from megafp8.layers.attention.record import AttentionConfig, LongRopeConfig, RopeScaling, RotaryKeys, YarnConfig
 from megafp8.layers.experts.record import MoeConfig, MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.latent_attention.record import LatentAttentionConfig, LatentMixerConfig
 from megafp8.layers.mlp.record import MlpConfig
-from megafp8.problems import ConfigError, Problem
 
 __all__ = [
     "AttentionConfig",

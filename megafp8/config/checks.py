@@ -16,6 +16,7 @@ from dataclasses import replace
 from megafp8.config import encoder_checks, optimizer_checks, resilience_checks
 from megafp8.config.resolve import kind_name
 from megafp8.config.schema import Config, ModelConfig, Section
+from megafp8.host.problems import ConfigError, Problem, divisors
 from megafp8.kernels.limits import LARGEST_HEAD
 from megafp8.layers.attention.record import attention_heads, attention_keys, shared_keys
 from megafp8.layers.experts.record import MoeConfig, expert_layout, expert_ranks, experts
@@ -28,7 +29,6 @@ from megafp8.layers.per_layer_embedding.record import (
 )
 from megafp8.layers.sparse_attention.record import SparseAttentionConfig, sparse_attention
 from megafp8.parallel.pipeline.registry import SCHEDULES, unsplit_schedule
-from megafp8.problems import ConfigError, Problem, divisors
 from megafp8.spec import PartRecord
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.schema import Config, ModelConfig
-from megafp8.problems import Problem
+from megafp8.host.problems import Problem
 
 
 def model(m: ModelConfig) -> Iterator[Problem]:

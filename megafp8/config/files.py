@@ -20,9 +20,9 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from megafp8.config.choices import LeftOut, leave_out_options, type_of
 from megafp8.config.reader import MAX_BYTES, compose, construct, duplicate_keys, section_of
 from megafp8.config.schema import Config
+from megafp8.host.problems import ConfigError, Problem
 from megafp8.host.shipped import shipped_configs
 from megafp8.host.suggestions import did_you_mean, near_name
-from megafp8.problems import ConfigError, Problem
 
 BASE = "base"
 _HUGGING_FACE = "config.json"

@@ -19,8 +19,8 @@ from megafp8.config.files import BASE, Tree, file_of, read_tree
 from megafp8.config.key_names import advice
 from megafp8.config.reader import compose, member_with, members, override_value, section_of, section_of_kind
 from megafp8.config.schema import Config
+from megafp8.host.problems import ConfigError, Problem
 from megafp8.host.shipped import shipped_configs
-from megafp8.problems import ConfigError, Problem
 
 Completion = Callable[[dict[str, Any], str], None]
 """Completes a tree of sections in place; the second argument is the file from which it was read."""

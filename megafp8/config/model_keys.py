@@ -7,7 +7,7 @@ from typing import Any
 
 from megafp8.config.checks import network_problems
 from megafp8.config.schema import ModelConfig
-from megafp8.problems import Problem
+from megafp8.host.problems import Problem
 from megafp8.spec import ModelSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.schema import Config
+from megafp8.host.problems import Problem
 from megafp8.optimizer.base import MatrixUpdate, Update
-from megafp8.problems import Problem
 
 
 def schedule(config: Config) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megafp8.config.parts.rwkv7 import Rwkv7Config
 from megafp8.layers.absent.record import NoFfnConfig, NoMixerConfig
 from megafp8.layers.attention.record import AttentionConfig
 from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
@@ -19,6 +18,7 @@ from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 from megafp8.layers.latent_attention.record import LatentMixerConfig
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.mlp.record import MlpConfig
+from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.section import Section

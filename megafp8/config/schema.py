@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from megafp8.config.parts import LayerKind
 from megafp8.config.resolve import resolve
+from megafp8.host.problems import Problem
 from megafp8.layers.attention.record import AttentionKeys
 from megafp8.layers.experts.record import MoeConfig
 from megafp8.layers.hyper_connections.record import HyperConnectionsConfig
@@ -26,7 +27,6 @@ from megafp8.layers.per_layer_embedding.record import PerLayerEmbeddingConfig
 from megafp8.layers.sparse_attention.record import SparseAttentionConfig
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.parallel.pipeline.registry import SCHEDULES
-from megafp8.problems import Problem
 from megafp8.section import (
     FLOAT,
     IN_FP32,

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megafp8.config.choices import leave_out_options, report
 from megafp8.config.load import explain, holder_of
 from megafp8.config.schema import Config, StageConfig
-from megafp8.problems import ConfigError, Problem
+from megafp8.host.problems import ConfigError, Problem
 
 _SECTIONS = ("model", "parallel", "fp8", "training", "optimizer", "data", "checkpoint", "logging")
 _OF_THE_RUN = {

@@ -44,12 +44,12 @@ def file_of_run(folder: Path, name: str, advice: str) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give that of a run, <run_dir>/<name>')}")
-    of_run = (
+    run_file = (
         folder.parent if folder.name == "checkpoints" else folder.parents[1] if folder.name[:5] == "step_" else folder
     )
-    if not (of_run / name).exists():
-        raise ValueError(f"{of_run} has no {name}: {advice}")
-    return of_run / name
+    if not (run_file / name).exists():
+        raise ValueError(f"{run_file} has no {name}: {advice}")
+    return run_file / name
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -18,8 +18,14 @@ from megafp8.data.samples import split_documents
 from megafp8.inference import Generator
 from megafp8.inference.arguments import bind_to_cores, model_options
 from megafp8.inference.kv_cache_scales import KeyValueAmax, write_scales
-from megafp8.inference.load import Layout, Opened, load_model, open_checkpoint
-from megafp8.inference.perplexity import Document, Loss, documents_of_data_set, documents_of_files, loss_of
+from megafp8.inference.load import InferenceLayout, Opened, load_model, open_checkpoint
+from megafp8.inference.perplexity import (
+    DocumentLoss,
+    EvaluationDocument,
+    documents_of_data_set,
+    documents_of_files,
+    loss_of,
+)
 from megafp8.inference.scoring import Scorer
 from megafp8.parallel.parallel_state import destroy_model_parallel
 
@@ -28,14 +34,14 @@ class _Texts(NamedTuple):
     """Documents under a name, which only the first rank reads. `tokens`: about how many, if known."""
 
     name: str
-    documents: Callable[[], Iterable[Document]]
+    documents: Callable[[], Iterable[EvaluationDocument]]
     tokens: int | None
 
 
 def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
     """What is to be scored. Raises ValueError for what is not there."""
-    found = []
-    vocab_size, tokenizer, most = opened.source.model.vocab_size, opened.tokenizer, arguments.max_documents
+    texts = []
+    vocab_size, tokenizer, most = opened.source.model.stem.vocab_size, opened.tokenizer, arguments.max_documents
     assert vocab_size is not None
     if (arguments.input or arguments.input_list) and tokenizer is None:
         raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set by --data")
@@ -43,11 +49,11 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
         files = input_files(arguments)
         name = ", ".join(arguments.input) or arguments.input_list
 
-        def of_files() -> Iterable[Document]:
+        def of_files() -> Iterable[EvaluationDocument]:
             assert tokenizer is not None
             return itertools.islice(documents_of_files(files, tokenizer), most)
 
-        found.append(_Texts(name, of_files, None))
+        texts.append(_Texts(name, of_files, None))
     for prefix in arguments.data:
         dataset = IndexedDataset(prefix)
         documents = range(dataset.num_documents)
@@ -57,15 +63,17 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
                 raise ValueError(f"--split {arguments.split}: {prefix} has no documents for validation")
         documents = documents[:most]
 
-        def of_data_set(dataset: IndexedDataset = dataset, documents: range = documents) -> Iterable[Document]:
+        def of_data_set(
+            dataset: IndexedDataset = dataset, documents: range = documents
+        ) -> Iterable[EvaluationDocument]:
             return documents_of_data_set(dataset, documents, vocab_size, tokenizer)
 
         tokens = int(dataset.document_lengths[documents.start : documents.stop].sum())
-        found.append(_Texts(prefix, of_data_set, tokens))
-    return found
+        texts.append(_Texts(prefix, of_data_set, tokens))
+    return texts
 
 
-class Evaluation:
+class EvaluationRun:
     """A model in its layout, and what it is to be evaluated on. Collective."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -75,7 +83,7 @@ class Evaluation:
         if arguments.tasks:
             import_package("lm_eval", "--tasks")
         bind_to_cores(arguments)
-        layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert)
+        layout = InferenceLayout(arguments.tensor, arguments.pipeline, arguments.expert)
         self.opened = open_checkpoint(
             arguments.checkpoint,
             layout,
@@ -91,7 +99,7 @@ class Evaluation:
                 f"--concatenate: {arguments.checkpoint} has no tokenizer, and so no token between documents"
             )
         measures = arguments.kv_cache_scales is not None
-        self.key_value_amax = KeyValueAmax(self.opened.config.model) if measures else None
+        self.key_value_amax = KeyValueAmax(self.opened.config.spec) if measures else None
         self.model = load_model(self.opened)
         self.is_first = self.model.parallel.world.is_first
         self.scorer = Scorer(
@@ -106,7 +114,7 @@ class Evaluation:
         """The tokens that a document begins after; none without a tokenizer: its first token is not scored then."""
         return list(self.opened.start_tokens) or ([] if self.opened.bos is None else [self.opened.bos])
 
-    def loss(self, texts: _Texts) -> Loss:
+    def loss(self, texts: _Texts) -> DocumentLoss:
         tokenizer = self.opened.tokenizer
         by = None
         if self.arguments.concatenate and tokenizer is not None:
@@ -125,7 +133,7 @@ class Evaluation:
         assert opened.eos is not None
         model = HarnessModel(
             self.scorer,
-            lambda: Generator.of(opened, self.model, max_length=self.max_length),
+            lambda: Generator.from_model(opened, self.model, max_length=self.max_length),
             opened.tokenizer,
             added_tokens=opened.added_tokens,
             bos=opened.bos,
@@ -134,7 +142,7 @@ class Evaluation:
         return run_tasks(model, a.tasks, include_path=a.include_path, num_fewshot=a.num_fewshot, limit=a.limit)
 
 
-def as_dict(name: str, loss: Loss) -> dict[str, Any]:
+def as_dict(name: str, loss: DocumentLoss) -> dict[str, Any]:
     """An entry of --json."""
     figures = {
         "nats_per_token": loss.nats_per_token,
@@ -144,7 +152,7 @@ def as_dict(name: str, loss: Loss) -> dict[str, Any]:
     return {"name": name, **asdict(loss), **figures}
 
 
-def table(rows: Sequence[tuple[str, Loss]]) -> str:
+def table(rows: Sequence[tuple[str, DocumentLoss]]) -> str:
     """Losses by name."""
     width = max(len("text"), *(len(name) for name, _ in rows))
     heads = ("documents", "tokens", "words", "bytes", "nats/token", "perplexity", "bits/byte")
@@ -158,7 +166,7 @@ def table(rows: Sequence[tuple[str, Loss]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    evaluation = Evaluation(arguments)
+    evaluation = EvaluationRun(arguments)
     try:
         losses = [(texts.name, evaluation.loss(texts)) for texts in evaluation.texts]
         if evaluation.key_value_amax is not None:
@@ -177,12 +185,12 @@ def run(arguments: argparse.Namespace) -> None:
         "start": evaluation.start,
     }
     if arguments.json:
-        found: dict[str, Any] = {"checkpoint": str(arguments.checkpoint)}
+        result: dict[str, Any] = {"checkpoint": str(arguments.checkpoint)}
         if losses:
-            found |= {**how, "texts": [as_dict(*x) for x in losses]}
+            result |= {**how, "texts": [as_dict(*x) for x in losses]}
         if results is not None:
-            found |= {"tasks": results["results"], "num_fewshot": results["n-shot"], "versions": results["versions"]}
-        print(json.dumps(found, ensure_ascii=False))
+            result |= {"tasks": results["results"], "num_fewshot": results["n-shot"], "versions": results["versions"]}
+        print(json.dumps(result, ensure_ascii=False))
         return
     if arguments.kv_cache_scales is not None:
         print(f"{arguments.kv_cache_scales}: scales of keys and values, for megafp8 convert --quantization")

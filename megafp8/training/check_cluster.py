@@ -142,9 +142,9 @@ class Probe:
         x, repeats = self._matrix()
         for _ in range(repeats):
             x @ x
-        found = self.gpu()
+        gpu = self.gpu()
         torch.cuda.synchronize(self.device)
-        return found
+        return gpu
 
     def _matrix(self) -> tuple[Tensor, int]:
         """A matrix, and how often to multiply it."""
@@ -197,16 +197,16 @@ def _by_value(facts: Sequence[Facts], values: Iterable[Hashable]) -> list[tuple[
 
 def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
     """Versions are equal on all ranks (else fail), and so are the variables that NCCL and torch read (else warn)."""
-    found = []
+    findings = []
     usual: list[str] = []
     for name in dict.fromkeys(name for fact in facts for name in fact.versions):
         (common, _), *others = _by_value(facts, [fact.versions.get(name) for fact in facts])
         usual.append(f"{name} {common}")
-        found += [
+        findings += [
             Finding("versions", "fail", f"{name} is {value} of {where(some)}, elsewhere {common}")
             for value, some in others
         ]
-    found = found or [Finding("versions", "pass", ", ".join(usual))]
+    findings = findings or [Finding("versions", "pass", ", ".join(usual))]
     variables = sorted({name for fact in facts for name in fact.environment})
     differing = []
     for name in variables:
@@ -215,33 +215,33 @@ def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
             Finding("environment", "warn", f"{name}={value} of {where(some)}, elsewhere {common}")
             for value, some in others
         ]
-    return found + (differing or [Finding("environment", "pass", f"{len(variables)} variables, equal on all ranks")])
+    return findings + (differing or [Finding("environment", "pass", f"{len(variables)} variables, equal on all ranks")])
 
 
 def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
     """Uncorrectable ECC errors, row remapping, slowdowns and memory in use of each GPU, and Xids of each node."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for fact in facts:
         gpu, name = fact.gpu, f"GPU {fact.local_rank} of {fact.host}"
-        found += judge_gpu(gpu, name)
+        findings += judge_gpu(gpu, name)
         if fact.free_memory < GPU_MEMORY:
             used = f"{1 - fact.free_memory:.0%} of its memory is in use, by another process"
-            found.append(Finding("GPUs", "fail", f"{name}: {used}"))
+            findings.append(Finding("GPUs", "fail", f"{name}: {used}"))
         if fact.gpu_error:
-            found.append(Finding("GPUs", "warn", f"{name} was not asked: {fact.gpu_error}"))
+            findings.append(Finding("GPUs", "warn", f"{name} was not asked: {fact.gpu_error}"))
         if fact.xid and fact.local_rank == 0:
-            found.append(Finding("GPUs", "warn", f"{fact.host}: in the kernel's log: {fact.xid}"))
+            findings.append(Finding("GPUs", "warn", f"{fact.host}: in the kernel's log: {fact.xid}"))
     count = sum(bool(fact.gpu) for fact in facts)
-    return found or [Finding("GPUs", "pass", f"{count} GPUs without errors" if count else "none, CPUs are checked")]
+    return findings or [Finding("GPUs", "pass", f"{count} GPUs without errors" if count else "none, CPUs are checked")]
 
 
 def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
     """Limits of processes and shared memory, and the ports of the network."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     answers = [(*fact.limits.items(), bool(fact.ports)) for fact in facts]
     for (*values, rdma), some in _by_value(facts, answers):
-        found += machine_limits(dict(values), where(some), rdma=rdma)
-    found = found or [Finding("limits", "pass", "open files, locked memory, shared memory")]
+        findings += machine_limits(dict(values), where(some), rdma=rdma)
+    findings = findings or [Finding("limits", "pass", "open files, locked memory, shared memory")]
     first = [fact for fact in facts if fact.local_rank == 0]
     (usual, _), *others = _by_value(first, [tuple(sorted(fact.ports.items())) for fact in first])
     network = [
@@ -253,31 +253,31 @@ def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
         for port, state in fact.ports.items()
         if "ACTIVE" not in state
     ]
-    return found + (network or [Finding("ports", "pass", f"InfiniBand and RoCE: {len(usual)} a node")])
+    return findings + (network or [Finding("ports", "pass", f"InfiniBand and RoCE: {len(usual)} a node")])
 
 
 def judge_config(facts: Sequence[Facts], given: bool) -> list[Finding]:
     """All ranks can read the config's data and write its checkpoints."""
-    found = [
+    findings = [
         Finding("config", "fail", f"{where(some)}: {error}")
         for error, some in _by_value(facts, [fact.config_error for fact in facts])
         if error
     ]
-    return found or [Finding("config", "pass", "data can be read, checkpoints written" if given else "none given")]
+    return findings or [Finding("config", "pass", "data can be read, checkpoints written" if given else "none given")]
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
     """`offsets`: by node, seconds that its clock is ahead of the first node's, and the error of that."""
-    found = []
+    findings = []
     for name, (offset, error) in offsets.items():
         apart = abs(offset) - error
         status: Status = "fail" if apart > CLOCK_FAIL else "warn" if apart > CLOCK_WARN else "pass"
         if status != "pass":
             text = f"{name} is {abs(offset):.3f} s {'ahead of' if offset > 0 else 'behind'} the first node"
-            found.append(Finding("clocks", status, text))
+            findings.append(Finding("clocks", status, text))
     worst = max((abs(offset) for offset, _ in offsets.values()), default=0.0)
     text = f"{len(offsets) + 1} nodes, at most {worst * 1e3:.1f} ms apart" if offsets else "one node"
-    return found or [Finding("clocks", "pass", text)]
+    return findings or [Finding("clocks", "pass", text)]
 
 
 def judge_file(latencies: Mapping[str, float | None], folder: Path) -> list[Finding]:
@@ -298,14 +298,14 @@ def judge_rates(check: str, rates: Mapping[str, float], unit: str, scale: float,
         return []
     median = statistics.median(rates.values())
     slowest = min(rates, key=lambda name: rates[name])
-    found = []
+    findings = []
     for name, rate in sorted(rates.items(), key=lambda item: item[1]):
         if rate < options.warn_below * median:
             status: Status = "fail" if rate < options.fail_below * median else "warn"
             text = f"{name}: {rate / scale:.4g} {unit}, {rate / median:.0%} of the median, {median / scale:.4g}"
-            found.append(Finding(check, status, text))
+            findings.append(Finding(check, status, text))
     text = f"median {median / scale:.4g} {unit}, slowest {rates[slowest] / scale:.4g} ({slowest})"
-    return found or [Finding(check, "pass", text)]
+    return findings or [Finding(check, "pass", text)]
 
 
 # --- measuring together -----------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def _clock_offsets(
     probe: Probe, leaders: Sequence[Facts], rank: int, group: ProcessGroup
 ) -> dict[str, tuple[float, float]]:
     """By node: seconds that its clock is ahead of rank 0's, and half of the shortest round trip, on rank 0."""
-    found = {}
+    offsets = {}
     x = torch.zeros(1, dtype=torch.float64)
     for leader in leaders[1:]:
         best = (0.0, float("inf"))
@@ -349,8 +349,8 @@ def _clock_offsets(
                 recv_async(x, group, 0).wait()
                 x[0] = probe.now()
                 send_async(x, group, 0).wait()
-        found[leader.host] = best
-    return found
+        offsets[leader.host] = best
+    return offsets
 
 
 def _file_latency(path: Path, content: str) -> float | None:
@@ -418,8 +418,8 @@ def _group_bandwidths(
         # make it a second time.
         group = dist.new_group(mine, use_local_synchronization=True)
     barrier(world)
-    own = {} if group is None or len(mine) == 1 else _bandwidths(group, size, device)
-    every = gather_objects(own, world) or []
+    bandwidths = {} if group is None or len(mine) == 1 else _bandwidths(group, size, device)
+    every = gather_objects(bandwidths, world) or []
     at = {fact.rank: i for i, fact in enumerate(facts)}
     return [
         (some, {name: min(every[at[fact.rank]][name] for fact in some) for name in every[at[some[0].rank]]})
@@ -455,8 +455,8 @@ def _link_bandwidths(rings: Sequence[Sequence[Facts]], rank: int, size: int, dev
     name = {fact.rank: fact.name for ring in rings for fact in ring}
     every = gather_objects(measured, world) or []
     rates: dict[tuple[int, int], float] = {}
-    for own in every:
-        for pair, rate in own.items():
+    for bandwidths in every:
+        for pair, rate in bandwidths.items():
             rates[pair] = min(rate, rates.get(pair, rate))
     return {f"{name[a]} and {name[b]}": rate for (a, b), rate in sorted(rates.items())}
 
@@ -466,18 +466,18 @@ def _check_bandwidth(
 ) -> list[Finding]:
     nodes = [some for _, some in sorted(_by_value(facts, [fact.node for fact in facts]), key=lambda item: item[0])]
     across = [some for _, some in _by_value(facts, [fact.local_rank for fact in facts])] if len(nodes) > 1 else []
-    found = []
+    findings = []
     for kind, members in (("within nodes", nodes), ("across nodes", across)):
         measured = _group_bandwidths(facts, members, rank, size, device)
         for name in ("all-reduce", "all-gather"):
-            rates = {where(some): own[name] for some, own in measured}
-            found += judge_rates(f"{name} {kind}", rates, "GB/s", 1e9, options)
+            rates = {where(some): bandwidths[name] for some, bandwidths in measured}
+            findings += judge_rates(f"{name} {kind}", rates, "GB/s", 1e9, options)
     if len(nodes) > 1:
         for name, rate in next(iter(_group_bandwidths(facts, [facts], rank, size, device)), ((), {}))[1].items():
-            found.append(Finding(f"{name} of all", "pass", f"{rate / 1e9:.4g} GB/s"))
+            findings.append(Finding(f"{name} of all", "pass", f"{rate / 1e9:.4g} GB/s"))
     for kind, rings in (("within nodes", nodes), ("across nodes", across)):
-        found += judge_rates(f"links {kind}", _link_bandwidths(rings, rank, size, device), "GB/s", 1e9, options)
-    return found
+        findings += judge_rates(f"links {kind}", _link_bandwidths(rings, rank, size, device), "GB/s", 1e9, options)
+    return findings
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def gather_facts(probe: Probe, rank: int, config_error: str) -> list[Facts]:
     """Every rank's facts, in the order of ranks, on all ranks."""
     gpu, gpu_error = _answer(probe.gpu)
     versions = probe.versions() | ({"driver": gpu["driver"]} if gpu else {})
-    own = Facts(
+    own_facts = Facts(
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         node=int(os.environ.get("GROUP_RANK", "0")),
@@ -512,7 +512,7 @@ def gather_facts(probe: Probe, rank: int, config_error: str) -> list[Facts]:
         ports=probe.ports(),
         config_error=config_error,
     )
-    facts = all_gather_objects(own, dist.group.WORLD)
+    facts = all_gather_objects(own_facts, dist.group.WORLD)
     nodes = Counter(fact.host for fact in facts if fact.local_rank == 0)
     return [_named(fact, nodes[fact.host] > 1) for fact in facts]
 
@@ -536,21 +536,21 @@ def check(probe: Probe, arguments: argparse.Namespace) -> list[Finding]:
     options = Thresholds(arguments.warn_below, arguments.fail_below)
     facts = gather_facts(probe, rank, error)
     rates = gather_objects((probe.matmul_rate(), _answer(probe.gpu_under_load)[0]), world)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if rates is not None and rank == 0:
         loaded = [replace(fact, gpu=gpu or fact.gpu) for fact, (_, gpu) in zip(facts, rates, strict=True)]
-        found += judge_equal(facts) + judge_gpus(loaded) + judge_limits(facts)
-        found += judge_config(facts, arguments.config is not None)
+        findings += judge_equal(facts) + judge_gpus(loaded) + judge_limits(facts)
+        findings += judge_config(facts, arguments.config is not None)
         speed = {fact.name: rate for fact, (rate, _) in zip(facts, rates, strict=True)}
-        found += judge_rates("GEMMs", speed, "TFLOP/s", 1e12, options)
+        findings += judge_rates("GEMMs", speed, "TFLOP/s", 1e12, options)
     offsets = _clock_offsets(probe, [fact for fact in facts if fact.local_rank == 0], rank, world)
-    found += judge_clocks(offsets) if rank == 0 else []
+    findings += judge_clocks(offsets) if rank == 0 else []
     folder = broadcast_object(arguments.folder or (config and run_folder(config)), world)
     if folder is not None:
-        found += _check_file(probe, facts, rank, Path(folder), arguments.folder is None, world)
+        findings += _check_file(probe, facts, rank, Path(folder), arguments.folder is None, world)
     size = int(arguments.mebibytes * 2**20)
-    found += _check_bandwidth(facts, rank, size, probe.device, options)
-    return found if rank == 0 else []
+    findings += _check_bandwidth(facts, rank, size, probe.device, options)
+    return findings if rank == 0 else []
 
 
 def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
@@ -573,12 +573,12 @@ def run(arguments: argparse.Namespace, make_probe: Callable[[torch.device], Prob
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     arguments.mebibytes = arguments.mebibytes or (256 if kind == "cuda" else 4)
     device = initialize_distributed(kind, arguments.timeout)
-    found = check(make_probe(device), arguments)
-    if found:
-        print(report(found), flush=True)
-        if arguments.config and not any(finding.status == "fail" for finding in found):
+    findings = check(make_probe(device), arguments)
+    if findings:
+        print(report(findings), flush=True)
+        if arguments.config and not any(finding.status == "fail" for finding in findings):
             print(f"next, on one node: {proof_command(arguments, kind)}", flush=True)
-    failed = broadcast_object([finding.text for finding in found if finding.status == "fail"], dist.group.WORLD)
+    failed = broadcast_object([finding.text for finding in findings if finding.status == "fail"], dist.group.WORLD)
     if failed:
         count = "1 check has" if len(failed) == 1 else f"{len(failed)} checks have"
         raise ClusterFault("\n  ".join([f"{count} failed:", *failed]))

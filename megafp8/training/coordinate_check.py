@@ -19,7 +19,7 @@ from megafp8.parallel.parallel_state import (
     initialize_distributed,
     initialize_model_parallel,
 )
-from megafp8.training.trainer import Trainer
+from megafp8.training.trainer import RankTrainer
 
 MEASURED = ("embedding", "attention", "mlp", "logits")
 
@@ -29,15 +29,15 @@ Sizes = dict[str, list[float]]
 
 def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False) -> Config:
     """`config` in another width, for one process. Raises ValueError where a size would not be whole."""
-    model = config.model
-    base, channels = model.hidden_size, model.channels
+    model, mixer, ffn = config.model, config.spec.layers[0].mixer, config.spec.layers[0].ffn
+    base, channels = model.hidden_size, mixer.channels
 
     def scaled(size: int, key: str) -> int:
         if size * width % base:
             raise ValueError(f"--widths {width}: {key} {size} · {width} / {base} is not a whole number")
         return size * width // base
 
-    fields: dict[str, Any] = {"hidden_size": width, "ffn_hidden_size": scaled(model.ffn_size, "model.ffn_hidden_size")}
+    fields: dict[str, Any] = {"hidden_size": width, "ffn_hidden_size": scaled(ffn.width, "model.ffn_hidden_size")}
     latent = model.latent_attention
     if latent is not None:
         if widen_heads:
@@ -51,7 +51,7 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
     else:
         fields["head_dim"] = channels
         fields["num_attention_heads"] = scaled(model.num_attention_heads, "model.num_attention_heads")
-        fields["num_query_groups"] = scaled(model.query_groups, "model.num_query_groups")
+        fields["num_query_groups"] = scaled(mixer.groups, "model.num_query_groups")
     if mup:
         fields["mup"] = {"base_hidden_size": base, "base_head_dim": channels if latent is None else None}
     sections = config.model_dump()
@@ -64,7 +64,7 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
 def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Sizes:
     """Train a model of `config` on random tokens. `parallel`: of a job of one process."""
     assert config.model.vocab_size is not None
-    trainer = Trainer(config, parallel)
+    trainer = RankTrainer(config, parallel)
     (stage,) = trainer.stages
     assert stage.embedding is not None
     assert stage.head is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, read_report
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Fp8Record, read_report
 from megafp8.host.tool import file_of_run, pyplot
 from megafp8.training.fp8_records import advice_text, grid, ordered_layers, place, read_config
 
@@ -26,7 +26,7 @@ _PANELS = (
 _SWITCH_ON = "switch it on with fp8.report_interval=100 (a sample every 100 steps)"
 
 
-def read_run(folder: Path) -> list[Record]:
+def read_run(folder: Path) -> list[Fp8Record]:
     """The run's records, of at least one step. ValueError if the folder has no report."""
     path = file_of_run(folder, FILE_NAME, _SWITCH_ON)
     records = read_report(path)
@@ -35,7 +35,7 @@ def read_run(folder: Path) -> list[Record]:
     return records
 
 
-def chosen_step(records: Sequence[Record], wanted: str) -> int:
+def chosen_step(records: Sequence[Fp8Record], wanted: str) -> int:
     """The step `wanted`: "last" or a number. ValueError unless it was sampled."""
     steps = sorted({record.step for record in records})
     if wanted == "last":
@@ -55,7 +55,7 @@ def _snr(value: float | None) -> str:
     return "exact" if value == EXACT_DB else _figure(value, ".1f")
 
 
-def worst_table(records: Sequence[Record], count: int) -> str:
+def worst_table(records: Sequence[Fp8Record], count: int) -> str:
     """The `count` tensors whose SNR is furthest below the median of their operand, after those that were not finite.
 
     The SNR is compared with the median because gradients in E5M2 are some 6 dB below tensors in E4M3.
@@ -65,7 +65,7 @@ def worst_table(records: Sequence[Record], count: int) -> str:
     }
     medians = {operand: median(snr) for operand, snr in known.items() if snr}
 
-    def to_median(record: Record) -> str:
+    def to_median(record: Fp8Record) -> str:
         return "-" if record.snr_db is None else f"{record.snr_db - medians[record.operand]:+.1f}"
 
     ranked = sorted(records, key=lambda r: -math.inf if r.snr_db is None else r.snr_db - medians[r.operand])[:count]
@@ -82,25 +82,25 @@ def worst_table(records: Sequence[Record], count: int) -> str:
     return "\n".join(lines)
 
 
-def summary(records: Sequence[Record]) -> str:
+def summary(records: Sequence[Fp8Record]) -> str:
     """One line per operand: SNR, mean fractions, and the number of tensors with an infinity or NaN."""
     lines = [
         f"{'operand':<13}{'tensors':>8}{'median SNR':>12}{'worst SNR':>11}{'underflow':>11}{'saturated':>11}"
         f"{'not finite':>12}"
     ]
     for operand in OPERANDS:
-        own = [record for record in records if record.operand == operand]
-        if own:
-            snr = [record.snr_db for record in own if record.snr_db is not None]
+        rows = [record for record in records if record.operand == operand]
+        if rows:
+            snr = [record.snr_db for record in rows if record.snr_db is not None]
             lines.append(
-                f"{operand:<13}{len(own):>8}{_snr(median(snr) if snr else None):>12}{_snr(min(snr, default=None)):>11}"
-                f"{fmean(r.underflow for r in own):>11.2%}{fmean(r.saturated for r in own):>11.3%}"
-                f"{sum(r.amax is None for r in own):>12}"
+                f"{operand:<13}{len(rows):>8}{_snr(median(snr) if snr else None):>12}{_snr(min(snr, default=None)):>11}"
+                f"{fmean(r.underflow for r in rows):>11.2%}{fmean(r.saturated for r in rows):>11.3%}"
+                f"{sum(r.amax is None for r in rows):>12}"
             )
     return "\n".join(lines)
 
 
-def plot(records: Sequence[Record], path: Path, title: str) -> None:
+def plot(records: Sequence[Fp8Record], path: Path, title: str) -> None:
     """Heat maps of layers × sampled steps as a PNG: SNR, underflow, saturation and log2 amax, of each operand."""
     plt = pyplot()
     layers, steps = ordered_layers(records), sorted({record.step for record in records})

@@ -248,11 +248,11 @@ def inspect(arguments: argparse.Namespace) -> int:
             print_about(facts)
             print_table(records, arguments.norms)
         return 0
-    found = compare(source, other, names, others)
+    differences = compare(source, other, names, others)
     if arguments.json:
-        print_json({"here": facts, "there": about(other), "difference": found})
+        print_json({"here": facts, "there": about(other), "difference": differences})
     else:
         print_about(facts)
         print_about(about(other))
-        print_difference(found, source.path, other.path)
-    return int(any(found[key] for key in ("only_here", "only_there", "shape_or_dtype", "values")))
+        print_difference(differences, source.path, other.path)
+    return int(any(differences[key] for key in ("only_here", "only_there", "shape_or_dtype", "values")))

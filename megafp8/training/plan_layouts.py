@@ -103,13 +103,13 @@ def commands(config: str, overrides: Sequence[str], keys: Mapping[str, Mapping[s
     words = [word for word in overrides if word.partition("=")[0] not in changes]
     words += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
     arguments = shlex.join([config, *words])
-    nodes, of_node = -(-cluster.gpus // cluster.gpus_per_node), min(cluster.gpus, cluster.gpus_per_node)
+    nodes, node_ranks = -(-cluster.gpus // cluster.gpus_per_node), min(cluster.gpus, cluster.gpus_per_node)
     if nodes == 1:
-        return f"megafp8 launch --nproc-per-node {of_node} pretrain --config {arguments}"
+        return f"megafp8 launch --nproc-per-node {node_ranks} pretrain --config {arguments}"
     meeting = "--rdzv-backend c10d --rdzv-endpoint HEAD:29400 --rdzv-id RUN"
     return (
-        f"megafp8 launch --nnodes {nodes} --nproc-per-node {of_node} {meeting} pretrain --config {arguments}\n"
-        f"or, under Slurm:\nsbatch --nodes={nodes} --gpus-per-node={of_node} launch/slurm.sbatch {arguments}"
+        f"megafp8 launch --nnodes {nodes} --nproc-per-node {node_ranks} {meeting} pretrain --config {arguments}\n"
+        f"or, under Slurm:\nsbatch --nodes={nodes} --gpus-per-node={node_ranks} launch/slurm.sbatch {arguments}"
     )
 
 
@@ -164,22 +164,22 @@ def whole_replicas(config: Config, gpus: int, gpus_per_node: int, replicas: int)
     ValueError if there are too few.
     """
     p, t = config.parallel, config.training
-    of_model = p.tensor * p.pipeline * p.context
-    unit = math.lcm(of_model, gpus_per_node) * replicas
+    model_ranks = p.tensor * p.pipeline * p.context
+    unit = math.lcm(model_ranks, gpus_per_node) * replicas
     if gpus < unit:
         raise ValueError(f"{gpus:,} GPUs are too few for {replicas} replicas of whole nodes and models; give {unit:,}")
     used = gpus // unit * unit
-    samples = t.micro_batch_size * used // of_model
+    samples = t.micro_batch_size * used // model_ranks
     return used, -(-t.global_batch_size // samples) * samples
 
 
 def goodput(arguments: argparse.Namespace) -> bool:
     """Print the goodput of the config's own layout on each number of GPUs."""
-    found: list[Forecast] = []
+    results: list[Forecast] = []
     for gpus in arguments.gpus:
         config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
-        given = config.resilience.replicas
-        replicas = arguments.replicas or ((8, 6) if given is None else (given.count, given.min))
+        replicas_keys = config.resilience.replicas
+        replicas = arguments.replicas or ((8, 6) if replicas_keys is None else (replicas_keys.count, replicas_keys.min))
         used, batch = whole_replicas(config, gpus, arguments.gpus_per_node, replicas[0])
         overrides = [*arguments.overrides, f"training.global_batch_size={batch}", "resilience.replicas=null"]
         config = with_vocabulary(load_config(arguments.config, overrides), arguments.config)
@@ -187,13 +187,13 @@ def goodput(arguments: argparse.Namespace) -> bool:
         cluster = Cluster(GPUS[arguments.gpu], used, arguments.gpus_per_node)
         outline = model_outline(config, build_fp8(config, None), teacher_of(config))
         step, state = predict(outline, cluster).seconds, state_bytes_of(outline)
-        found += forecasts(config, cluster, step, state, replicas, arguments.mtbf_gpu_hours)
+        results += forecasts(config, cluster, step, state, replicas, arguments.mtbf_gpu_hours)
     assumed = asdict(Assumptions())
     if arguments.json:
-        records = [asdict(x) | {"goodput": x.goodput} for x in found]
+        records = [asdict(x) | {"goodput": x.goodput} for x in results]
         print(json.dumps({"goodput": records, "state_bytes": state, "assumptions": assumed}))
         return True
-    print(goodput_text(found, state, hang_detection(config)))
+    print(goodput_text(results, state, hang_detection(config)))
     return True
 
 
@@ -245,33 +245,33 @@ def plan(arguments: argparse.Namespace) -> bool:
         gpu = measured(gpu, *on_cuda())
     cluster = cluster_of(arguments, config, gpu)
     start, fp8, teacher = time.perf_counter(), build_fp8(config, None), teacher_of(config)
-    own: Prediction | str
+    own_prediction: Prediction | str
     try:
         check_layout(config, cluster.gpus, arguments.config)
         check_frozen(config, cluster.gpus)
-        own = predict(model_outline(config, fp8, teacher), cluster)
+        own_prediction = predict(model_outline(config, fp8, teacher), cluster)
     except ConfigError as error:
-        own = str(error)
-    found = search(config, fp8, cluster, arguments.top, teacher)
+        own_prediction = str(error)
+    result = search(config, fp8, cluster, arguments.top, teacher)
     seconds = time.perf_counter() - start
     t = config.training
-    of_run = None if config.stages else t.steps * t.global_batch_size * t.seq_length
+    run_tokens = None if config.stages else t.steps * t.global_batch_size * t.seq_length
     flops = flops_per_token(config, frozen_run(config, teacher))
-    question = Question(config, cluster, flops, arguments.tokens or of_run, arguments.price)
+    question = Question(config, cluster, flops, arguments.tokens or run_tokens, arguments.price)
     if not arguments.json:
-        print(text(own, found, arguments, question, seconds))
-        return bool(found.best)
-    best = [record(c.prediction, question) | {"keys": changed_keys(config, c.config)} for c in found.best]
+        print(text(own_prediction, result, arguments, question, seconds))
+        return bool(result.best)
+    best = [record(c.prediction, question) | {"keys": changed_keys(config, c.config)} for c in result.best]
     start_best = commands(arguments.config, arguments.overrides, best[0]["keys"], cluster) if best else None
     print(json.dumps({
-        "config": own if isinstance(own, str) else record(own, question),
+        "config": own_prediction if isinstance(own_prediction, str) else record(own_prediction, question),
         "flops_per_token": question.flops_per_token,
         "command": start_best,
         "limit_bytes": cluster.memory,
         "best": best,
-        "losers": dict(found.losers),
-        "layouts": found.layouts,
+        "losers": dict(result.losers),
+        "layouts": result.layouts,
         "seconds": seconds,
         "rates": asdict(replace(gpu)),
     }))  # fmt: skip
-    return bool(found.best)
+    return bool(result.best)

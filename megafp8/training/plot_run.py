@@ -47,8 +47,8 @@ def _numbers(values: Sequence[float | None]) -> list[float | int | None]:
 
 def _curve(curve: Curve) -> dict[str, Any]:
     points: Points = downsample(curve)
-    found = {"label": curve.label, "sparse": curve.sparse, "x": _numbers(points.x), "y": _numbers(points.y)}
-    return found | ({"mx": _numbers(points.mean_x), "my": _numbers(points.mean_y)} if points.mean_x else {})
+    curve_dict = {"label": curve.label, "sparse": curve.sparse, "x": _numbers(points.x), "y": _numbers(points.y)}
+    return curve_dict | ({"mx": _numbers(points.mean_x), "my": _numbers(points.mean_y)} if points.mean_x else {})
 
 
 def _axis(run: RunData) -> dict[str, Any]:

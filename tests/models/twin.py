@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megafp8.config.parts.rwkv7 import Rwkv7Config
 from torch import Tensor
 
 from megafp8.config.parts import LayerKind
@@ -25,6 +24,7 @@ from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 from megafp8.layers.mamba2.record import Mamba2Config
+from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
-from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Record, ReportWriter
+from megafp8.fp8.health import EXACT_DB, FILE_NAME, OPERANDS, Fp8Record, ReportWriter
 from megafp8.training.fp8_records import grid, ordered_layers
 from tools import fp8_report
 
@@ -20,9 +20,9 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 KINDS = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
 
 
-def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Record]:
+def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Fp8Record]:
     return [
-        Record(
+        Fp8Record(
             step,
             f"layers.{i}.{kind}",
             operand,
@@ -39,7 +39,7 @@ def healthy(steps: Sequence[int] = (100, 200, 300), layers: int = 3) -> list[Rec
     ]
 
 
-def run_folder(path: Path, records: Sequence[Record], name: str = "config.yaml", **fp8: object) -> Path:
+def run_folder(path: Path, records: Sequence[Fp8Record], name: str = "config.yaml", **fp8: object) -> Path:
     """A run's folder with the report `records`, started with the section `fp8`."""
     path.mkdir(exist_ok=True)
     writer = ReportWriter(path / FILE_NAME, 0)
@@ -50,7 +50,7 @@ def run_folder(path: Path, records: Sequence[Record], name: str = "config.yaml",
     return path
 
 
-def with_trouble() -> list[Record]:
+def with_trouble() -> list[Fp8Record]:
     """Two bad tensors at step 200 and after, a broken one at step 300, an exact one always."""
     found = []
     for r in healthy():
@@ -171,7 +171,7 @@ def test_the_grid_puts_a_kind_of_layer_together(tmp_path: Path) -> None:
     ],
     ids=["large", "one tensor", "no figures"],
 )
-def test_heat_map(records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heat_map(records: list[Fp8Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", records, recipe="current")
     png = tmp_path / "map.png"
     assert f"heat map: {png}" in shown(capsys, folder, "--png", png)

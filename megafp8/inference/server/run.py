@@ -23,7 +23,7 @@ from megafp8.inference.server.engine import Engine
 from megafp8.parallel.parallel_state import destroy_model_parallel
 
 if TYPE_CHECKING:
-    from megafp8.inference.server.app import EncodeChat, Limits, Service
+    from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
 
 _KEEP_ALIVE_SECONDS = 75
 """An idle connection is closed after so long: later than clients and proxies do, mostly after 5 to 60 s. The other way
@@ -34,10 +34,10 @@ _FLUSH_SECONDS = 5
 logger = logging.getLogger("megafp8.inference.server")
 
 
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    from megafp8.inference.server.app import Limits
+def limits_of(arguments: argparse.Namespace) -> ServerLimits:
+    from megafp8.inference.server.app import ServerLimits
 
-    return Limits(
+    return ServerLimits(
         body_bytes=arguments.max_body_bytes,
         prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -57,8 +57,8 @@ def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
         raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
     tokenizer = build_tokenizer(**tokenizer_path)
     try:
-        given = None if template is None else str(template)
-        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), given))
+        text = None if template is None else str(template)
+        return chat_prompt_encoder(tokenizer, read_chat_template(tokenizer_path.get("path"), text))
     except ValueError as error:
         if template is not None:
             raise

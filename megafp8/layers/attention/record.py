@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from megafp8.host.problems import Problem, divisors
 from megafp8.parallel.pipeline.split import even
-from megafp8.problems import Problem, divisors
 from megafp8.section import (
     FLOAT,
     IN_FP32,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
+from megafp8.host.problems import Problem, divisors
 from megafp8.layers.attention.record import RotaryKeys
-from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Chosen, Heads, NonNegative, Tokens
 from megafp8.spec import ModelSection, PartRecord, RunConfig
 

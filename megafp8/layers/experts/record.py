@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from megafp8.host.problems import Problem, divisors
 from megafp8.layers.activation.record import ActivationName
 from megafp8.layers.mlp.record import MEGATRON_LINEARS, MlpConfig
-from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Count, Experts, NonNegative, PositiveFloat, PositiveInt, Section
 from megafp8.spec import ModelSection, PartRecord, RunConfig
 

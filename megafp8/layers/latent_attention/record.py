@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from megafp8.host.problems import Problem
 from megafp8.layers.attention.record import QueryScaling, RotaryKeys
-from megafp8.problems import Problem
 from megafp8.section import Channels, Heads, PositiveFloat, Section, Tokens
 from megafp8.spec import ModelSection, PartRecord
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
+from megafp8.host.problems import Problem, divisors
 from megafp8.layers.recurrent.record import ConvolvedConfig
-from megafp8.problems import Problem, divisors
 from megafp8.section import Channels, Heads, NonNegative, PositiveFloat
 from megafp8.spec import ModelSection
 

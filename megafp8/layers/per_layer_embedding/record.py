@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megafp8.host.problems import Problem
 from megafp8.layers.activation.record import ACTIVATIONS
-from megafp8.problems import Problem
 from megafp8.section import Channels, Section
 from megafp8.spec import ModelSection, RunConfig
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megafp8.problems import Problem
+from megafp8.host.problems import Problem
 from megafp8.section import INTEGER
 from megafp8.spec import PartRecord, RunConfig
 

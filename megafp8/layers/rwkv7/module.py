@@ -5,7 +5,7 @@
     g = −exp(−½) σ(λ + up(tanh(down(x_g))))                     logarithm of the decay of each channel
     a = σ(λ + up(down(x_a)))                                    in-context learning rate of each channel
     κ = ξ·k of length 1;   k ← k (1 + (a − 1) α)                removal key; replacement key
-    y = recurrence(r, g, k, v, κ, a)                            `megafp8.ops.rwkv7`
+    y = recurrence(r, g, k, v, κ, a)                            `megafp8.layers.rwkv7.op`
     output = projection((norm(y) + (r · ρ k) v) · up(σ(down(x_z))))
 
 Weights μ, ξ, α, ρ and both λ have one number per channel. A head's output is normalized by itself (group norm), with a
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.config.parts.rwkv7 import Rwkv7Config
 from megafp8.layers.attention.module import ATTENTION
 from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.layers.costs import KernelWork, MicroBatch
@@ -35,11 +34,12 @@ from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.module import RecurrentMixer
 from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.rwkv7.op import CHUNK, in_chunks
+from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.op import last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import LinearState
-from megafp8.ops.rwkv7 import CHUNK, in_chunks
 from megafp8.parallel import collectives
 from megafp8.parallel.sharding import Init, shard_dim, unsharded
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear

@@ -14,7 +14,7 @@ class Rwkv7Config(RecurrentConfig):
     """Time mix of RWKV-7 (arXiv:2503.14456): a state that decays by channel of keys, and in which each token replaces
     part of the value of its key. A head's state has head_dim² numbers, however long the sequence is."""
 
-    module: ClassVar[str] = "megafp8.models.rwkv7:Rwkv7"
+    module: ClassVar[str] = "megafp8.layers.rwkv7.module:Rwkv7"
     tensor_prefix: ClassVar[str] = "rwkv7"
 
     kind: Literal["rwkv7"] = "rwkv7"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
+from megafp8.host.problems import Problem
 from megafp8.layers.latent_attention.record import LatentRecord
-from megafp8.problems import Problem
 from megafp8.section import Channels, Chosen, Heads, NonNegative, Section
 from megafp8.spec import ModelSection, RunConfig
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megafp8.ops.rwkv7 import in_chunks, recurrence
 from torch import Tensor
 from torch.nn import functional as F
+
+from megafp8.layers.rwkv7.op import in_chunks, recurrence
 
 
 @pytest.mark.parametrize(("s", "documents"), [(37, False), (32, True), (1, False)])
