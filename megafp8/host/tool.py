@@ -1,4 +1,4 @@
-"""What tools share: exit codes and errors, signals, tables, plotting, folders of runs."""
+"""Share code between tools: exit codes and errors, signals, tables, plotting, folders of runs."""
 
 from __future__ import annotations
 

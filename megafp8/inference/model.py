@@ -162,7 +162,7 @@ class PackedModel:
         self.multiple = self._ranks
         if model.fp8.recipe is not None:
             self.multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
-        # Where operations without kernels of ours then run PyTorch's own (`ops.fusion.runs_unfused`).
+        # Where operations without kernels of ours then run PyTorch's own (`linear.fusion.runs_unfused`).
         own_ops = context.device.type == "cpu" and not model.in_training and not model.batch_invariant
         self._inference_mode = own_ops
 

@@ -12,7 +12,7 @@
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
 data order, initial values and dropout are functions of the seed (`data.samples`, `parallel.tensor.random`,
-`ops.dropout_reference`), which is in the metadata with the config.
+`layers.dropout.reference`), which is in the metadata with the config.
 
 A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused
 if the data would not continue where it stopped, if the weights are those of another model, or if the checkpoint has

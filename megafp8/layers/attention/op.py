@@ -19,7 +19,7 @@ Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
     width is no multiple of 8
                                    our own in Triton (`megafp8.layers.attention.kernel`), which is deterministic
     on a CPU, in fp32 or fp64, or heads wider than 256
-                                   the reference in PyTorch, some queries at a time (`ops.attention_reference`)
+                                   the reference in PyTorch, some queries at a time (`layers.attention.reference`)
     on a CPU in inference mode     torch's flash kernel where it can (`layers.attention.cpu_kernel`)
 
 *Narrow values.* Values may be narrower than keys (latent attention), and the output is as wide as they are. cuDNN and

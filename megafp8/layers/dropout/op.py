@@ -1,6 +1,6 @@
 """Dropout of a branch that is added to the residual stream, or of the stream itself; its masks are never stored.
 
-`layers.norm.op` adds a branch in the same way as it reads it. Masks: `ops.dropout_reference`.
+`layers.norm.op` adds a branch in the same way as it reads it. Masks: `layers.dropout.reference`.
 
 Shapes: s sequence, b micro-batch, c channels.
 """
