@@ -203,4 +203,4 @@ class ReferenceStage:
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
         y = token_output(self.stage(x, microbatch, logits=self.loss.reads_logits))
-        return StageOutput(y, None if self.stage.head is None else self.loss.of_reference(y, microbatch))
+        return StageOutput(y, None if self.stage.head is None else self.loss.reference_output(y, microbatch))
