@@ -33,6 +33,10 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TWO_KINDS: dict[str, Any] = {
+    "layer_kinds": {str(n): {"ffn": {"kind": "moe", "num_experts": n}} for n in (4, 8)}, "pattern": ["4", "8"],
+}  # fmt: skip
+"""Keys of a model with two kinds of experts, which only native formats have."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

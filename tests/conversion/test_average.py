@@ -54,7 +54,7 @@ def test_the_mean_is_that_of_float64(tmp_path: Path, masters: bool) -> None:
 
 
 def test_what_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, model = tmp_path / "run", checkpoints.MODEL.model_dump(mode="json")
+    run, model = tmp_path / "run", dict(checkpoints.MODEL.keys)
     make(run, 10)
     first = run / "checkpoints" / "step_00000010"
     make(tmp_path / "theta", 20, about={**checkpoints.ABOUT, "config": {"model": model | {"rope_theta": 5.0}}})

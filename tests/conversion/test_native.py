@@ -13,6 +13,7 @@ import torch
 from megafp8.checkpoint import load, save
 from megafp8.config import model_spec
 from megafp8.conversion.average import Averaged
+from megafp8.conversion.consolidated import ConsolidatedSink, ConsolidatedSource
 from megafp8.conversion.convert import Selected
 from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.model import check_source, model_tensors
@@ -53,10 +54,16 @@ def test_positions_that_the_config_leaves_to_the_run(
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == positions
 
 
-def test_a_table_of_experts_stays_what_it_is_in_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_kinds_of_experts_and_a_table_of_integers_in_another_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = {
         **checkpoints.MODEL.keys, "moe": {"num_experts": 4, "ffn_hidden_size": 8},
-        "layer_kinds": {"hash": {"ffn": {"kind": "moe", "routing": "hash"}}}, "pattern": ["hash"],
+        "layer_kinds": {
+            "hash": {"ffn": {"kind": "moe", "routing": "hash"}},
+            "wide": {"ffn": {"kind": "moe", "num_experts": 2, "ffn_hidden_size": 16}},
+        },
+        "pattern": ["hash", "wide"],
     }  # fmt: skip
     monkeypatch.setitem(checkpoints.ABOUT, "config", {"model": model})
     tensors = {name: torch.rand(shape) for name, shape in model_tensors(model_spec(model)).items()}
@@ -68,6 +75,10 @@ def test_a_table_of_experts_stays_what_it_is_in_another_dtype(tmp_path: Path, mo
     found = NativeSource(convert(narrow, NativeSink(tmp_path / "other" / "checkpoints" / "step_00000030")))
     assert torch.equal(found.read(name), tables[name])
     assert found.tensors["model.layers.0.mlp.router.weight"].dtype == torch.bfloat16
+    assert found.tensors["model.layers.1.mlp.experts.1.down.weight"].shape == (32, 16)
+    one_file = ConsolidatedSource(convert(narrow, ConsolidatedSink(tmp_path / "one file")))
+    assert one_file.model == found.model == source.model
+    assert one_file.tensors == found.tensors
     both = Averaged([source, source])
     assert torch.equal(both.read(name), tables[name])
     wrong = NativeSource(checkpoints.make(tmp_path / "wrong", tensors))

@@ -31,6 +31,7 @@ from tests.conversion.families import (
     OURS,
     SMALL,
     THEIRS,
+    TWO_KINDS,
     config_class,
 )
 from tests.marks import slow_but
@@ -710,6 +711,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         (LATENT | {"sliding_window": 5}, r"nearest, deepseek_v3, lacks model.sliding_window = 5 \(there None\)$"),
         (LATENT | {"moe": None}, r"^no Hugging Face family has this model: .*latent attention .* without experts"),
         (LATENT | {"qk_norm": True}, "^model.qk_norm = True: model.latent_attention is set, and it normalizes"),
+        (_experts() | TWO_KINDS, "^no Hugging Face family has this model: layers have two kinds of experts"),
         (_experts(top_k=5), r"^model.moe.top_k = 5: .*num_experts is 4"),
     ],
 )
