@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Set
 from importlib import import_module
 from operator import attrgetter
+
+
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -135,3 +138,76 @@ def test_files_of_layers_import_their_floor_and_those_below() -> None:
     for module, floor in floors.items():
         for imported in graph.find_modules_directly_imported_by(module) & floors.keys():
             assert floors[imported] in IMPORTABLE[floor], f"{module} imports {imported}"
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    files: dict[str, list[str]] = {}
+    for path in [*MODULES, *sorted((ROOT / "tools").glob("*.py"))]:
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.M):
+            files.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+IN_A_WHEEL = {"tools", "launch", "configs", "schema"}
+"""Names below `megafp8` that a checkout does not have: folders beside the package, and megafp8.schema.json."""
+SECTIONS = {"checkpoint", "config", "data", "fp8", "inference", "linear", "nn", "optimizer", "training"}
+"""Packages whose names in prose may be those of a section of the config, or of torch."""
+
+
+def defines(module: Path, name: str) -> bool:
+    """Return whether a module defines or imports a name, by its text."""
+    return (
+        re.search(rf'^ *(class |def |async def |from .*\b|import .*\b|"?){name}\b', module.read_text(), re.M)
+        is not None
+    )
+
+
+@cache
+def exists(dotted: str) -> bool:
+    """Return whether `megafp8.a.b.Name` is a module, or a name in one."""
+    folder, parts = ROOT, dotted.split(".")
+    while parts and (folder / parts[0] / "__init__.py").exists():
+        folder /= parts.pop(0)
+    if not parts:
+        return True
+    if (module := folder / f"{parts[0]}.py").exists():
+        return len(parts) == 1 or defines(module, parts[1])
+    return defines(folder / "__init__.py", parts[0])
+
+
+def stale(text: str) -> list[str]:
+    """Return the files and modules that a text names and that do not exist."""
+    paths = re.findall(r"(?<![\w./-])((?:megafp8|tools|tests|benchmarks|launch)/[\w/-]+\.py)\b", text)
+    packages = {path.name for path in (ROOT / "megafp8").iterdir() if (path / "__init__.py").exists()} - SECTIONS
+    dotted = re.findall(r"(?<![\w./\"])(megafp8(?:\.\w+)+)", text)
+    dotted += [
+        f"megafp8.{name}" for name in re.findall(r"`([a-z_]\w*(?:\.\w+)+)`", text) if name.split(".")[0] in packages
+    ]
+    wrong = [name for name in dotted if name.split(".")[1] not in IN_A_WHEEL and not exists(name)]
+    return [path for path in paths if not (ROOT / path).exists()] + wrong
+
+
+PROSE = [*MODULES, *ROOT.glob("[CR]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md")]
+
+
+def test_files_and_modules_that_are_named_exist() -> None:
+    history = {"CHANGELOG.md", "LOG.md"}
+    found = {
+        str(p.relative_to(ROOT)): wrong for p in PROSE if p.name not in history and (wrong := stale(p.read_text()))
+    }
+    assert found == {}
+
+
+def test_the_search_finds_stale_names() -> None:
+    text = "`ops.gone`, megafp8/gone.py, megafp8.kernels.gone, megafp8.kernels.norm.Gone; `ops.norm`, megafp8.kernels"
+    assert stale(text) == ["megafp8/gone.py", "megafp8.kernels.gone", "megafp8.kernels.norm.Gone", "megafp8.ops.gone"]
+
+
+def test_terms_name_code_that_exists() -> None:
+    """The second column of docs/terms.md: each word in backticks is in the code or in its config."""
+    current = (ROOT / "docs/terms.md").read_text().partition("## Earlier names")[0]
+    column = "".join(re.findall(r"^\|[^|]*(\|[^|]*\|)", current, re.M))
+    words = {word for name in re.findall(r"`([^`]+)`", column) for word in re.findall(r"[A-Za-z_]\w*", name)}
+    code = {word for path in MODULES for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+    assert len(words) > 30
+    assert words - code == set()

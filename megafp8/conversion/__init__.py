@@ -1,1 +1,1 @@
-"""Checkpoints to and from other formats, tensor by tensor, without ranks."""
+"""Conversion of checkpoints between formats, one tensor at a time, without process groups."""

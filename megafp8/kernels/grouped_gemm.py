@@ -17,7 +17,7 @@ Two programs of four warps share a multiprocessor: while one reads and writes re
 registers hold sums and a block's product, so a program has eight warps, and a multiprocessor one program. Products of
 rows have no more programs than fit, each of which takes tile after tile (docs/decisions/0015-experts.md).
 
-Reference: `megafp8.gemm.dispatch.gemm` of each expert alone; sums are taken in another order.
+Reference: `megafp8.gemm.dispatch.emulated`, one expert after the other; sums are taken in another order.
 
 Shapes: e experts, m rows of all of them; n columns and k summands of a product of rows; a sum over rows is `[p, q]` for
 each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once: a block, where blocks have scales. SCALES

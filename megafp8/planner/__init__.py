@@ -1,1 +1,1 @@
-"""Memory and stages of a run, from its config alone: pure functions of the config and the layout."""
+"""Memory, step time, stages and goodput of a run, predicted from its config alone, and the search for a layout."""

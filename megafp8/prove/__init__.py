@@ -1,1 +1,1 @@
-"""A config proven before it is run: a small copy of it computes on local ranks what one rank computes."""
+"""Proof that a config computes on several local ranks what it computes on one, with a certificate."""

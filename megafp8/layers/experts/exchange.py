@@ -51,7 +51,7 @@ class TokenDispatch:
 
 
 def plan_dispatch(counts: Tensor, group: ProcessGroup) -> TokenDispatch:
-    """The exchange of rows of which this rank has `counts` for each expert of the layer, int64 `[r·e]`. Collective."""
+    """Plan the dispatch of rows, given this rank's `counts` for each expert of the layer, int64 `[r·e]`. Collective."""
     counts_re = counts.view(group.size(), -1)
     arriving_re = all_to_all(counts_re, group)
     sent, received = torch.stack([counts_re.sum(dim=1), arriving_re.sum(dim=1)]).tolist()

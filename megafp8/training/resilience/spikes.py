@@ -6,7 +6,7 @@ all ranks, so all ranks decide alike; the device compares before the update, so 
 
 A skipped step changes no weights. A rewind goes back to the newest checkpoint and leaves out the samples since then, as
 in PaLM (Chowdhery et al., 2022, section 5.1). A checkpoint holds the position in the data, which counts samples left
-out too. From there on the run counts samples as if it left none out (`training.history.samples_at`), and `position_of`
+out too. From there on the run counts samples as if it left none out (`History.samples_at`), and `position_of`
 maps these numbers to positions.
 
 A resumed run repeats all decisions: checkpoints hold the losses of the window and the ranges of samples left out, and
