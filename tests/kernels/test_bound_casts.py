@@ -93,7 +93,7 @@ def test_a_quantizer_for_cuda(name: str, launched: list[str]) -> None:
 def test_a_quantizer_of_experts_for_cuda(name: str, launched: list[str]) -> None:
     operand: OperandName = "grad_output"
     tensors = [Fp8Tensor(f"experts.{e}.up", operand, None, None) for e in range(2)]
-    groups = RowGroups.of(torch.tensor([16, 48], dtype=torch.int32, device=DEVICE), 48)
+    groups = RowGroups.from_ends(torch.tensor([16, 48], dtype=torch.int32, device=DEVICE), 48)
     scale_2, scale_inv_2, newest_2 = torch.tensor([[3.0, 5.0], [1 / 3, 0.2], [0.0, 0.0]], device=DEVICE)
 
     def joined(on: torch.device) -> GroupQuantizer:

@@ -15,7 +15,7 @@ from megafp8.conversion.megatron.sink import MegatronSink
 from megafp8.conversion.megatron.source import MegatronSource, is_megatron
 from megafp8.layers.experts.router import choose, weigh
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import TWO_KINDS, RandomSource
+from tests.conversion.families import RandomSource
 from tests.conversion.megatron.reference import MODELS, READ_ONLY, TINY, chosen, folders, rank, save
 from tests.marks import slow_but
 
