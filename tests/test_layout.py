@@ -197,7 +197,10 @@ def test_files_and_modules_that_are_named_exist() -> None:
 
 
 def test_the_search_finds_stale_names() -> None:
-    text = "`ops.gone`, megafp8/gone.py, megafp8.kernels.gone, megafp8.layers.norm.kernel.Gone; `layers.norm.op`, megafp8.kernels"
+    text = (
+        "`ops.gone`, megafp8/gone.py, megafp8.kernels.gone, megafp8.layers.norm.kernel.Gone; `layers.norm.op`, "
+        "megafp8.kernels"
+    )
     assert stale(text) == [
         "megafp8/gone.py",
         "megafp8.kernels.gone",

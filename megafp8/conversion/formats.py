@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megafp8.checkpoint import complete_checkpoints, latest
 from megafp8.checkpoint.dcp import INDEX_FILE
@@ -38,7 +38,7 @@ class CheckpointFormat(NamedTuple):
     """
 
     sign: str
-    has_sign: Callable[[Path], bool]
+    has_sign: Callable[[Any], bool]
     source: Callable[..., CheckpointSource]
     sink: Callable[..., Sink]
     weights_only: bool = True

@@ -13,6 +13,7 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.config import Config, ParallelConfig, load_config
 from megafp8.host.tool import pyplot
+from megafp8.models.block import Block
 from megafp8.parallel.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -69,6 +70,7 @@ def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Siz
     assert stage.embedding is not None
     assert stage.head is not None
     block = stage.blocks[-1]
+    assert isinstance(block, Block)
     modules = dict(zip(MEASURED, (stage.embedding, block.mixer, block.ffn, stage.head.output), strict=True))
     sizes: Sizes = {name: [] for name in MEASURED}
     for name, module in modules.items():
@@ -125,7 +127,7 @@ def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
 
 def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
     """Growth from the narrowest to the widest model, before the last step."""
-    rows = [("", *MEASURED)]
+    rows: list[tuple[str, ...]] = [("", *MEASURED)]
     rows += [(title, *(f"{growth(sizes, name):.2f}" for name in MEASURED)) for title, sizes in found.items()]
     return "\n".join(f"{title:<10}" + "".join(f"{value:>12}" for value in values) for title, *values in rows)
 
