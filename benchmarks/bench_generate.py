@@ -29,8 +29,7 @@ import torch
 
 from benchmarks.common import Table, machine, new_parser, release, require_positive, write_json
 from benchmarks.profiling import Kernel, by_name, record
-from megafp8.config import load_config
-from megafp8.config.schema import Fp8Config, ModelConfig
+from megafp8.config import Fp8Config, load_config
 from megafp8.host.gpus import H200
 from megafp8.inference.generator import CacheOptions, Generator
 from megafp8.inference.load import InferenceLayout, build_model, config_of
@@ -40,6 +39,7 @@ from megafp8.inference.sampling import SamplingOptions
 from megafp8.linear.quantized_weight import WEIGHT_FORMATS
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from megafp8.parallel.tensor.random import initialize_parameters
+from megafp8.spec import ModelSpec
 
 FEW = 16
 CACHES = {"fp8-cache": {"dtype": "fp8"}, "int8-cache": {"dtype": "int8"}}
@@ -48,7 +48,7 @@ Generate = Callable[[list[list[int]], int], Any]
 
 
 def our_generate(
-    model: ModelConfig, variant: str, cache: CacheOptions, longest: int, options: SamplingOptions
+    model: ModelSpec, variant: str, cache: CacheOptions, longest: int, options: SamplingOptions
 ) -> tuple[Generate, int]:
     """A model with random weights, and the bytes of weights that a decode step reads."""
     recipe, *extras = variant.split("+")
@@ -83,14 +83,15 @@ def our_generate(
     return generate, size
 
 
-def their_generate(model: ModelConfig, variant: str) -> tuple[Generate, int]:
+def their_generate(model: ModelSpec, variant: str) -> tuple[Generate, int]:
     """transformers' Llama, which has the same sizes."""
     import transformers
 
+    mixer, ffn = model.layers[0].mixer, model.layers[0].ffn
     config = transformers.LlamaConfig(
-        vocab_size=model.padded_vocab_size, num_hidden_layers=model.num_layers, hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size, num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.query_groups, rope_theta=model.rope_theta, max_position_embeddings=131072,
+        vocab_size=model.stem.rows, num_hidden_layers=model.num_layers, hidden_size=model.hidden_size,
+        intermediate_size=ffn.width, num_attention_heads=mixer.num_attention_heads,
+        num_key_value_heads=mixer.groups, rope_theta=mixer.rope_theta, max_position_embeddings=131072,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -157,7 +158,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def measure(arguments: argparse.Namespace, model: ModelConfig, variant: str, table: Table) -> list[dict[str, Any]]:
+def measure(arguments: argparse.Namespace, model: ModelSpec, variant: str, table: Table) -> list[dict[str, Any]]:
     batches = [int(batch) for batch in arguments.batches.split(",")]
     longest = max(arguments.prompt + FEW + arguments.tokens, arguments.prefill + 1)
     cache_tokens = max(longest, max(batches) * (arguments.prompt + FEW + arguments.tokens + 16))
@@ -168,10 +169,11 @@ def measure(arguments: argparse.Namespace, model: ModelConfig, variant: str, tab
     own = torch.Generator().manual_seed(0)
 
     def prompts(batch: int, length: int) -> list[list[int]]:
-        return torch.randint(model.padded_vocab_size, (batch, length), generator=own).tolist()
+        return torch.randint(model.stem.rows, (batch, length), generator=own).tolist()
 
     kept = 1 if "-cache" in variant else 2
-    cached = 2 * kept * model.num_layers * model.query_groups * model.channels
+    mixer = model.layers[0].mixer
+    cached = 2 * kept * model.num_layers * mixer.groups * mixer.channels
     rows = []
     for batch in batches:
         given = prompts(batch, arguments.prompt)
@@ -204,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: needs a GPU; benchmarks/bench_generate_cpu.py times CPUs", file=sys.stderr)
         return 1
-    model = load_config(arguments.config, ["fp8.recipe=none", *arguments.set]).model
+    model = load_config(arguments.config, ["fp8.recipe=none", *arguments.set]).spec
     rows: list[dict[str, Any]] = []
     print(f"{machine(torch.device('cuda'))}, torch {torch.__version__}, prompts of {arguments.prompt} tokens")
     table = Table("", 34, {"step ms": ".3f", "tokens/s": ",.0f", "of bound": ".3f", "prefill ms": ".1f"})

@@ -197,4 +197,4 @@ def build_stage(
     )
     manager = build_fp8(config, parallel)
     context = BuildContext(parallel.tensor.group, manager, dtype, parallel.device, sequence_parallel=True)
-    return config, manager, GPTStage(config.model, context, layers=range(1, layers + 1), positions=0)
+    return config, manager, GPTStage(config.spec, context, layers=range(1, layers + 1), positions=0)

@@ -47,12 +47,15 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         m, s = config.model, config.training.seq_length
+        mixer, rows = config.spec.layers[0].mixer, config.spec.stem.rows
         assert not why_not(config)
-        shape = Shape(m.hidden_size, m.ffn_size, m.num_attention_heads, m.query_groups, m.channels, s)
-        self.embedding = nn.Embedding(m.padded_vocab_size, m.hidden_size)
+        shape = Shape(
+            m.hidden_size, config.spec.layers[0].ffn.width, mixer.num_attention_heads, mixer.groups, mixer.channels, s
+        )
+        self.embedding = nn.Embedding(rows, m.hidden_size)
         self.layers = ReferenceLayers(shape, m.num_layers, s).float()
         self.norm = nn.RMSNorm(m.hidden_size, EPSILON)
-        self.output = nn.Linear(m.hidden_size, m.padded_vocab_size, bias=False)
+        self.output = nn.Linear(m.hidden_size, rows, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("proj.weight", "down.weight"))
