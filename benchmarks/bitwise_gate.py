@@ -299,6 +299,8 @@ FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load("""
   - &compressed {kind: compressed_attention, q_rank: 20, output_groups: 2, output_rank: 12}
   - &mamba {kind: mamba2, num_heads: 8, head_dim: 8, state_size: 6, num_groups: 2}
   - &delta {kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4, key_head_dim: 32, value_head_dim: 24}
+rwkv7: {layer_kinds: {a: {mixer: {kind: rwkv7, num_heads: 2, head_dim: 8, decay_rank: 4, rate_rank: 4, gate_rank: 4}}},
+  pattern: [a]}
 no-layer-has-experts: {moe: {num_experts: 4}, layer_kinds: {a: {ffn: {kind: mlp}}}, pattern: [a]}
 qwen3-next: {qk_norm: true, output_gate: true, zero_centered_gamma: true, partial_rotary_factor: 0.5, head_dim: 8,
   layer_kinds: {linear: {mixer: *delta}, full: {}}, pattern: [linear, full], moe: {num_experts: 6,

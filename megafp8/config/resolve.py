@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megafp8.config.parts import LayerKind
 from megafp8.layers.attention.record import AttentionConfig
@@ -17,13 +17,10 @@ from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.latent_attention.record import LatentMixerConfig
 from megafp8.layers.mlp.record import MlpConfig
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
-from megafp8.spec import HeadSpec, LayerSpec, ModelSpec, NormSpec, StemSpec
-
-if TYPE_CHECKING:
-    from megafp8.config.schema import ModelConfig
+from megafp8.spec import HeadSpec, LayerSpec, ModelSection, ModelSpec, NormSpec, StemSpec
 
 
-def resolve(model: ModelConfig) -> ModelSpec:
+def resolve(model: ModelSection) -> ModelSpec:
     """Return the network that a model section describes."""
     layers = _layers(model)
     blocks, kinds = layers[: model.num_layers], _kinds(layers)
@@ -67,12 +64,12 @@ def resolve(model: ModelConfig) -> ModelSpec:
     )
 
 
-def kind_names(model: ModelConfig) -> tuple[str, ...]:
+def kind_names(model: ModelSection) -> tuple[str, ...]:
     """Return the names in `pattern`, each as often as its count says; empty without a pattern."""
     return _expanded(tuple(model.pattern))
 
 
-def kind_name(model: ModelConfig, layer: int) -> str:
+def kind_name(model: ModelSection, layer: int) -> str:
     """Return the name of a layer's kind; empty without a pattern."""
     names = kind_names(model)
     return names[layer % len(names)] if names else ""
@@ -84,12 +81,12 @@ def _expanded(pattern: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.strip() for name, _, count in entries for _ in range(int(count or 1)))
 
 
-def _decoder_blocks(model: ModelConfig) -> int:
+def _decoder_blocks(model: ModelSection) -> int:
     """Return the number of blocks of T5's decoder."""
     return (model.num_decoder_layers or model.num_layers) if model.architecture == "t5" else 0
 
 
-def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
     """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last one."""
     cache: dict[Any, tuple[Any, ...]] = {}
     sources = _kv_layers(model)
@@ -116,14 +113,14 @@ def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(layer(index) for index in range(num_blocks + model.mtp_num_layers))
 
 
-def _kv_layers(model: ModelConfig) -> set[int]:
+def _kv_layers(model: ModelSection) -> set[int]:
     """Return the layers whose keys and values other layers read."""
     used = set(kind_names(model))
     read = (getattr(kind.mixer, "kv_layer", None) for name, kind in model.layer_kinds.items() if name in used)
     return {source for source in read if source is not None}
 
 
-def _parts(model: ModelConfig, name: str, window: int | None, sparse: bool) -> tuple[Any, ...]:
+def _parts(model: ModelSection, name: str, window: int | None, sparse: bool) -> tuple[Any, ...]:
     """Return mixer, feed-forward network and norm position of the layers of a kind.
 
     Args:
@@ -170,7 +167,7 @@ def _lora_targets(layers: Sequence[LayerSpec], has_experts: bool) -> tuple[str, 
     return tuple(targets)
 
 
-def _stem(model: ModelConfig) -> StemSpec:
+def _stem(model: ModelSection) -> StemSpec:
     """Return the embeddings of a model."""
     size, multiple = model.vocab_size, model.vocab_multiple
     return StemSpec(
@@ -188,7 +185,7 @@ def _stem(model: ModelConfig) -> StemSpec:
     )
 
 
-def _head(model: ModelConfig, width_multiplier: float) -> HeadSpec:
+def _head(model: ModelSection, width_multiplier: float) -> HeadSpec:
     """Return the output layer of a model."""
     activation: Literal["gelu", "gelu_tanh"] | None = None
     if model.architecture == "bert":

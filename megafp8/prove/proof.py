@@ -349,7 +349,7 @@ def steps_apart(found: Sequence[RunResult], expected: Sequence[Step]) -> Differe
         for rank, record in enumerate(found):
             for name, a, b in zip(Step._fields, record.steps[number], step, strict=True):
                 apart = 0.0 if a == b else abs(a - b) / abs(b) if b and math.isfinite(a) else math.inf
-                what = {"more": "further loss"}.get(name, name)
+                what = {"auxiliary": "further loss"}.get(name, name)
                 differences.append(Difference(apart, f"{what} {number} of rank {rank}"))
     largest = max(differences, key=lambda x: x.value)
     return Difference(largest.value, next((x.where for x in differences if x.value > EXACT), largest.where))

@@ -133,7 +133,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> No
             return super().read(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_checkpoint, "Selected", Stopping)
+        patch.setattr(convert, "Selected", Stopping)
         with pytest.raises(Interrupted):
             call()
 

@@ -85,7 +85,7 @@ def drawn(name: str, seed: int = 0) -> tuple[str, ...] | None:
         try:
             check_layout(load_config(FOLDER / f"{file}.yaml", words), 1)
         except ConfigError as error:
-            needed |= dict.fromkeys(x for x in CHOICES if f"there is no section model.{x};" in str(error))
+            needed |= dict.fromkeys(x for x in CHOICES if f"there is no section model.{x}" in str(error))
             continue
         return (file, *words)
     return None
@@ -127,9 +127,11 @@ def kept(stage: GPTStage, batch: Batch, dtype: torch.dtype) -> Counter[str]:
     b, s = batch.tokens.shape
     ids = f"aten.sub.Tensor {[s, b]} torch.int64"  # of per-layer embeddings
     leaf = torch.randn(s // t, b, stage.model.stream_width, dtype=dtype, requires_grad=True)
+    embedded = leaf * 1.0
+    ours.add(embedded.untyped_storage())
     gc.collect()
     with _Made() as mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        backward = _blocks(stage, batch, inputs, leaf)
+        backward = _blocks(stage, batch, inputs, leaf, embedded)
     assert backward
     gc.collect()
     bytes_: Counter[str] = Counter()
@@ -140,10 +142,15 @@ def kept(stage: GPTStage, batch: Batch, dtype: torch.dtype) -> Counter[str]:
     return bytes_
 
 
-def _blocks(stage: GPTStage, batch: Batch, inputs: LayerInputs, leaf: Tensor) -> list[Any]:
-    """Run a stage without its ends and return the functions of its backward pass, which keep what that needs."""
+def _blocks(stage: GPTStage, batch: Batch, inputs: LayerInputs, leaf: Tensor, embedded: Tensor) -> list[Any]:
+    """Run a stage without its ends and return the functions of its backward pass, which keep what that needs.
+
+    Args:
+        leaf: Residual stream before the first block.
+        embedded: Equal to it; per-layer embeddings, which no layer owns, are computed from this copy.
+    """
     x_sbh = leaf * 1.0
-    inputs = stage.with_per_layer(inputs, batch.tokens, x_sbh)
+    inputs = stage.with_per_layer(inputs, batch.tokens, embedded)
     y_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
     if stage.mtp:
         labels_bs = torch.ones(2 * len(batch.tokens), batch.tokens.shape[1], dtype=torch.int64)
@@ -197,6 +204,12 @@ def measured(cases: list[tuple[str, ...]]) -> list[Measured]:
     return found
 
 
+def _flash_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **options: Any) -> int:
+    """Return the FLOPs of torch's flash attention on a CPU, which torch does not count: of all pairs."""
+    b, heads, s, d = q
+    return int(2 * b * heads * s * k[2] * (d + v[3]))
+
+
 def _products(stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch.dtype) -> tuple[int, float]:
     """FLOPs of products, as torch counts them and as the blocks say.
 
@@ -213,12 +226,14 @@ def _products(stage: GPTStage, outline: ModelOutline, batch: Batch, dtype: torch
         linears = [x.site for x in layer.linears if not x.site.expert]
         expected += sum(2.0 * of_layer.tokens_of(x) * x.inputs * x.outputs for x in linears) + block.flops(of_layer)
         causal = all(work.pairs == pairs_of(s, None, causal=True) for work in works)
-        if isinstance(block.mixer, RecurrentMixer) or not causal or block.mixer.flops(of_layer):
+        mixes_streams = stage.model.hyper_connections is not None  # by products on a CPU
+        if isinstance(block.mixer, RecurrentMixer) or not causal or block.mixer.flops(of_layer) or mixes_streams:
             whole, expected = False, expected - block.mixer.flops(of_layer)
         else:
             pairs = len(batch.tokens) * s * s
             expected += sum(2.0 * pairs * work.heads * (work.width + work.value_width) for work in works)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    flash = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flash) as counter:
         stage.run_blocks(leaf * 1.0, inputs)
     counts = counter.get_flop_counts()["Global"]
     aten = torch.ops.aten

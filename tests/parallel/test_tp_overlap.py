@@ -222,5 +222,5 @@ def _default() -> list[str]:
 
 
 def test_default_overlap_of_a_layout(world2: World) -> None:
-    assert world2.run(_default, ranks=1) == [["Replicated", "Replicated"]]
-    assert world2.run(_default) == [["Replicated", "Collective"]] * 2
+    assert world2.run(_default, ranks=1) == [["ReplicatedTokens", "ReplicatedTokens"]]
+    assert world2.run(_default) == [["ReplicatedTokens", "Collective"]] * 2

@@ -83,7 +83,9 @@ def _logprobs(stage: Any, length: int, text: Tensor, prompt: int) -> Tensor:
     """Of the tokens after the prompt, of a text that is alone, from logits."""
     row = Answers(length).row([np.stack([text.numpy(), np.ones(len(text), np.int64)])], 0)
     batch = Answers(length).batch(torch.from_numpy(row)[None])
-    logits_sv = stage(None, Batch(**{**vars(batch), "labels": None, "padding": None}))[:, 0, : stage.config.vocab_size]
+    logits_sv = stage(None, Batch(**{**vars(batch), "labels": None, "padding": None}))[
+        :, 0, : stage.model.stem.vocab_size
+    ]
     places = torch.arange(prompt - 1, len(text) - 1)
     return torch.log_softmax(logits_sv.double() / TEMPERATURE, dim=-1)[places, text[places + 1]]
 

@@ -98,10 +98,10 @@ def test_mup_in_a_wider_model() -> None:
 
 def test_a_model_of_mup_as_one_without() -> None:
     """What is converted, and compared with checkpoints, computes the same: Granite has both scales."""
-    wide = config(model={"mup": {"base_hidden_size": 16, "base_head_dim": 4}, "vocab_size": 128}).model
-    plain = config(model={"logits_scaling": 4.0, "attention_scale": 0.25, "vocab_size": 128}).model
+    wide = config(model={"mup": {"base_hidden_size": 16, "base_head_dim": 4}, "vocab_size": 128}).spec
+    plain = config(model={"logits_scaling": 4.0, "attention_scale": 0.25, "vocab_size": 128}).spec
     assert differences(wide, plain) == differences(plain, wide) == []
-    assert differences(wide, config(model={"vocab_size": 128}).model) == ["attention_scale", "logits_scaling"]
+    assert differences(wide, config(model={"vocab_size": 128}).spec) == ["attention_scale", "logits_scaling"]
     family = choose(wide)
     written = write_config(family, wide)
     assert (written["model_type"], written["logits_scaling"], written["attention_multiplier"]) == ("granite", 4.0, 0.25)

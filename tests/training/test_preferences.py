@@ -90,7 +90,7 @@ def _log_probability(stage: Any, length: int, text: Tensor, counts: Tensor) -> T
     """Of the tokens of a lone document that count, from logits."""
     row = Answers(length).row([np.stack([text.numpy(), counts.numpy().astype(np.int64)])], 0)
     batch = replace(Answers(length).batch(torch.from_numpy(row)[None]), padding=None)
-    logits_sv = stage(None, replace(batch, labels=None))[:, 0, : stage.config.vocab_size]
+    logits_sv = stage(None, replace(batch, labels=None))[:, 0, : stage.model.stem.vocab_size]
     log_probabilities = torch.log_softmax(logits_sv.double(), dim=-1)
     positions = torch.arange(len(text) - 1)
     return (log_probabilities[positions, text[1:]] * counts[1:]).sum()

@@ -732,7 +732,7 @@ def test_every_family_is_documented() -> None:
     for name, family in FAMILIES.items():
         (row,) = (row for row in rows if row.startswith("| `") and f"`{name}`" in row.split("|")[1])
         file, _, lines = row.rstrip("| ").rpartition("|")[2].strip().partition(": ")
-        text = (ROOT / "megafp8" / "conversion" / "families" / file.strip("`")).read_text()
+        text = (ROOT / "megafp8" / "conversion" / "huggingface" / "families" / file.strip("`")).read_text()
         assert f'Family("{family.model_type}", ' in text
         assert abs(len(text.splitlines()) - int(lines)) <= 10
         assert len(text.splitlines()) <= 150
