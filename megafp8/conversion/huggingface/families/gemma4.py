@@ -9,7 +9,13 @@ from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.gemma import EMBEDDING_MULTIPLIER
 from megafp8.conversion.huggingface.layers import FULL, SLIDING, full_every, kv_sources, layer_types, windows
 from megafp8.conversion.huggingface.names import (
-    LLAMA, OUTPUT_NORMS, HfPlace, TensorNames, equal_parts, fused, in_layers,
+    LLAMA,
+    OUTPUT_NORMS,
+    HfPlace,
+    TensorNames,
+    equal_parts,
+    fused,
+    in_layers,
 )  # fmt: skip
 from megafp8.conversion.huggingface.rope import ropes_of_types
 from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, flag, only, same
