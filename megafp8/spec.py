@@ -144,7 +144,7 @@ class NormSpec:
         zero_centered: Whether norms multiply by 1 + weight.
     """
 
-    kind: Literal["rmsnorm", "layernorm"]
+    kind: Any
     eps: float
     weighted: bool
     zero_centered: bool
