@@ -156,16 +156,16 @@ class DyT(Norm):
 class _DyT(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        tanh = (alpha * x).tanh()
-        ctx.save_for_backward(x, alpha, weight, tanh)
-        return tanh * weight + bias
+        ctx.tanh = (alpha * x).tanh()
+        ctx.save_for_backward(x, alpha, weight)
+        return ctx.tanh * weight + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, alpha, weight, tanh = ctx.saved_tensors
-        inner = dy * weight * (1 - tanh.square())
-        sums = (dy * tanh).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+        x, alpha, weight = ctx.saved_tensors
+        inner = dy * weight * (1 - ctx.tanh.square())
+        sums = (dy * ctx.tanh).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
         return inner * alpha, (inner * x).sum().view(1), *sums
 
 
