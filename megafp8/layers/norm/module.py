@@ -149,9 +149,6 @@ class DyT(Norm):
         total = x if branch is None else dropouts.add(x, branch, dropout)
         return total, self(total)
 
-    def saved(self, batch: MicroBatch) -> int:
-        return batch.own_tokens * self.size * batch.element
-
 
 class _DyT(Function):
     @staticmethod
