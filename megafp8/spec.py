@@ -144,7 +144,7 @@ class NormSpec:
         zero_centered: Whether norms multiply by 1 + weight.
     """
 
-    kind: Any
+    kind: Literal["rmsnorm", "layernorm"]
     eps: float
     weighted: bool
     zero_centered: bool

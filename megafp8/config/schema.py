@@ -101,8 +101,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     rope_local_theta: PositiveFloat | None = None
     """Base of the rotary frequencies in layers with a sliding window, which are not scaled (Gemma 3). Default: those of
     the other layers."""
-    normalization: Literal["rmsnorm", "layernorm", "dyt"] = "rmsnorm"
-    """rmsnorm (Llama), layernorm (GPT-2) or dyt (Dynamic Tanh)."""
+    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """rmsnorm (Llama) or layernorm (GPT-2)."""
     norm_weights: bool = True
     """Norms of the residual stream and of outputs multiply by learned weights. false: they only normalize (nanochat),
     with normalization: rmsnorm."""

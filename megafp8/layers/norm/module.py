@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import MicroBatch
-from megafp8.layers.dropout import op as dropouts
 from megafp8.layers.dropout.reference import Dropout
 from megafp8.layers.norm.op import norm
 from megafp8.layers.rotary.op import QKNorms
@@ -127,46 +126,7 @@ class LayerNormPart(Norm):
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
-class DyT(Norm):
-    """Dynamic Tanh (arXiv:2503.10622): `weight · tanh(alpha · x) + bias`."""
-
-    fused = False
-    statistics = 0
-    has_bias = True
-
-    def __init__(self, name: str, size: int, context: BuildContext, **options: Any) -> None:
-        super().__init__(name, size, context, **options)
-        spec = {"replicated_over_tp": True, "reduce_over_tp": options["sees_a_slice"], "weight_decay": False}
-        self.alpha = new_parameter(context, unsharded(f"{name}.alpha", (1,)), Init("ones"), **spec)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = _DyT.apply(x, self.alpha, self.weight, self.bias)
-        return normed
-
-    def residual(
-        self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
-    ) -> tuple[Tensor, Tensor | LinearInput]:
-        total = x if branch is None else dropouts.add(x, branch, dropout)
-        return total, self(total)
-
-
-class _DyT(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.tanh = (alpha * x).tanh()
-        ctx.save_for_backward(x, alpha, weight)
-        return ctx.tanh * weight + bias
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, alpha, weight = ctx.saved_tensors
-        inner = dy * weight * (1 - ctx.tanh.square())
-        sums = (dy * ctx.tanh).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
-        return inner * alpha, (inner * x).sum().view(1), *sums
-
-
-NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart, "dyt": DyT}
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart}
 """By `model.normalization`."""
 
 
