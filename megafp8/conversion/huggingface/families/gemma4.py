@@ -22,7 +22,6 @@ from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, al
 
 _EXPERTS = {"num_experts": "num_experts", "top_k": "top_k_experts", "ffn_hidden_size": "moe_intermediate_size"}
 _HEADS = {"head_dim": "head_dim", "num_key_value_heads": "num_query_groups"}
-_SHARED = ("per_layer_config", "attention_k_eq_v", "num_kv_shared_layers")
 _OLD_HEADS = ("global_head_dim", "num_global_key_value_heads")
 _PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 _ROPES: Mapping[str, dict[str, Any]] = {
@@ -32,8 +31,7 @@ _ROPES: Mapping[str, dict[str, Any]] = {
 
 
 def _types(hf: HfConfig) -> list[str]:
-    types = layer_types(hf)
-    if types is None:
+    if (types := layer_types(hf)) is None:
         return [*full_every(6)(hf)[:-1], FULL]
     if types[-1] != FULL:
         refuse("layer_types", types[-1], f"{FULL} for the last layer, as transformers takes it")
@@ -141,7 +139,8 @@ FAMILIES = (
         always(position_embedding="rope"),
         Trait(_PER_LAYER, _read_per_layer, _write_per_layer),
         windows(512, _types),
-        Trait((*_HEADS, *_OLD_HEADS, *_SHARED), _read_heads, _write_heads),
+        Trait((*_HEADS, *_OLD_HEADS, "per_layer_config", "attention_k_eq_v", "num_kv_shared_layers"), _read_heads,
+              _write_heads),
         ropes_of_types(_types, _ROPES),
         Trait(("intermediate_size", "use_double_wide_mlp", "enable_moe_block", *_EXPERTS.values()), _read_widths,
               _write_widths),
