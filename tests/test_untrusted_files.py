@@ -29,6 +29,7 @@ def _in_a_process(*arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_part_of_the_trial() -> None:
     printed = _in_a_process("-c", "from tests.untrusted_files import failures; print(*failures(600, 100))")
     cases, failed = printed.splitlines()[-1].split(" ", 1)
@@ -66,6 +67,7 @@ def trial_of_bad_readers(folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_trial_sees_what_it_looks_for(tmp_path: Path) -> None:
     module = "tests.test_untrusted_files"
     printed = _in_a_process("-c", f"import {module} as x; x.trial_of_bad_readers({str(tmp_path)!r})")

@@ -35,7 +35,7 @@ from tests.quickstart_data import QuickstartData
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, SAVE_EVERY, STEPS = 2, 2, 5
-SECONDS = 60.0
+SECONDS = 180.0
 SMALL = [
     "name=run", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_multiple=128",
     "parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=1", "training.seq_length=16",
@@ -152,6 +152,7 @@ def trial(folder: Path, disk: Path, points: int, options: Sequence[str]) -> list
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_saves_on_a_full_disk(quickstart_data: QuickstartData, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -58,6 +58,7 @@ def test_failures(status: int, texts: list[str], failures: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_random_requests(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
