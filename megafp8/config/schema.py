@@ -25,6 +25,7 @@ from megafp8.layers.latent_attention.record import LatentAttentionConfig
 from megafp8.layers.mlp.record import MlpKeys
 from megafp8.layers.per_layer_embedding.record import PerLayerEmbeddingConfig
 from megafp8.layers.sparse_attention.record import SparseAttentionConfig
+from megafp8.numerics.recipe_names import RecipeName
 from megafp8.optimizer.config import OptimizerConfig
 from megafp8.parallel.pipeline.registry import SCHEDULES
 from megafp8.section import (
@@ -283,19 +284,16 @@ class ParallelConfig(Section):
         return self.expert * self.expert_tensor
 
 
-OperandRecipe = Literal["delayed", "current", "rowwise", "blockwise", "static", "mxfp8", "nvfp4"]
-
-
 class CustomRule(Section):
     """Recipes of the operands of some layers."""
 
     layers: Pattern
     """Pattern over layer names such as layers.0.attention.qkv. The first rule that matches a layer applies."""
-    input: OperandRecipe
+    input: RecipeName
     """Recipe of the input activations."""
-    weight: OperandRecipe
+    weight: RecipeName
     """Recipe of the weight."""
-    grad_output: OperandRecipe
+    grad_output: RecipeName
     """Recipe of the output gradients."""
 
 
@@ -306,7 +304,7 @@ class Fp8Config(Section):
     """
 
     choices: ClassVar[tuple[str, ...]] = ("recipe",)
-    recipe: Literal["none", OperandRecipe, "custom"] = "none"
+    recipe: Literal["none", RecipeName, "custom"] = "none"
     """How scales are computed. none: no FP8. delayed: one scale per tensor from its amax history. current: one scale
     per tensor from its current amax. rowwise: one scale per row of each operand. blockwise: one scale per 128
     neighbours, per 128 × 128 block of weights. static: given or calibrated scales. mxfp8: a power of two per 32

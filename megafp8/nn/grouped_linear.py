@@ -148,7 +148,8 @@ class _Padded(nn.Module):
         _check_splits(self, self.num_gemms, m_splits)
         if self.align_size is None:
             recipe = current().recipe
-            self.align_size = {"mxfp8": 32, "nvfp4": 128}.get("" if recipe is None else recipe.name, 16)
+            recipes = [] if recipe is None else [x for operands in recipe.combinations for x in operands]
+            self.align_size = max((x.capabilities.row_multiple for x in recipes), default=16)
         return [-(-rows // self.align_size) * self.align_size for rows in m_splits]
 
 

@@ -2,7 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import fields
+from importlib import import_module
+from typing import get_args
 
+from megafp8.numerics.recipe_names import RecipeName
 from megafp8.numerics.recipes.base import Fp8Recipe, config_key
 from megafp8.numerics.recipes.blockwise import BlockwiseScaling
 from megafp8.numerics.recipes.current import CurrentScaling
@@ -14,14 +17,16 @@ from megafp8.numerics.recipes.rowwise import RowwiseScaling
 from megafp8.numerics.recipes.static import StaticScaling
 from megafp8.numerics.tensor import TENSOR
 
-RECIPES: dict[str, type[Fp8Recipe]] = {
-    recipe.name: recipe
-    for recipe in (
-        DelayedScaling, CurrentScaling, RowwiseScaling, BlockwiseScaling, StaticScaling, MXFP8Scaling, NVFP4Scaling,
-        CustomScaling,
-    )
-}  # fmt: skip
-"""Recipes by their names in configs. A new recipe is entered here and in `config/schema.py`, which imports no torch."""
+
+def _recipe_class(name: str) -> type[Fp8Recipe]:
+    """Return the recipe that the file with this name defines."""
+    module = import_module(f"{__name__}.{name}")
+    classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Fp8Recipe)]
+    return next(recipe for recipe in classes if recipe.__module__ == module.__name__)
+
+
+RECIPES = {name: _recipe_class(name) for name in (*get_args(RecipeName), "custom")}
+"""Recipes by their names in configs. To add one, write its file and add its name to `RecipeName`."""
 
 
 def keys_of(names: Collection[str]) -> set[str]:

@@ -1,8 +1,8 @@
 """What all recipes have: options, capabilities, and how quantizers are made of them.
 
 A recipe is a frozen dataclass of its options. Its file holds everything about it: options, `Capabilities`, the cast and
-its reference, and the state that it remembers; `megafp8.numerics.recipes` registers it under its name. A new one is
-such a file, registered; the config keys that it has follow from its dataclass.
+its reference, and the state that it remembers. To add a recipe, write such a file and add its name to
+`megafp8/numerics/recipe_names.py`; its config keys follow from its dataclass.
 
 Common options are the formats and which of a layer's three GEMMs stay in high precision. Some have `use_fast_accum`
 too: a Hopper tensor core keeps about 14 bits of a running sum unless it is told to promote it to fp32 often; fast
@@ -59,12 +59,14 @@ class Capabilities:
 
     `granularity`: which elements of an operand share a scale, rowwise and columnwise. `shard_alignment`: a shard of the
     tokens can be quantized alone, and then gathered in FP8, if its length is a multiple of this; None: only the whole
-    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor.
+    tensor can be. `cast_passes`: times a cast on CUDA reads the tensor. `row_multiple`: `nn.Fp8Padding` pads the rows
+    of each expert to a multiple of this number, as Transformer Engine's grouped GEMMs need it.
     """
 
     granularity: PerOperand[Granularity]
     shard_alignment: int | None
     cast_passes: int = 1
+    row_multiple: int = 16
 
     @property
     def per_tensor(self) -> bool:
@@ -116,8 +118,8 @@ class Fp8Recipe:
     """What every recipe has.
 
     `fp8_format`: "hybrid" casts activations and weights to E4M3 and gradients to E5M2; "e4m3" casts all to E4M3.
-    `override_linear_precision`: GEMMs (fprop, dgrad, wgrad) that run in the tensors' own precision. `name`: as in
-    configs.
+    `override_linear_precision`: GEMMs (fprop, dgrad, wgrad) that run in the tensors' own precision. `name`: the name in
+    configs, which is also the name of the file that defines the recipe.
     """
 
     name: ClassVar[str]
@@ -125,6 +127,9 @@ class Fp8Recipe:
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("hybrid")
     override_linear_precision: tuple[bool, bool, bool] = _per_gemm(PerGemm(False, False, False))
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         for option in fields(self):

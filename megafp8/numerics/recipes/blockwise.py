@@ -52,7 +52,6 @@ class BlockwiseScaling(AmaxOptions):
     there is no `use_fast_accum`.
     """
 
-    name: ClassVar[str] = "blockwise"
     capabilities: ClassVar[Capabilities] = Capabilities(
         granularity=PerOperand(input=BLOCK_1X128, weight=BLOCK_128X128, grad_output=BLOCK_1X128), shard_alignment=128
     )

@@ -32,7 +32,6 @@ from megafp8.parallel.collectives import all_reduce
 class CurrentScaling(AmaxOptions):
     """Per tensor, scaled by the tensor's own amax, over the ranks that hold shards of it."""
 
-    name: ClassVar[str] = "current"
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1, cast_passes=2)
 
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()

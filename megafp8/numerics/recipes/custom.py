@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 from megafp8.numerics.recipes.base import (
     GEMMS,
@@ -66,8 +66,6 @@ class CustomScaling(Fp8Recipe):
 
     ValueError for a GEMM whose operands cannot be multiplied.
     """
-
-    name: ClassVar[str] = "custom"
 
     rules: tuple[Rule, ...] = option((), key="custom", read=_read_rules)
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()

@@ -144,7 +144,6 @@ class DelayedScaling(Fp8Recipe):
     down to powers of two.
     """
 
-    name: ClassVar[str] = "delayed"
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
 
     margin: int = option(0)

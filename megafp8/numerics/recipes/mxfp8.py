@@ -75,9 +75,8 @@ def cast_mxfp8(source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: 
 class MXFP8Scaling(Fp8Recipe):
     """A power of two for each 32 neighbours, rounded up as in NVIDIA's recipe (arXiv:2506.08027): nothing saturates."""
 
-    name: ClassVar[str] = "mxfp8"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        granularity=PerOperand(BLOCK_1X32, BLOCK_1X32, BLOCK_1X32), shard_alignment=32
+        granularity=PerOperand(BLOCK_1X32, BLOCK_1X32, BLOCK_1X32), shard_alignment=32, row_multiple=32
     )
 
     fp8_format: Literal["hybrid", "e4m3"] = format_option("e4m3")

@@ -179,11 +179,11 @@ class NVFP4Scaling(Fp8Recipe):
     Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms.
     """
 
-    name: ClassVar[str] = "nvfp4"
     capabilities: ClassVar[Capabilities] = Capabilities(
         granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
         shard_alignment=None,  # noise and tensor scale are those of the whole
         cast_passes=2,
+        row_multiple=128,
     )
 
     fp8_format: Literal["hybrid", "e4m3"] = option(

@@ -67,7 +67,6 @@ class RowwiseScaling(AmaxOptions):
     which sums over tokens, in high precision: `override_linear_precision`.
     """
 
-    name: ClassVar[str] = "rowwise"
     capabilities: ClassVar[Capabilities] = Capabilities(
         granularity=PerOperand(ROW, ROW, ROW), shard_alignment=1, cast_passes=2
     )

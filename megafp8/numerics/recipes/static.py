@@ -90,7 +90,6 @@ class StaticScaling(Fp8Recipe):
     amax, for tensors that grow later. `power_of_two`: round scales down to powers of two.
     """
 
-    name: ClassVar[str] = "static"
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
 
     amax: tuple[tuple[str, float], ...] = option(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
 from megafp8.config import Fp8Config
-from megafp8.config.schema import OperandRecipe
 from megafp8.fp8 import (
     E4M3,
     E5M2,
@@ -282,7 +281,6 @@ by_default = pytest.mark.parametrize("name", SIMPLE)
 def test_every_recipe_has_a_case_and_a_name_in_configs() -> None:
     assert {case.recipe.name for case in CASES.values()} == RECIPES.keys()
     assert all(recipe.name == name for name, recipe in RECIPES.items())
-    assert set(get_args(OperandRecipe)) == set(SIMPLE)
     assert set(get_args(Fp8Config.model_fields["recipe"].annotation)) == {"none", *RECIPES}
 
 
