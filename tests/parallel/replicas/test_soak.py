@@ -12,12 +12,16 @@ import pytest
 from tests.parallel.replicas.soak import KINDS
 from tests.quickstart_data import ROOT
 
+SECONDS = 600
+"""Limit of a trial, which takes 40 seconds on two idle cores. Its eight processes wait for each other."""
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+
 
 def _soak(tmp_path: Path, *options: str) -> None:
     pytest.importorskip("torchft")
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.parallel.replicas.soak", "--out", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     result = json.loads(out.read_text())
     assert all(fault["same_processes"] for fault in result["faults"]), done.stdout
