@@ -340,13 +340,13 @@ PATTERNS: list[tuple[list[str], int, str]] = [
      "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe, and the number of experts is not given; "
      "give model.layer_kinds.a.ffn.num_experts, or model.moe"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 1}}}", "model.pattern=[a, b]", "model.num_layers=2"], 1,
-     "model.layer_kinds.b.mixer.kv_layer = 1: not an earlier layer than layer 1, which reads it; name an earlier"),
+     "model.layer_kinds.b.mixer.kv_layer = 1: must come before layer 1, which reads it; name an earlier"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 0, head_dim: 4}}}", "model.pattern=[a, b]",
-      "model.num_layers=2"], 1, "model.layer_kinds.b.mixer.kv_layer = 0: that layer has another head_dim"),
+      "model.num_layers=2"], 1, "model.layer_kinds.b.mixer.kv_layer = 0: that layer has a different head_dim"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 2}}}", "model.pattern=[a * 3, b]", "model.num_layers=4",
       "parallel.pipeline=2", "parallel.layers_per_stage=[3, 1]"], 2,
-     "parallel.layers_per_stage = [3, 1]: layer 3 reads keys and values of layer 2, and stages send the residual stream"
-     " only; try [2, 2]"),
+     "parallel.layers_per_stage = [3, 1]: layer 3 reads keys and values of layer 2, but stages send only the residual"
+     " stream; try [2, 2]"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 0}}}", "model.pattern=[a, b]", "model.num_layers=2",
       "parallel.pipeline=2"], 2, "parallel.pipeline = 2: layer 1 reads keys and values of layer 0"),
     (["model.per_layer_embedding={}", "parallel.pipeline=2", "model.num_layers=2"], 2,
@@ -356,7 +356,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: {num_query_groups: 3}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_query_groups = 3: model.num_attention_heads"),
     (["model.layer_kinds={a: {mixer: {position_embedding: learned}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.position_embedding = 'learned': it belongs to the whole model; try rope, alibi or"),
+     "model.layer_kinds.a.mixer.position_embedding = 'learned': it can only be set for the whole model; try rope"),
     (["model.layer_kinds={a: {ffn: {ffn_hidden_size: 65}}}", "model.pattern=[a]", "parallel.tensor=2"], 2,
      "parallel.tensor = 2: model.layer_kinds.a.ffn.ffn_hidden_size (65) is not a multiple of it"),
     ([f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]", "parallel.context=2",
@@ -490,7 +490,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.yarn={factor: 4}", "model.rope_interpolation_factor=2"], 1, "model.yarn scales the frequencies already"),
     (["model.yarn={factor: 4}", LONGROPE], 1, "model.longrope.factor = 4.0: model.yarn scales the frequencies already"),
     ([LONGROPE, "model.partial_rotary_factor=0.5"], 1, "model.longrope.long_factor = [1.0, 2.0, 3.0, 4.0]: 4 numbers, "
-     "where 2 pairs of channels of a head are rotated; give 2 numbers"),
+     "but 2 pairs of channels of a head are rotated; give 2 numbers"),
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
     ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
@@ -498,9 +498,9 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([PREFIX, "model.attention_chunk=4", "model.layer_kinds={a: {mixer: {rope_theta: 100.0}}}", "model.pattern=[a]"], 1,
      "model.attention_chunk = 4: data.prefix_lm is set, and all"),
     ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens attend to the whole"),
+     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, so all tokens attend to the whole"),
     (["model.attention_chunk=4", "model.sliding_window=2"], 1,
-     "model.attention_chunk = 4: model.sliding_window (2) says which tokens each one attends to; leave"),
+     "model.attention_chunk = 4: model.sliding_window (2) already limits which tokens a token attends to; leave"),
     ([LATENT, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: model.latent_attention is set, and its"),
     (["model.norm_weights=false", "model.normalization=layernorm"], 1,
      "model.normalization = 'layernorm': model.norm_weights is false, and it has weights and biases; try rmsnorm"),
@@ -515,7 +515,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["data.prefix_lm={min_length: 9, max_length: 8}"], 1, "data.prefix_lm.min_length = 9: longer than the longest"),
     (["model.rope_local_theta=5"], 1, "model.rope_local_theta = 5.0: no layer has a window; set model.sliding_window"),
     (["model.head_dim=16", "model.partial_rotary_factor=0.2"], 1,
-     "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, and it makes 3 of 16 channels"),
+     "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, but it selects 3 of 16 channels"),
     ([LATENT, "model.attention_softcap=5"], 1, "model.attention_softcap = 5.0: model.latent_attention is set, and its"),
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip
