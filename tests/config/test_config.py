@@ -494,9 +494,9 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
     ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
-    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, so all"),
     ([PREFIX, "model.attention_chunk=4", "model.layer_kinds={a: {mixer: {rope_theta: 100.0}}}", "model.pattern=[a]"], 1,
-     "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+     "model.attention_chunk = 4: data.prefix_lm is set, so all"),
     ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, so all tokens attend to the whole"),
     (["model.attention_chunk=4", "model.sliding_window=2"], 1,
