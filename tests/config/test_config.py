@@ -439,13 +439,13 @@ PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
-    ([SPARSE], 1, "model.sparse_attention = 'set': its keys are those of latent attention; give model.latent_att"),
+    ([SPARSE], 1, "model.sparse_attention = 'set': it needs latent attention; give model.latent_att"),
     ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
-     "model.latent_attention.q_rank = None: model.sparse_attention is set, whose indexer reads the query latent"),
+     "model.latent_attention.q_rank = None: model.sparse_attention is set, and its indexer reads the query latent"),
     ([LATENT, SPARSE, "model.sparse_attention.index_head_dim=2"], 1,
      "model.sparse_attention.index_head_dim = 2: below model.latent_attention.rope_head_dim (4)"),
     ([LATENT, SPARSE, "model.position_embedding=none"], 1,
-     "model.position_embedding = 'none': model.sparse_attention is set, whose heads and indexer have rotary positions"),
+     "model.position_embedding = 'none': model.sparse_attention is set, and its heads and indexer have rotary"),
     ([LATENT, SPARSE, "model.sliding_window=8"], 1, "model.sliding_window = 8: model.sparse_attention is set, and it"),
     ([LATENT, SPARSE, "model.attention_dropout=0.1"], 1, "model.attention_dropout = 0.1: model.sparse_attention is"),
     ([LATENT, SPARSE, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': the indexer of model.sparse_att"),
@@ -476,8 +476,8 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.latent_attention.rope_head_dim=5"], 1,
      "model.latent_attention.rope_head_dim = 5: rotary embeddings rotate pairs, so it must be even; try 6"),
     ([LATENT, "model.latent_attention.value_head_dim=13"], 1,
-     "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), to whose width "
-     "values are padded; try 12 or less"),
+     "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), but values "
+     "are padded to this width; try 12 or less"),
     ([LATENT, "parallel.context=2"], 2,
      "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
      "model.latent_attention.nope_head_dim + rope_head_dim is 12; try parallel.context=1, or other widths"),
