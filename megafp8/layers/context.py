@@ -52,7 +52,7 @@ class BuildContext:
         seed: Seed of the random streams of dropout.
         auxiliary_loss_grad: Gradient of the losses of routers and indexers, fp32 `[]`, whatever the loss and the
             gradients are multiplied by; None means 1.
-        encoder_tokens: Counterpart of `tokens` in the encoder of T5, where `tokens` counts those of the decoder.
+        encoder_tokens: Counterpart of `tokens` in the encoder of T5, where `tokens` counts the tokens of the decoder.
         lora: LoRA adapters of the blocks' linear layers, with all other weights frozen; None means full training.
         records_logits: Whether attention records the largest logit of each head (`Mixer.largest_logits_a`).
         constants: Constant tensors that layers create once and share, by the values that determine them.

@@ -310,7 +310,7 @@ class FeedForward(LayerPart):
 
     @property
     def routers(self) -> Sequence[Router]:
-        """Routers of this part, whose losses and loads the job watches."""
+        """Routers of this part; the job watches their losses and loads."""
         return ()
 
     def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:

@@ -150,7 +150,7 @@ class _Block:
 
 
 class Forward:
-    """One forward pass of a stage, which offloads its blocks in order."""
+    """Forward pass of a stage that offloads its blocks, in order."""
 
     def __init__(self, owner: ActivationOffload, keep: Iterable[Tensor]) -> None:
         self._owner = owner
@@ -224,7 +224,7 @@ class ActivationOffload:
         return Forward(self, keep)
 
     def replace_newest(self, block: _Block) -> None:
-        """Free the device memory of the previous block, whose copies overlapped with this block's forward."""
+        """Free the device memory of the previous block; its copies overlapped with this block's forward."""
         if self._newest is not None:
             self._newest.release()
         self._newest = block

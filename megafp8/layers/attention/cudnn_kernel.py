@@ -169,7 +169,7 @@ class _Graph:
             "seq_len_q": tensors["length_q"], "seq_len_kv": tensors["length_k"],
         }  # fmt: skip
         if shape.causal:
-            # With alignment at the ends of segments, kernels take 1.5 times as long and skip nothing before a window.
+            # Aligning at the ends of segments takes 1.5 times as long, and skips no keys before a window.
             align = cudnn.diagonal_alignment
             common["diagonal_alignment"] = align.TOP_LEFT if shape.square else align.BOTTOM_RIGHT
             common["diagonal_band_right_bound"] = 0

@@ -119,7 +119,7 @@ class AttentionInputs:
 
     @property
     def dropped_samples(self) -> Tensor | None:
-        """Indices of the samples whose probabilities have dropout; None without dropout."""
+        """Indices of the samples with dropout of attention probabilities; None without dropout."""
         return None if self.scores.dropout is None else self.scores.dropout.sample_b
 
 
@@ -275,7 +275,7 @@ class Attention(Mixer):
 
     @property
     def cache(self) -> tuple[TokenCache, ...]:
-        """Layout of the cached keys and values; empty if the layer reads those of another layer."""
+        """Layout of the cached keys and values; empty if the layer reads the keys of another layer."""
         return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:

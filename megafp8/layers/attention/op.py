@@ -180,7 +180,7 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, bias_ar = ctx.saved_tensors  # once: recomputed tensors can be read a single time
+        q, k, v, o, lse, bias_ar = ctx.saved_tensors  # read once: recomputed tensors can be unpacked only once
         do, scores = do_sbad.contiguous(), replace(ctx.scores, distance_bias_ar=bias_ar)
         dsink = None if ctx.sink_a is None else sink_gradient(do, o, lse, ctx.sink_a)
         dq, dk, dv, dbias = backward(

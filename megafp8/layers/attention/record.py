@@ -153,9 +153,9 @@ class RotaryKeys(Section):
     """Fraction of a head's channels that rotary embeddings rotate (GPT-NeoX, GLM-4, Phi-4-mini). Channels i and i +
     head_dim / 2 form a pair, and the first pairs are rotated."""
     proportional_rope: bool = False
-    """With partial_rotary_factor below 1, give the rotated pairs the frequencies that they would have if all pairs were
-    rotated (Gemma 4's rope_type proportional). If false, they get all frequencies of a head that consists only of the
-    rotated channels."""
+    """Frequencies of the rotated pairs if partial_rotary_factor is below 1. true: the frequencies that these pairs
+    would have if all pairs were rotated (Gemma 4's rope_type proportional). false: all frequencies of a head that
+    consists only of the rotated channels."""
     rope_interpolation_factor: Annotated[float, Field(ge=1), FLOAT, IN_FP32] = 1.0
     """Number by which positions are divided (linear scaling, Chen et al. 2023, arXiv:2306.15595), for contexts longer
     than in earlier training."""
@@ -319,7 +319,7 @@ class AttentionConfig(PartRecord, AttentionKeys):
             yield from self._shared_keys(model, f"{path}.kv_layer")
 
     def _shared_keys(self, model: ModelSection, path: str) -> Iterator[Problem]:
-        """Yield the broken rules about `kv_layer`, whose keys and values layers of this kind read."""
+        """Yield the broken rules about `kv_layer`, the layer from which this kind of layer reads keys and values."""
         source, reader = self.kv_layer, self.resolved(model)
         layers = model.spec.layers[: model.num_layers]
         readers = [i for i, layer in enumerate(layers) if getattr(layer.mixer, "kv_layer", None) == source]
@@ -358,8 +358,8 @@ def attention_keys(model: ModelSection) -> AttentionConfig:
 def shared_keys(config: RunConfig) -> Iterator[Problem]:
     """Yield the broken rule that layers with shared keys and values are in one pipeline stage.
 
-    Stages send each other only the residual stream, so a layer must be in the same stage as the layer whose keys and
-    values it reads.
+    Stages send each other only the residual stream, so a layer must be in the same stage as the layer that provides
+    its keys and values.
     """
     m, p = config.model, config.parallel
     stages, layers, sources = p.pipeline * p.virtual_pipeline, m.num_layers, config.spec.kv_sources
@@ -447,7 +447,7 @@ def _longrope(m: ModelSection, longrope: LongRopeConfig) -> Iterator[Problem]:
 
 
 def _equal_heads(m: ModelSection) -> Iterator[Problem]:
-    """Yield the broken rules about heads whose queries, keys and values have the same width."""
+    """Yield the broken rules about heads with queries, keys and values of the same width."""
     heads, record = m.num_attention_heads, attention_keys(m)
     if m.head_dim is None and m.hidden_size % heads:
         rule = f"not a multiple of model.num_attention_heads ({heads})"

@@ -277,8 +277,7 @@ class CompressedAttention(Mixer):
         weight_grc = self.output_down.unflatten(0, (-1, self.record.output_rank))
         return torch.einsum("sbgc,grc->sbgr", o_sbgc, weight_grc).flatten(2)
 
-    # --- entries, as `megafp8.layers.recurrent.op.RecurrentRule`
-    # ---------------------------------------------------------
+    # --- entries, as a `megafp8.layers.recurrent.op.RecurrentRule` --------------------------------------------------
 
     def zeros(self, b: int) -> State:
         """Return the state before the first token of `b` sequences."""

@@ -34,6 +34,7 @@ class FusedVocabParallelLosses(Function):
         ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return each label's cross-entropy and z-loss, `[s, b]` fp32, from this rank's logits `[s, b, v/t]`."""
         logits_sbv = logits_sbv.contiguous()
         columns = logits_sbv.shape[-1]
         ctx.first = group.rank() * columns
@@ -63,6 +64,7 @@ class FusedVocabParallelLosses(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_sb: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits, written over the logits themselves."""
         logits_sbv, labels_n, maximum_n, weight_n = ctx.saved_tensors
         dlogits_sbv = logits_sbv.detach()
         dlogits_nv = dlogits_sbv.view(-1, dlogits_sbv.shape[-1])

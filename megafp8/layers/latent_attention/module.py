@@ -184,7 +184,7 @@ class LatentAttention(Mixer):
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
         """Return the factors of the weight rows of queries and keys for QK-Clip."""
-        # All heads share the rotary key, so it stays, and only the rotary part of queries is scaled.
+        # All heads share the rotary key, so it stays, and the rotary part of queries takes the whole factor.
         parts = {
             "q" if self.q_norm is None else "q_up": ((factor_a.sqrt(), self.n), (factor_a, self.r)),
             "kv_up": ((factor_a.sqrt(), self.n), (torch.ones_like(factor_a), self.v)),

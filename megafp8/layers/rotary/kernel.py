@@ -4,8 +4,9 @@ The reference is `rotate` in `megafp8.numerics.sources`.
 
 PyTorch rotates q and k through nine fp32 temporaries and moves about sixty bytes per element. Four bytes are enough:
 each element of a q or k head is read and written once. One kernel therefore rotates both in the output of the qkv
-linear layer, whose backward does not need the overwritten values, and leaves v unchanged. Backward has no kernel here:
-`sources.QKVGrad` gathers the gradients of q, k and v, rotates them back and casts them in one pass.
+linear layer, and leaves v unchanged. The layer's backward does not need the overwritten values. This module has no
+kernel for backward: `sources.QKVGrad` gathers the gradients of q, k and v, rotates them back and casts them in one
+pass.
 
 If q and k have an RMSNorm, the same kernel normalizes and rotates them into another tensor, because the gradient of a
 norm is computed from its input. The norm's statistics belong to one head, and the kernel computes them, or they are
