@@ -363,7 +363,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
       "training.seq_length=8"], 2,
      "training.seq_length = 8: model.layer_kinds.a.mixer needs 3 tokens in each of 4 parts of a sequence; try 16"),
     ([f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]", "data.prefix_lm={}"], 1,
-     "data.prefix_lm = 'set': layers of model.layer_kinds.a.mixer see only earlier tokens"),
+     "data.prefix_lm = 'set': layers of model.layer_kinds.a.mixer see earlier tokens only"),
     (["model.layer_kinds={a: {mixer: {kind: gated_delta_net, num_key_heads: 3, num_value_heads: 4}}}",
       "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
