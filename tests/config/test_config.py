@@ -461,8 +461,8 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),
     ([LATENT, "model.num_query_groups=4"], 1,
-     "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has a key and a value of its "
-     "own; try null, or leave"),
+     "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has its own key and value; "
+     "try null, or leave"),
     ([LATENT, "model.qkv_bias=true"], 1,
      "model.qkv_bias = True: model.latent_attention is set, and its layers have no biases; try false, or leave"),
     ([LATENT, "model.linear_bias=true"], 1, "model.linear_bias = True: model.latent_attention is set, and its layers"),

@@ -195,8 +195,8 @@ class AttentionKeys(RotaryKeys):
     sliding_window: Tokens | None = None
     """Number of latest tokens to which each token attends, including itself. Default: all earlier tokens."""
     attention_chunk: Tokens | None = None
-    """Number of tokens in each chunk of a sequence; each token attends only to earlier tokens of its own chunk (Llama
-    4). Default: one chunk."""
+    """Number of tokens in each chunk of a sequence; each token attends only to itself and to earlier tokens of its
+    chunk (Llama 4). Default: one chunk."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their positions. Default: none."""
     attention_scale: PositiveFloat | None = None

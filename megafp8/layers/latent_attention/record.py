@@ -181,7 +181,7 @@ def _latent_rules(record: LatentRecord) -> Iterator[Problem]:
     """Yield the rules that a complete record breaks, with paths of the sections of the model."""
     path = "model.latent_attention"
     if record.position_embedding not in ("rope", "none"):
-        rule = f"{path} is set, and its rope_head_dim channels have rotary positions or no positions"
+        rule = f"{path} is set, and its rope_head_dim channels have rotary positions or none"
         works = "try rope, none, or leave model.latent_attention out"
         yield Problem("model.position_embedding", record.position_embedding, rule, works)
     if record.rope_head_dim % 2:
