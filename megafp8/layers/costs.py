@@ -88,7 +88,7 @@ class MicroBatch:
         return recipes[OPERANDS.index(operand)].granularity(operand)
 
     def saved_input(self, state: LinearState) -> int:
-        """Return the bytes of its input that a linear layer saves."""
+        """Return the bytes that a linear layer saves of its input."""
         plan, k, tokens = state.plan, state.site.inputs, self.tokens_of(state.site)
         if plan.saved == "recompute":
             return 0

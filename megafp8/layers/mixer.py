@@ -302,7 +302,7 @@ class FeedForward(LayerPart):
 
     @abstractmethod
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
-        """Return the update for `x_sbh`, in the same shape; `inputs` are those that the method `inputs` returned."""
+        """Return the update for `x_sbh`, in the same shape; `inputs` is the result of the method `inputs`."""
 
     @abstractmethod
     def activation_bytes(self, batch: MicroBatch) -> int:

@@ -21,8 +21,8 @@ Windows on both sides, chunks, prefixes and scores that depend on positions need
 keys and the positions of the rank's queries among them.
 
 With a sliding window, one call has a chunk's keys and the keys before it that the window reaches. Kernels skip keys
-before the window only if a segment has as many queries as keys. The keys before a chunk therefore get zeros as queries.
-The outputs of these queries are dropped, and their gradients are zero.
+before the window only if a segment has equal numbers of queries and keys. The keys before a chunk therefore get zeros
+as queries. The outputs of these queries are dropped, and their gradients are zero.
 
 If two calls share queries or keys, their results are added: dk and dv in fp32 on a rank, and in the model's dtype over
 ranks.
@@ -83,10 +83,9 @@ def plan(
 ) -> tuple[AttentionCall, ...]:  # fmt: skip
     """Return the attention calls of `rank`, in the order to make them. Does not synchronize the host.
 
-    `window`, `causal`, `prefix_b` and `chunk` are those of `AttentionMask`, and `cuts_documents` that of
-    `place_tokens`. `cu_seqlens_bm`, int32 `[b, m + 1]`, holds the first token of each document of the whole sequence,
-    then s; attention stays within documents. `positions` says whether scores may depend on positions
-    (`Scores.depend_on_positions`).
+    `window`, `causal`, `prefix_b` and `chunk` are defined in `AttentionMask`, and `cuts_documents` in `place_tokens`.
+    `cu_seqlens_bm`, int32 `[b, m + 1]`, holds the first token of each document of the whole sequence, then s; attention
+    stays within documents. `positions` says whether scores may depend on positions (`Scores.depend_on_positions`).
     """
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
@@ -159,8 +158,8 @@ def _windowed(
 ) -> AttentionCall:
     """Return the call of each slot's chunks with their own keys and the `window` - 1 tokens before them.
 
-    Only the device knows how many keys the documents need. The call therefore has as many keys as could be needed, and
-    the surplus keys form a last segment without queries.
+    Only the device knows how many keys the documents need. The call therefore has the largest number of keys that could
+    be needed, and the surplus keys form a last segment without queries.
     """
     lengths, document_bs, offset_bs, slot_bs = placed
     s, device = slot_bs.shape[1], slot_bs.device

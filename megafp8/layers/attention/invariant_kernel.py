@@ -254,7 +254,7 @@ def attend(
 
     The shapes are `[n, a, w]` and `[n, a]`.
 
-    `keys` is `[p, z, g, d]` and `values` is `[p, z, g, w]`. The other arguments are those of `paged_kernel.attend`.
+    `keys` is `[p, z, g, d]` and `values` is `[p, z, g, w]`. The other arguments are as in `paged_kernel.attend`.
     Does not synchronize the host.
     """
     q = kernel_input(q_nad.contiguous())

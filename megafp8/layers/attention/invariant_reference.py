@@ -5,7 +5,7 @@ a part, blocks are processed in order with a running maximum and sum, and parts 
 
     M' = max(M, m)      L' = L · 2^(M - M') + l · 2^(m - M')      O' = O · 2^(M - M') + o · 2^(m - M')
 
-Here M, L and O are the maximum, the sum and the unnormalized output of the parts so far, and m, l and o those of the
+Here M, L and O are the maximum, the sum and the unnormalized output of the parts so far, and m, l and o belong to the
 new part. A block without a key of a query changes exactly nothing for this query: its factors are 2^0 and 0. The result
 is therefore the same whichever other queries are computed together with a query, and whether parts are computed one
 after the other, as for prompts, or in parallel, as for single queries of long sequences.

@@ -29,14 +29,14 @@ class AttentionMask:
             of sample j has the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]`, possibly none. None if each sample
             is one segment.
         cu_seqlens_k: Boundaries of the segments' keys, in the same format with at most t. It is the same tensor as
-            `cu_seqlens_q` if every segment has as many keys as queries.
-        causal: The last query of a segment attends to all of its keys, and each query before it to one key less. A
-            segment then has at least as many keys as queries.
+            `cu_seqlens_q` if every segment has equal numbers of queries and keys.
+        causal: The last query of a segment attends to all of its keys, and each query before it to one key less. The
+            number of keys of a segment must then be at least its number of queries.
         window: A query attends only to keys less than `window` places before its latest key, and if not `causal`, also
             to keys less than `window` places after it.
         chunk: Each segment's keys are cut into chunks of this many keys, and a query attends only to its own chunk.
             Requires `positions_bs`; without it, `chunks_of` turns chunks into segments.
-        square: Segments that have queries have equally many keys. This makes kernels faster and is never required.
+        square: Every segment with queries has equal numbers of queries and keys. Kernels are then faster; never required.
         prefix_b: Number of prefix keys of each sample, int `[b]`. With `causal`, all queries also attend to the keys of
             their segment that are among the first `prefix_b` keys of the sample.
         visible: Boolean mask `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key. It applies in
@@ -85,7 +85,7 @@ class AttentionMask:
         return self.derived[key]
 
     def is_plain(self, s: int, t: int) -> bool:
-        """Return whether s queries attend to all t keys, or form a causal triangle with equally many keys."""
+        """Return whether s queries attend to all t keys, or form a causal triangle with s = t."""
         if self.cu_seqlens_q is not None or self.window is not None or self.chunk is not None:
             return False
         if self.prefix_b is not None or self.visible is not None:

@@ -193,7 +193,7 @@ class _Attention(Function):
 def with_sink(
     o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp including sinks, computed from those over the keys alone."""
+    """Return the output and log-sum-exp including sinks, from the output and log-sum-exp of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
     key_share = sigmoid(lse_sba - sink, batch_invariant=batch_invariant).unsqueeze(-1)
     return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)

@@ -12,7 +12,7 @@ entries are at least `rate` rows apart, even if documents are packed. The entry 
 gets the index j // rate. The entries of a document are neighbors, and all indices follow from the first and last row of
 a query's keys.
 
-The kernels are those of sparse attention (`layers.sparse_attention.kernel`), for bf16 and fp16 on CUDA.
+It uses the kernels of sparse attention (`layers.sparse_attention.kernel`), for bf16 and fp16 on CUDA.
 
 *A sink* is a score of each head that takes part in its softmax but has no value. *The indexer's loss* is defined as in
 `layers.sparse_attention.op`, over the chosen entries; their probabilities are divided by their sum.
@@ -200,7 +200,7 @@ class _Call:
         return Keys(keys.int(), torch.zeros_like(total_bs[..., 0]), total_bs[..., 0])
 
     def entries_of(self, rows: slice, chosen_bsl: Tensor, p_bsk: Tensor) -> tuple[Keys, Tensor]:
-        """Return the chosen entries of a block, and their probabilities among those of all keys, `[b, s, l]`."""
+        """Return the chosen entries of a block, and their probabilities, `[b, s, l]`, from those of all keys."""
         assert self.indexer is not None
         chosen = chosen_bsl[:, rows].contiguous()
         tokens_bs = (self.stop_bs - self.first_bs).clamp(max=self.window)[:, rows].unsqueeze(-1)

@@ -98,8 +98,8 @@ class Head(nn.Module):
         Args:
             x_sbh: Residual stream.
             branch_sbh: Output of the last sublayer, which is added to `x_sbh`; None if it is already added.
-            labels_bs: Labels; None returns logits. With the binary head, the labels of the samples follow those of the
-                tokens.
+            labels_bs: Labels; None returns logits. With the binary head, the labels of the samples follow the labels of
+                the tokens.
             look_ahead: Function that maps the main model's input of the output layer to the inputs of all depths of
                 multi-token prediction.
             dropout: Dropout of the branch.

@@ -13,7 +13,7 @@ below Triton, and control when each copy happens:
 A program has 64 heads of a query: 64 is the smallest side of such a product, and registers can hold `[64, V]` in fp32.
 All 8 warps do the same work, and each half of them has half of the keys or of the channels.
 
-Shapes are those of `layers.sparse_attention.kernel`. V is 256 or 512; R is 0 or a power of two from 16 to 128; the
+Shapes are as in `layers.sparse_attention.kernel`. V is 256 or 512; R is 0 or a power of two from 16 to 128; the
 number of heads is a multiple of 64 (`takes`).
 """
 

@@ -48,7 +48,7 @@ def scores_kernel(
     q_bsid, k_btd, weights_bsi, first_bs, stop_bs, scores_bst, s, t, heads,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of M queries and N keys; tiles without a query and a key of its range are not written."""
+    """Compute the scores of M queries and N keys; skip tiles in which no key is in the range of a query."""
     sample = tl.program_id(1)
     columns = tl.cdiv(t, N)
     m, n = tl.program_id(0) // columns * M, tl.program_id(0) % columns * N
@@ -81,7 +81,7 @@ def _ordered(x):
 def choose_kernel(
     scores_bst, first_bs, stop_bs, chosen_bsk, t, k, BLOCK: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr
 ):
-    """Write the k largest scores' positions of a row, preferring the first of equal scores; -1 pads the end."""
+    """Write the positions of a row's k largest scores, the first ones of equal scores; -1 pads the end."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(first_bs + row).to(tl.int32)
     stop = tl.load(stop_bs + row).to(tl.int32)
@@ -128,7 +128,7 @@ def index_loss_kernel(
     q_bsid, k_btd, weights_bsi, chosen_bsk, count_bs, p_bsk, factor, dq_bsid, dk, dweights_bsi, loss_bs, s, t, k, heads,
     ATOMIC: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute one query's divergence of its scores' softmax from p, and the gradients.
+    """Compute one query's divergence of the softmax of its scores from p, and the gradients.
 
     M is at least the number of heads.
     """

@@ -17,7 +17,7 @@ values from the latent with `latent_up`. Here each head's part of `latent_up` is
 instead. A chosen key is thus read once for all heads, and generation caches only the latent and the indexer's key of a
 token. These products are in high precision.
 
-Shapes are those of `layers.sparse_attention.op`.
+Shapes are as in `layers.sparse_attention.op`.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class SparseLatentAttention(LatentAttention):
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         """Return the size of attention to chosen keys, which are as wide as the latent.
 
-        A query sees as many keys as with a window of top_k tokens.
+        A query sees the same number of keys as with a window of top_k tokens.
         """
         pairs = pairs_of(batch.length, self.attend.top_k, causal=True)
         latent = self.ranks[1]
