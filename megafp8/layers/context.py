@@ -1,4 +1,4 @@
-"""What every layer of the model is built with: process groups, FP8 manager, dtype, device, storage of weights."""
+"""Build context of the model's layers: process groups, FP8 manager, dtype, device, storage of weights."""
 
 from __future__ import annotations
 
@@ -22,26 +22,40 @@ from megafp8.plan import LinearSite, WeightStorage
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Passed down through the constructors; layers read nothing else of the job.
+    """Settings and process groups that every layer constructor receives; layers read nothing else of the job.
 
-    `sequence_parallel` is what the config says; with a tensor group of one rank it has no effect. `context_parallel`:
-    the ranks that share the tokens of the same sequences; None where this rank has whole ones. `tp_overlap`: overlap of
-    tensor-parallel communication with GEMMs; None: one collective at a time. `tokens`: of a micro-batch on this rank
-    between tensor-parallel regions; None where they vary. `weight_storage`, `param_gather`: see
-    `megafp8.plan.LinearSite`.
-
-    For experts: `expert`: the ranks over which a layer's are divided; None where this rank has all. `expert_tensor`:
-    those of them over which each expert is cut. `expert_amax`: the ranks that hold the same experts; `expert_rows`:
-    those of them with rows of the same micro-batch. `whole_experts`: no other rank has a shard of their weights, which
-    FSDP leaves whole. `gathers_tokens`, `expert_overlap`, `row_bound`: how tokens get to
-    them. `sequence_group`: the ranks that hold slices of the same sequences between tensor-parallel regions.
-    `global_batch`, `global_tokens`: sequences and tokens of a step.
-
-    `seed`: of the random streams of dropout. `auxiliary_loss_grad`: fp32 `[]`, the gradient of the losses of routers
-    and indexers, whatever the loss and the gradients are multiplied by; None: 1. `encoder_tokens`: as `tokens`, in the
-    encoder of T5; `tokens` are then its decoder's. `lora`: adapts linear layers of blocks, and all other weights are
-    frozen. `records_logits`: attention records its heads' largest logits (`Mixer.largest_logits_a`). `constants`:
-    tensors that layers make once and share, by what they depend on.
+    Attributes:
+        tensor: Tensor-parallel group.
+        fp8: FP8 manager of the model.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        sequence_parallel: Value of `parallel.sequence_parallel`. It has no effect if the tensor-parallel group has one
+            rank.
+        context_parallel: Ranks that share the tokens of the same sequences; None if this rank has whole sequences.
+        tp_overlap: Overlap of tensor-parallel communication with GEMMs; None means no overlap, one collective at a
+            time.
+        tokens: Tokens of a micro-batch on this rank between tensor-parallel regions; None if their number varies.
+        weight_storage: Place of the weights between steps, see `megafp8.plan.LinearSite`.
+        param_gather: Whether weights may be gathered in FP8, see `megafp8.plan.LinearSite`.
+        real_device: Device of buffers if `device` is the meta device; None means `device`.
+        expert: Ranks over which the experts of a layer are divided; None if this rank has all experts.
+        expert_tensor: Ranks of `expert` over which each expert is sharded.
+        expert_amax: Ranks that hold the same experts, whole or in shards.
+        expert_rows: Ranks of `expert_amax` with token rows of the same micro-batch.
+        whole_experts: Whether FSDP leaves the weights of experts whole, because no other rank has a shard of them.
+        gathers_tokens: Whether tokens reach their experts by an all-gather, instead of an all-to-all.
+        expert_overlap: Overlap of the communication of tokens to experts with GEMMs.
+        row_bound: Limit on the number of rows for which a rank's expert buffers have room.
+        sequence_group: Ranks that hold slices of the same sequences between tensor-parallel regions.
+        global_batch: Number of sequences in a step.
+        global_tokens: Number of tokens in a step.
+        seed: Seed of the random streams of dropout.
+        auxiliary_loss_grad: Gradient of the losses of routers and indexers, fp32 `[]`, whatever the loss and the
+            gradients are multiplied by; None means 1.
+        encoder_tokens: Counterpart of `tokens` in the encoder of T5, where `tokens` counts the tokens of the decoder.
+        lora: LoRA adapters of the blocks' linear layers, with all other weights frozen; None means full training.
+        records_logits: Whether attention records the largest logit of each head (`Mixer.largest_logits_a`).
+        constants: Constant tensors that layers create once and share, by the values that determine them.
     """
 
     tensor: ProcessGroup
@@ -75,7 +89,7 @@ class BuildContext:
 
     @property
     def buffer_device(self) -> torch.device:
-        """The device of tensors that are no parameters: real also where parameters are allocated later."""
+        """Device of tensors that are not parameters. It is a real device even if parameters are allocated later."""
         return self.real_device or self.device
 
     @property
@@ -85,17 +99,17 @@ class BuildContext:
 
     @property
     def sequence_sharded(self) -> bool:
-        """Activations between tensor-parallel regions hold only this rank's slice of the sequence."""
+        """Whether activations between tensor-parallel regions hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.tensor.size() > 1
 
     def site(self, **neighbors: Any) -> LinearSite:
-        """The place of a linear layer in this model; `neighbors`: fields of `LinearSite`."""
+        """Return the `LinearSite` of a linear layer in this model; `neighbors` are further fields of it."""
         return LinearSite(
             tokens=self.tokens, weight_storage=self.weight_storage, param_gather=self.param_gather, **neighbors
         )
 
     def linear_options(self) -> dict[str, Any]:
-        """Arguments that all tensor-parallel linear layers share."""
+        """Return the constructor arguments that all tensor-parallel linear layers share."""
         return {
             "group": self.tensor,
             "fp8": self.fp8,
@@ -108,18 +122,24 @@ class BuildContext:
 
 
 def new_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
-    """`empty_parameter` in the model's precision and on its device."""
+    """Return an uninitialized parameter (`empty_parameter`) in the model's dtype and on its device."""
     return empty_parameter(shards, init, context.dtype, context.device, **spec)
 
 
 def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
-    """One that all tensor-parallel ranks hold, and use on their own slices of the sequence if it is sharded."""
+    """Return a parameter that all tensor-parallel ranks hold whole.
+
+    If the sequence is sharded, each rank applies the parameter to its own slice, and the group sums the gradients.
+    """
     spec |= {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
     return new_parameter(context, shards, init, **spec)
 
 
 def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:
-    """Tokens of a micro-batch on a rank, between tensor-parallel regions; of T5 in its decoder or its encoder."""
+    """Return the number of tokens of a micro-batch on one rank between tensor-parallel regions.
+
+    For T5 this is the number in the decoder, or with `encoder` in the encoder.
+    """
     p, t = config.parallel, config.training
     length = t.seq_length if encoder or config.decoder_length is None else config.decoder_length
     return length // p.context // (p.tensor if p.sequence_parallel else 1) * t.micro_batch_size
@@ -127,30 +147,35 @@ def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """As much of a process group as constructors of layers ask for, where there is none."""
+    """Stand-in for a process group when a layout is planned without processes."""
 
     ranks: int = 1
 
     def size(self) -> int:
+        """Return the number of ranks."""
         return self.ranks
 
     def rank(self) -> int:
+        """Return 0: layers are planned for the first rank."""
         return 0
 
 
 def lora_of(config: Config) -> Lora | None:
-    """What the config adapts by LoRA."""
+    """Return the LoRA settings of the config, or None if it trains without LoRA."""
     lora = config.lora
     return None if lora is None else Lora(lora.rank, lora.alpha, frozenset(config.lora_targets))
 
 
 def weight_storage(config: Config) -> WeightStorage:
-    """Where a rank's weights are between steps."""
+    """Return the form in which a rank stores weights between steps."""
     return plan_type(config.parallel.zero, config.parallel.fsdp).weight_storage
 
 
 def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
-    """To construct layers as the first tensor-parallel rank has them, on the meta device without process groups."""
+    """Return the context for constructing the layers of the first tensor-parallel rank on the meta device.
+
+    No process groups are needed.
+    """
     return BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup(config.parallel.tensor)),
         fp8=fp8,

@@ -1,9 +1,10 @@
-"""What a part of the network keeps and computes for one micro-batch on one rank: the values that parts answer with.
+"""Memory and compute of a part of the network for one micro-batch on one rank, as the planner needs them.
 
-Parts are asked before a run, built on torch's meta device (`megafp8.planner.outline`): how many bytes they save for
-their backward pass, by tensor, following what the autograd Functions of each kind save, each storage once; how many
-bytes their kernels beside linear layers read and write; and their attention. Where the CPU and CUDA differ, these are
-CUDA's. Linear layers are not among a part's work: their sizes and plans say what they cost.
+Before a run, the planner builds the parts on torch's meta device (`megafp8.planner.outline`) and asks each of them
+three questions: how many bytes it saves for backward, by tensor; how many bytes its kernels read and write, excluding
+linear layers; and which attention it computes. Saved bytes follow what each part's autograd Functions save, and a
+storage counts once. Where the CPU and CUDA differ, the answers hold for CUDA. Linear layers are not part of the
+answers, because their cost follows from their sizes and plans.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 from megafp8.plan import LinearSite
 
 ELEMENT = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-"""Bytes of an element, by the name of its dtype in a config."""
+"""Bytes per element, by the dtype's name in a config."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch as one rank has it.
+    """Sizes of a micro-batch on one rank.
 
-    `tokens`: inside of tensor-parallel regions; `own_tokens`: between them, a part of these with sequence parallelism.
-    `sequences`, of `length` tokens on all context-parallel ranks together; `encoder_length`: of those that the decoder
-    of T5 attends to. `element`, `statistic`: bytes of an element of an activation, and of a norm's statistics.
-    `replayed`: CUDA graphs replay the step, so that buffers have their sizes before it is known what they will hold.
+    Attributes:
+        tokens: Number of tokens inside tensor-parallel regions.
+        own_tokens: Number of tokens between tensor-parallel regions; with sequence parallelism this is a part of
+            `tokens`.
+        sequences: Number of sequences.
+        length: Tokens of each sequence, summed over all context-parallel ranks.
+        encoder_length: Tokens of each sequence to which the decoder of T5 attends.
+        element: Bytes per element of an activation.
+        statistic: Bytes per statistic of a norm.
+        recipe: FP8 recipe; None without FP8.
+        replayed: Whether CUDA graphs replay the step, so that buffer sizes are fixed before their contents are known.
     """
 
     tokens: int
@@ -48,7 +56,7 @@ class MicroBatch:
 
     @classmethod
     def from_config(cls, config: Config, recipe: Fp8Recipe | None, *, decoder: bool = False) -> MicroBatch:
-        """That of a run; `decoder`: in the decoder of T5."""
+        """Return the micro-batch of a run with this config; with `decoder`, in the decoder of T5."""
         p, t = config.parallel, config.training
         length = t.seq_length
         if decoder:
@@ -68,19 +76,19 @@ class MicroBatch:
         )
 
     def tokens_of(self, site: LinearSite) -> int:
-        """Tokens that a linear layer computes."""
+        """Return the number of tokens that the linear layer at `site` multiplies."""
         if site.tokens is None:  # whole on each rank
             return self.own_tokens
         return site.tokens * (site.tensor_parallel if site.sequence_parallel else 1)
 
     def granularity(self, layer: str, operand: OperandName) -> Granularity:
-        """Which elements of an operand of an FP8 layer share a scale."""
+        """Return which elements of an operand of the FP8 layer `layer` share a scale."""
         recipes = None if self.recipe is None else self.recipe.operands(layer)
         assert recipes is not None
         return recipes[OPERANDS.index(operand)].granularity(operand)
 
     def saved_input(self, state: LinearState) -> int:
-        """Bytes that a linear layer saves of its input."""
+        """Return the bytes that a linear layer saves of its input."""
         plan, k, tokens = state.plan, state.site.inputs, self.tokens_of(state.site)
         if plan.saved == "recompute":
             return 0
@@ -93,17 +101,24 @@ class MicroBatch:
 
 
 def fp8_bytes(granularity: Granularity, r: int, c: int) -> int:
-    """Bytes of an FP8 matrix `[r, c]` with its scales; of one with Blackwell's blocks, dequantized to bf16."""
+    """Return the bytes of an FP8 matrix `[r, c]` with its scales.
+
+    A matrix with Blackwell's block scales counts as its values dequantized to bf16.
+    """
     if not on_hopper(granularity):
         return 2 * r * c + 4
     return r * c + 4 * math.prod(granularity.grid(r, c))
 
 
 class KernelWork(NamedTuple):
-    """Bytes that kernels beside GEMMs and attention read and write, and the number of these kernels, each way.
+    """Memory traffic and number of kernels, excluding GEMMs and attention.
 
-    `column_sums`: bytes of the output gradients of linear layers that are read once more for the gradient of a bias.
-    `more_in_backward`: kernels that backward has more than forward.
+    Attributes:
+        forward: Bytes that the forward pass reads and writes.
+        backward: Bytes that the backward pass reads and writes.
+        kernels: Number of kernels in each pass.
+        column_sums: Bytes of output gradients of linear layers that are read a second time for the bias gradient.
+        more_in_backward: Number of kernels that backward has in addition to `kernels`.
     """
 
     forward: float = 0.0
@@ -117,10 +132,15 @@ class KernelWork(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """Attention of a micro-batch: `heads` of this rank of `width` channels, `queries` and `pairs` of a whole sequence.
+    """Sizes of a micro-batch's attention.
 
-    `value_width`: channels of a value. `modified`: scores are changed by more than a mask (biases, soft cap, sinks),
-    for which there is another kernel.
+    Attributes:
+        heads: Number of query heads on this rank.
+        width: Channels of a head's query and key.
+        value_width: Channels of a head's value.
+        queries: Queries of a whole sequence.
+        pairs: Pairs of a query and a key of a whole sequence.
+        modified: Whether scores are changed by more than a mask (biases, soft cap, sinks), which needs another kernel.
     """
 
     heads: int
@@ -132,9 +152,13 @@ class AttentionWork(NamedTuple):
 
 
 class DispatchTraffic(NamedTuple):
-    """Tokens of a micro-batch that travel between `ranks` neighbouring ranks to their experts, or back.
+    """Traffic of a micro-batch's tokens between `ranks` neighboring ranks, one way: to their experts, or back.
 
-    `tokens`: bytes of this rank's own; `received`: bytes from other ranks. `gathered`: all ranks get all tokens.
+    Attributes:
+        ranks: Number of ranks over which the experts are divided.
+        tokens: Bytes of this rank's own tokens.
+        received: Bytes from the other ranks.
+        gathered: Whether every rank receives all tokens.
     """
 
     ranks: int
@@ -144,10 +168,15 @@ class DispatchTraffic(NamedTuple):
 
 
 def pairs_of(length: int, window: int | None, *, causal: bool, chunk: int | None = None) -> float:
-    """Pairs of a query and a key in a sequence, those without a window by the usual formula, half of all if `causal`.
+    """Return the number of pairs of a query and a key in a sequence of `length` tokens.
 
-    `window`: keys of a query at most; the first `window` queries have 1, 2, ... keys. `chunk`: tokens of the chunks
-    that a sequence is cut into.
+    Without a window this is the usual formula, half of all pairs if `causal`.
+
+    Args:
+        length: Tokens of the sequence.
+        window: Largest number of keys per query; the first `window` queries have 1, 2, ... keys. None means no window.
+        causal: Whether a query attends only to itself and to earlier tokens.
+        chunk: Tokens of the chunks into which the sequence is cut; None means one chunk.
     """
     if chunk is not None and chunk < length:
         whole, rest = divmod(length, chunk)
@@ -158,7 +187,7 @@ def pairs_of(length: int, window: int | None, *, causal: bool, chunk: int | None
 
 
 def column_sums(part: nn.Module, batch: MicroBatch) -> float:
-    """Bytes of the output gradients of a part's linear layers with a bias."""
+    """Return the bytes of the output gradients of the part's linear layers with a bias."""
     layers = (x for x in part.modules() if isinstance(x, (ColumnParallelLinear, RowParallelLinear)))
     sites = [x.state.site for x in layers if x.bias is not None]
     return float(sum(batch.tokens_of(site) * site.outputs for site in sites) * batch.element)

@@ -1,4 +1,4 @@
-"""The weights of a model's linear layers, with what each is computed with."""
+"""Weights of a model's linear layers, each with the state of its computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 
 
 def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, LinearState | GroupState]]:
-    """Weights of tensor-parallel linear layers and of experts, in the order of the modules."""
+    """Yield each weight of a tensor-parallel linear layer or of experts with its state, in module order."""
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             yield module.weight, module.state

@@ -1,11 +1,14 @@
-"""The parts of a layer, mixer and feed-forward network: what they read of a micro-batch and answer about themselves.
+"""Base classes of the two parts of a layer, the mixer and the feed-forward network.
 
-A part is built from its record (`megafp8.spec.PartRecord`) and knows nothing of where tokens come from.
-Whoever runs a stage passes `Tokens`: a micro-batch of training, a step of generation, or texts to score. From these a
-mixer takes what it reads besides the residual stream (`Mixer.inputs`), once for each micro-batch: rotary tables, masks,
-or the state that a sequence has got to. Layers that read equal tables share them.
+A part is built from its config record (`megafp8.spec.PartRecord`). It does not know where its tokens come from: whoever
+runs a stage passes `Tokens`, which may be a micro-batch of training, a step of generation, or texts to score. Once per
+micro-batch, `Mixer.inputs` derives from these tokens everything that the mixer reads in addition to the residual
+stream, for example rotary tables, masks, or the recurrent state of each sequence. Layers that need equal tables share
+them.
 
-Shapes: s tokens of a micro-batch's sequences on this rank, b sequences, h hidden.
+The planner also asks each part how much memory and time it needs (`LayerPart.saved`, `LayerPart.work`, ...).
+
+Shapes: s tokens per sequence on this rank, b sequences, h hidden size.
 """
 
 from __future__ import annotations
@@ -38,16 +41,21 @@ T = TypeVar("T")
 
 
 AttendTo = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], Tensor]
-"""Attention of a layer's own: from tensors of queries `[s, b, ...]` and of keys `[t, b, ...]` to outputs `[s, b, ...]`.
+"""Attention that a layer implements itself: `attend(queries, keys, first, stop)` returns outputs `[s, b, ...]`.
 
-The other arguments: int64 `[1 or b, s]`, the first key that a query may attend to, and the one after the last."""
+`queries` are tensors `[s, b, ...]`, and `keys` are tensors `[t, b, ...]`. Each query attends to the keys from `first`
+up to, but excluding, `stop`, both int64 `[1 or b, s]`.
+"""
 
 
 class TokenCache(NamedTuple):
-    """What attention keeps of each token in generation: keys and values of `groups` heads of this rank.
+    """Layout of what attention caches per token during generation: keys and values of this rank's heads.
 
-    `width`, `value_width`: channels of a head's key and value. `every`: there is a value for so many tokens, with the
-    last of them.
+    Attributes:
+        groups: Number of key-value heads on this rank.
+        width: Channels of one head's key.
+        value_width: Channels of one head's value.
+        every: Number of consecutive tokens that share one value, which is stored with the last of them.
     """
 
     groups: int
@@ -57,34 +65,41 @@ class TokenCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """What a recurrence keeps of each sequence in generation: tensors of these shapes and dtypes, zero at its start."""
+    """Shapes and dtypes of what a recurrence caches per sequence during generation; the tensors start as zeros."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
 
 
 class AttendToKeys(Protocol):
-    """Runs attention of a layer's own over the tokens of a micro-batch or a step, each with the keys that it may attend
-    to: earlier ones of its sequence or document, and itself."""
+    """Function that runs a layer's own attention over the tokens of a micro-batch or of a generation step.
+
+    Each token attends to itself and to the earlier tokens of its sequence or document.
+    """
 
     def __call__(
         self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], /, every: int = 1
     ) -> Tensor:
-        """`[s, b, ...]`, from `queries` and `keys` of these tokens; what the layer keeps of a token are `keys`.
+        """Run `attend` on the queries and keys of these tokens, and return its outputs `[s, b, ...]`.
 
-        `every`: the second of them is that of so many tokens of a sequence or document, with the last of them, and zero
-        with others; `attend` gets `one_of_each` of it.
+        Args:
+            attend: Attention function of the layer.
+            queries: Tensors of queries, `[s, b, ...]`.
+            keys: Two tensors `[s, b, ...]`, which are also what the layer caches per token during generation.
+            every: Number of consecutive tokens of a sequence or document that share one row of the second tensor of
+                `keys`. The row stands at the last of these tokens, and the rows of the other tokens are zero. `attend`
+                receives the second tensor reduced by `one_of_each`.
         """
         ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What it reads besides its arguments."""
+        """Tensors that it reads in addition to its arguments."""
         ...
 
 
 def one_of_each(x_tb: Tensor, every: int) -> Tensor:
-    """Of so many rows that follow each other, of which at most one is not zero, that one: `[t / every, b, ...]`."""
+    """Reduce each run of `every` rows, at most one of them nonzero, to that row; return `[ceil(t / every), b, ...]`."""
     if every == 1:
         return x_tb
     padding = x_tb.new_zeros(-len(x_tb) % every, *x_tb.shape[1:])
@@ -93,13 +108,18 @@ def one_of_each(x_tb: Tensor, every: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens(ABC):
-    """The tokens that a stage computes, and how those of a sequence reach each other.
+    """Tokens that a stage computes, and the rules by which tokens of one sequence attend to each other.
 
-    `positions`: int64 `[s]` or `[b, s]`. `length`: tokens of a whole sequence, on all context-parallel ranks.
-    `ids_bs`: int64, of all tokens also where ranks hold slices of the residual stream; so is `padding_bs`: bool, which
-    are padding, None where none are.
-    `samples_b`: int64, the indices of the samples in the run; None: no dropout. `distance_bias_ar`: learned biases of
-    scores by distance (T5), as in `Scores`. `depth`: of multi-token prediction, with the padding that `at_depth` says.
+    Attributes:
+        positions: Position of each token in its sequence, int64 `[s]` or `[b, s]`.
+        length: Number of tokens of a whole sequence, summed over all context-parallel ranks.
+        ids_bs: Token ids, int64 `[b, s]`. They cover all tokens even where a rank holds only a slice of the residual
+            stream.
+        samples_b: Index of each sample in the run, int64 `[b]`; None turns off dropout.
+        distance_bias_ar: Learned biases of attention scores by distance (T5), as in `Scores`.
+        padding_bs: Whether each token is padding, bool `[b, s]`; None if no token is padding. Like `ids_bs`, it covers
+            all tokens.
+        depth: Depth of multi-token prediction for which `padding_bs` holds; 0 is the main model.
     """
 
     positions: Tensor
@@ -112,17 +132,17 @@ class Tokens(ABC):
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def at_depth(self, depth: int) -> Tokens:
-        """Return these tokens as layers of depth `depth` of multi-token prediction read them; 0 is the model's own."""
+        """Return these tokens as seen by the layers of multi-token prediction at `depth`; 0 is the main model."""
         return self
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """`make()`, once for all layers with an equal key."""
+        """Return `make()`, which is called only once for all layers that pass an equal key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def rotary(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these positions."""
+        """Return the rotary cosines and sines of these positions."""
         return self.once(rope.key, lambda: rope.table(self.positions, self.length))
 
     @abstractmethod
@@ -130,164 +150,198 @@ class Tokens(ABC):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
-        """Softmax attention to keys and values of layer `layer` with a sliding window, or within chunks of so many
-        tokens.
+        """Return the softmax attention of layer `layer` over these tokens.
 
-        `positions`: scores depend on positions. `stores`: generation stores these keys and values; False: that layer
-        has stored them.
+        Args:
+            layer: Layer that owns the keys and values.
+            window: Size of the sliding window in tokens; None means no window.
+            causal: Whether a token attends only to itself and to earlier tokens.
+            positions: Whether scores depend on positions (biases, dropout).
+            chunk: Size of the chunks within which tokens attend to each other; None means no chunks.
+            stores: Whether generation stores these keys and values. False if `layer` has already stored them.
         """
 
     @abstractmethod
     def keys(self, layer: int) -> AttendToKeys:
-        """How attention of layer `layer`'s own runs over these tokens."""
+        """Return the function that runs layer `layer`'s own attention over these tokens."""
 
     @abstractmethod
     def recurrence(self, layer: int) -> Recurrence:
-        """How the recurrence of layer `layer` runs over these tokens."""
+        """Return the function that runs the recurrence of layer `layer` over these tokens."""
 
 
 class PartInputs(Protocol):
-    """What a part reads besides the residual stream."""
+    """Inputs that a part reads in addition to the residual stream."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Its tensors, which are not offloaded: all layers read them."""
+        """Tensors among these inputs. They are never offloaded, because all layers read them."""
         ...
 
 
 @dataclass(frozen=True)
 class RecurrentInputs:
-    """What a recurrent mixer reads: how its recurrence runs over the tokens."""
+    """Inputs of a recurrent mixer: the function that runs its recurrence over the tokens."""
 
     recurrence: Recurrence
 
     @property
     def tensors(self) -> Sequence[Tensor]:
+        """Empty: a recurrence holds no tensors that layers share."""
         return ()
 
 
 @dataclass(frozen=True)
 class NoInputs:
-    """Of a part that reads the residual stream only."""
+    """Inputs of a part that reads only the residual stream."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
+        """Empty: there are no further inputs."""
         return ()
 
 
 class LayerPart(nn.Module, ABC):
-    """`[s, b, h]` (or `[s/t, b, h]` sequence-parallel) -> the same shape; built as `make_part` says."""
+    """Mixer or feed-forward network of a layer, a module built by `make_part`.
+
+    It maps the residual stream `[s, b, h]` to an update of the same shape. Under sequence parallelism the shape is
+    `[s/t, b, h]` with t tensor-parallel ranks.
+    """
 
     @property
     def input_format(self) -> InputFormat | None:
-        """The form in which the norm before it gives its input; None: values."""
+        """Format in which the preceding norm passes its output to this part; None means unquantized values."""
         return None
 
     @abstractmethod
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass, by tensor."""
+        """Return the bytes that the part saves for its backward pass, by tensor."""
 
     @abstractmethod
     def work(self, batch: MicroBatch) -> KernelWork:
-        """What its kernels beside linear layers and softmax attention compute, read and write."""
+        """Return the memory traffic and number of the part's kernels, excluding linear layers and softmax attention."""
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Bytes that its backward needs at most beside what is saved and the gradient of the residual stream.
+        """Return the peak bytes that backward allocates, excluding saved tensors and the residual stream's gradient.
 
-        0 for what needs no more than the other part of its layer does.
+        Return 0 if the part needs no more than the other part of its layer.
         """
         return 0
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
+        """Return the model FLOPs of the forward pass, excluding linear layers and softmax attention."""
         return 0.0
 
 
 class Mixer(LayerPart):
-    """A part that mixes tokens. `index_loss`: what its backward passes add up of its indexer's loss, float64 `[1]`;
-    None without an indexer. `largest_logits_a`: fp32 or wider, is raised to the largest attention logit of each head of
-    this rank; None where it is not recorded."""
+    """Part that mixes tokens, for example attention or a recurrence.
+
+    Attributes:
+        index_loss: Sum of the indexer's losses over the backward passes so far, float64 `[1]`; None without an indexer.
+        largest_logits_a: Largest attention logit of each of this rank's heads so far, `[heads]` in fp32 or wider; None
+            if it is not recorded.
+    """
 
     index_loss: Tensor | None = None
     largest_logits_a: Tensor | None = None
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:
-        """What it reads besides the residual stream (`PartInputs`), as the mixer of layer `layer`."""
+        """Return the inputs (`PartInputs`) that the mixer of layer `layer` reads in addition to the residual stream."""
 
     @abstractmethod
-    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor: ...
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor:
+        """Return the mixer's output for the residual stream's normalized value `[s, b, h]`, in the same shape."""
 
     @property
     @abstractmethod
     def cache(self) -> tuple[TokenCache | StateCache, ...]:
-        """What it keeps in generation, on this rank: one of each at most."""
+        """Layouts of the caches that the mixer needs for generation on this rank: at most one of each type."""
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
-        """By name of its weights, what their rows are to be multiplied by, so that the attention logits of its heads
-        are multiplied by `factor_a` `[heads]`, up to 1, or less."""
+        """Return the factors of weight rows that scale each head's attention logits by `factor_a` or less (QK-Clip).
+
+        Args:
+            factor_a: Factor of each head's logits, at most 1, `[heads]`.
+
+        Returns:
+            The factors of the rows of each weight, by name of the weight.
+        """
         return {}
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
-        """Its softmax attention."""
+        """Return the sizes of the mixer's softmax attention, one for each kind."""
         return []
 
     def kept(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor that it keeps for later layers, even where its layer is recomputed."""
+        """Return the bytes, by tensor, that the mixer keeps for later layers even if its own layer is recomputed."""
         return {}
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        """Bytes of what other context-parallel ranks need of this rank's tokens."""
+        """Return the bytes, such as keys and values, that context-parallel ranks need of this rank's micro-batch."""
         return 0
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
-        """Which kernels compute it, where there is a choice. `documents`: attention stays within them; `prefix`: a
-        sample's first tokens attend to each other both ways."""
+        """Describe the kernels that compute the mixer; return None if there is no choice.
+
+        Args:
+            device: Device of the run.
+            length: Number of tokens of a sequence.
+            documents: Whether attention stays within documents.
+            prefix: Whether the first tokens of a sample attend to each other in both directions.
+        """
         return None
 
 
 class FeedForward(LayerPart):
-    """A part that computes each token by itself; one with experts says how tokens get to them."""
+    """Part that computes each token separately: an MLP, or experts with a router."""
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
-        """What it reads besides the residual stream (`PartInputs`), as that of layer `layer`."""
+        """Return the inputs (`PartInputs`) that layer `layer` reads in addition to the residual stream."""
         return NoInputs()
 
     @abstractmethod
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
-        """`inputs`: what the method of this name has given."""
+        """Return the update for `x_sbh`, in the same shape; `inputs` is the result of the method `inputs`."""
 
     @abstractmethod
     def activation_bytes(self, batch: MicroBatch) -> int:
-        """Bytes that its activation reads and writes once more where it is recomputed."""
+        """Return the additional bytes that are read and written if the activation is recomputed in backward."""
 
     @property
     def routers(self) -> Sequence[Router]:
-        """Its routers, whose losses and loads a job watches."""
+        """Routers of this part; the job watches their losses and loads."""
         return ()
 
     def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
-        """The GEMMs of its routers, as so many of training.precision."""
+        """Return the sizes of the routers' GEMMs, converted to GEMMs in `training.precision` that take as long."""
         return []
 
     def rows(self, batch: MicroBatch) -> int:
-        """Rows of this rank's experts if the load is even."""
+        """Return the number of token rows of this rank's experts if the load is balanced."""
         return 0
 
     def reserved_rows(self, batch: MicroBatch) -> int:
-        """Rows of this rank's experts that buffers have room for."""
+        """Return the number of token rows for which this rank's expert buffers have room."""
         return 0
 
     def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
-        """What ranks send each other on the tokens' way to experts, and once more on the way back."""
+        """Return the traffic of dispatching tokens to experts, or None without expert parallelism.
+
+        Combining the results causes the same traffic once more.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What every block of a micro-batch reads besides the residual stream. `mixers`, `ffns`: by layer.
+    """Inputs that the blocks read for one micro-batch, in addition to the residual stream.
 
-    `places`: of the residual stream's tokens; None: no dropout in it. `per_layer_sblp`: per-layer embeddings.
+    Attributes:
+        mixers: Inputs of the mixers, by layer.
+        ffns: Inputs of the feed-forward networks, by layer.
+        places: Positions and samples of the residual stream's tokens, which key its dropout; None means no dropout.
+        per_layer_sblp: Per-layer embeddings, `[s, b, layers, width]`.
     """
 
     mixers: Mapping[int, PartInputs]
@@ -297,6 +351,7 @@ class LayerInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors among these inputs."""
         tensors = [x for inputs in (*self.mixers.values(), *self.ffns.values()) for x in inputs.tensors]
         tensors += [] if self.per_layer_sblp is None else [self.per_layer_sblp]
         return tensors if self.places is None else [*tensors, *self.places.tensors]
@@ -311,6 +366,15 @@ def make_part(
     input: Neighbor,
     memory: BlockMemory = KEEP_ALL,
 ) -> Any:
-    """The module of a resolved record. `input`: the norm before it. `memory`: what is recomputed in backward."""
+    """Build the module of a resolved record.
+
+    Args:
+        name: Name of the module in the model.
+        record: Resolved config record of the part.
+        model: Spec of the whole model.
+        context: Process groups, FP8 manager, dtype and device.
+        input: The preceding norm.
+        memory: Operations that are recomputed in backward.
+    """
     module, _, cls = record.module.partition(":")
     return getattr(import_module(module), cls)(name, record, model, context, input=input, memory=memory)

@@ -1,23 +1,27 @@
-"""Activations offloaded to pinned host memory.
+"""Offloading of activations to pinned host memory.
 
-Autograd can replace what it saves (`saved_tensors_hooks`). Within `Forward.block` each large saved tensor is copied to
-the host, and backward gets a copy of the copy. Views of one storage, such as q, k and v, are copied once.
+Autograd lets a program replace the tensors that it saves (`saved_tensors_hooks`). Inside `Forward.block`, each large
+saved tensor is copied to the host, and backward receives a copy of that copy. Views of one storage, such as q, k and v,
+are copied once.
 
-*Overlap.* Copies run on their own stream. A block's start when its forward has been queued, and overlap with the next
-block. Backward runs through the blocks in reverse: when it asks for the first tensor of a block, the copies of the
-previous block start, to overlap with this one. Where copying takes longer than computing, the compute stream waits.
+*Overlap.* Copies run on their own stream. The copies of a block start when its forward has been queued, and overlap
+with the next block. Backward runs through the blocks in reverse order: when it asks for the first tensor of a block,
+the copies of the previous block start and overlap with this block. If copying takes longer than computing, the compute
+stream waits.
 
-*Memory.* The device holds at most two blocks' tensors at a time: when the next block's forward has been queued, the
-compute stream waits for a block's copies and the references are dropped. So memory is reused in the order of the
-compute stream, and nothing need be recorded for the allocator. The last block of a forward stays until the next
-forward's first; if backward comes before that, nothing is copied back. Pinned buffers are reused by the next
-micro-batch, since allocating them blocks the host: as many bytes as the schedule ever has in flight.
+*Memory.* The device holds the tensors of at most two blocks at a time. When the next block's forward has been queued,
+the compute stream waits for the copies of the current block, and the references are dropped. Memory is therefore reused
+in the order of the compute stream, and the allocator needs no recorded streams. The last block of a forward pass stays
+on the device until the first block of the next forward pass. If backward comes before that, nothing is copied back. The
+next micro-batch reuses pinned buffers, because allocating them blocks the host. Their total size is the largest number
+of bytes that the schedule ever has in flight.
 
 *Cost.* In a pipeline, backward starts with a micro-batch whose last block was offloaded long ago, and waits for its
-copies: better leave the last block of a stage on the device. The host never waits, only streams do.
+copies. It is better to leave the last block of a stage on the device. Only streams wait, never the host.
 
-Not offloaded: parameters and views of them, tensors that the caller names, and those below `smallest` bytes, whose
-copies cost more launches than they save. On a CPU the copies are ordinary ones.
+Three kinds of tensors are not offloaded: parameters and their views, tensors that the caller names, and tensors below
+`smallest` bytes, for which the launch of a copy would cost more than the copy saves. On a CPU, copies are ordinary
+copies.
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ SMALLEST = 2**18
 
 
 class _Host:
-    """Host buffers, by size, and the stream of copies to and from them.
+    """Pool of host buffers by size, and the stream of copies to and from them.
 
-    There is one stream, so a returned buffer can be reused at once: earlier copies precede later ones.
+    There is only one stream, so a returned buffer can be reused at once: earlier copies precede later ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +50,16 @@ class _Host:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size: int) -> Tensor:
+        """Return a host buffer of `size` bytes, a free one if there is any."""
         free = self._free.setdefault(size, [])
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def give_back(self, buffer: Tensor) -> None:
+        """Make a buffer available again."""
         self._free[buffer.numel()].append(buffer)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Start copies (to, from), after what is queued on the current stream; the event of their completion."""
+        """Start copies (target, source) after the current stream's queued work, and return their completion event."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -62,13 +68,16 @@ class _Host:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the current stream wait."""
+        """Let the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class _Storage:
-    """Bytes of a storage: on the device, on the host, or both. An autograd node that refers to it keeps it alive."""
+    """Bytes of one storage, on the device, on the host, or both.
+
+    The autograd nodes that saved it keep it alive.
+    """
 
     def __init__(self, on_device: Tensor, block: _Block) -> None:
         self.on_device: Tensor | None = on_device
@@ -81,7 +90,7 @@ class _Storage:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor: a view of a storage."""
+    """Saved tensor, described as a view of a storage."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -91,16 +100,19 @@ class _Saved(NamedTuple):
 
 
 class _Block:
-    """Storages that a block's forward has saved. `previous`: the block before it in the same forward."""
+    """Storages that a block's forward has saved.
+
+    `previous` is the block before it in the same forward pass.
+    """
 
     def __init__(self, host: _Host, previous: _Block | None) -> None:
         self.host, self.previous = host, previous
         self.storages: WeakSet[_Storage] = WeakSet()
-        self._copied: torch.cuda.Event | None = None  # to the host, and later back
+        self._copied: torch.cuda.Event | None = None  # completion of the copies to the host, later of those back
         self._in_backward = False
 
     def offload(self) -> None:
-        """Start copying to the host."""
+        """Start copying the storages to the host."""
         pairs = []
         for storage in self.storages:
             assert storage.on_device is not None
@@ -109,14 +121,14 @@ class _Block:
         self._copied = self.host.copy(pairs)
 
     def release(self) -> None:
-        """Free the device's memory, unless backward uses it already."""
+        """Free the device memory, unless backward already uses it."""
         if not self._in_backward:
             self.host.wait(self._copied)
             for storage in self.storages:
                 storage.on_device = None
 
     def prefetch(self) -> None:
-        """Start copying back what is not on the device."""
+        """Start copying back the storages that are not on the device."""
         pairs = []
         for storage in self.storages:
             if storage.on_device is None:
@@ -127,7 +139,7 @@ class _Block:
             self._copied = self.host.copy(pairs)
 
     def begin_backward(self) -> None:
-        """Have everything on the device, and start copying back the previous block."""
+        """Bring all storages to the device, and start copying back the previous block."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -138,7 +150,7 @@ class _Block:
 
 
 class Forward:
-    """The blocks of one forward pass of a stage, in order."""
+    """Forward pass of a stage that offloads its blocks, in order."""
 
     def __init__(self, owner: ActivationOffload, keep: Iterable[Tensor]) -> None:
         self._owner = owner
@@ -147,9 +159,10 @@ class Forward:
 
     @contextmanager
     def block(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Context of a block's forward, whose saved tensors are offloaded. `module`: the block, whose weights are kept.
+        """Offload the tensors that autograd saves inside this context, the forward of one block.
 
-        Autograd saves views of weights too, where these are frozen. FSDP frees what it gathered before it is copied.
+        The weights of `module`, the block, stay on the device. Autograd also saves views of weights if they are frozen,
+        and FSDP frees its gathered weights before they could be copied.
         """
         owner = self._owner
         kept = nn.Module() if module is None else module
@@ -177,8 +190,8 @@ class Forward:
 
 
 def _address(weight: Tensor) -> int:
-    """Address of a weight's storage; 0 for one that is not gathered."""
-    from torch.distributed.tensor import DTensor  # takes a second, and a dry run has no use for it
+    """Return the address of a weight's storage, or 0 if the weight is not gathered."""
+    from torch.distributed.tensor import DTensor  # the import takes a second, and a dry run does not need it
 
     return 0 if isinstance(weight, DTensor) else weight.untyped_storage().data_ptr()
 
@@ -193,9 +206,13 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
 
 
 class ActivationOffload:
-    """Offloads a stage's blocks on `device`: `forward` for each micro-batch, in it `Forward.block` for each block.
+    """Offloading of a stage's activations on one device.
 
-    `smallest`: bytes of the smallest saved tensor that is offloaded.
+    Call `forward` for each micro-batch, and in it `Forward.block` for each block.
+
+    Args:
+        device: Device of the stage.
+        smallest: Size in bytes of the smallest saved tensor that is offloaded.
     """
 
     def __init__(self, device: torch.device, smallest: int = SMALLEST) -> None:
@@ -203,11 +220,11 @@ class ActivationOffload:
         self._newest: _Block | None = None  # its tensors are still on the device
 
     def forward(self, keep: Iterable[Tensor]) -> Forward:
-        """Begin a forward pass. The tensors `keep` stay on the device, since others hold them there anyway."""
+        """Begin a forward pass; the tensors `keep` stay on the device, because other code holds them there anyway."""
         return Forward(self, keep)
 
     def replace_newest(self, block: _Block) -> None:
-        """Free the device's memory of the previous block, whose copies overlapped with this block's forward."""
+        """Free the device memory of the previous block; its copies overlapped with this block's forward."""
         if self._newest is not None:
             self._newest.release()
         self._newest = block

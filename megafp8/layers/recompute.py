@@ -1,7 +1,7 @@
-"""What each block of a stage keeps for its backward pass, and what it recomputes.
+"""Tensors that each block of a stage keeps for backward, and operations that it recomputes.
 
-Bytes that a Llama block with FP8 linear layers keeps per token, on one rank (h hidden, a·d query and g·d key-value
-channels, f MLP width; two bytes per element in bf16):
+A Llama block with FP8 linear layers keeps these bytes per token on one rank (h hidden, a·d query and g·d key-value
+channels, f MLP width; bf16 has two bytes per element):
 
     residual stream before each norm         2 × 2h      the norms' backward
     columnwise input of qkv and gate_up      2 × h       their wgrad
@@ -12,19 +12,21 @@ channels, f MLP width; two bytes per element in bf16):
     columnwise input of down                      f      its wgrad
 
 `full` keeps half of the first line, 2h, and runs the whole forward again. `selective` drops the outputs of single
-operations and recomputes them when backward needs them. Megatron-LM's names are in brackets.
+operations and recomputes them when backward needs them. It offers these operations (Megatron-LM's names in
+parentheses):
 
-    norms        (layernorm)        2h less, for a pass over the norms' inputs. In layers of high precision 4h. With one
-                                    scale per tensor, and in high precision, tensor-parallel ranks keep the input of all
-                                    tokens, so that is 2h (4h) of the whole sequence; it is then gathered once more in
-                                    backward, while dgrad runs.
-    activation   (moe_act)          f less, for a pass over gate and up. In high precision 2f.
-    attention    (core_attn)        2ad + 4a less, for a forward of attention. In high precision only 4a, because the
-                                    projection keeps the output. With norms over heads, only their inputs are kept.
+    norms        (layernorm)        Saves 2h, or 4h in high-precision layers; the norms' inputs are read once more. With
+                                    one scale per tensor, and in high precision, tensor-parallel ranks keep the input of
+                                    all tokens, so it saves 2h (4h) of the whole sequence. Backward then gathers it once
+                                    more, while dgrad runs.
+    activation   (moe_act)          Saves f, or 2f in high precision; gate and up are read once more.
+    attention    (core_attn)        Saves 2ad + 4a; the forward of attention runs once more. In high precision it saves
+                                    only 4a, because the projection keeps the output. With norms over heads, only the
+                                    inputs of these norms are kept.
 
-What is recomputed is the same bit for bit, and with it losses and gradients (`megafp8.linear.fusion`). No random number
-has a state: dropout is keyed by sample and position (`megafp8.layers.dropout.op`), nvfp4's rounding of gradients by
-position.
+Recomputed values are the same bit for bit, and so are losses and gradients (`megafp8.linear.fusion`). No random number
+depends on a generator's state: dropout is keyed by sample and position (`megafp8.layers.dropout.op`), and nvfp4's
+stochastic rounding of gradients by position.
 """
 
 from __future__ import annotations
@@ -42,7 +44,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """How a block saves memory: recomputed whole (`full`) or by operation, saved tensors on the host (`offload`)."""
+    """Ways in which one block saves memory.
+
+    Attributes:
+        full: Recompute the whole block in backward.
+        norms: Recompute the outputs of norms.
+        activation: Recompute the output of the MLP's activation.
+        attention: Recompute attention.
+        offload: Keep saved tensors in host memory.
+    """
 
     full: bool = False
     norms: bool = False
@@ -55,12 +65,12 @@ KEEP_ALL = BlockMemory()
 
 
 def recomputed(function: Callable[..., T], *inputs: Any) -> T:
-    """`function(*inputs)`, of which only the inputs are kept; it runs again in backward."""
+    """Return `function(*inputs)`, saving only the inputs; backward runs the function again."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def block_memory(parallel: ParallelConfig, blocks: int) -> list[BlockMemory]:
-    """For each of a stage's `blocks`, first to last."""
+    """Return the memory settings of each of a stage's `blocks`, in order."""
     p = parallel
     recomputed = 0 if p.recompute == "none" else blocks if p.recompute_blocks is None else p.recompute_blocks
     offloaded = blocks if p.offload is True else int(p.offload)

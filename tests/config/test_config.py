@@ -340,13 +340,13 @@ PATTERNS: list[tuple[list[str], int, str]] = [
      "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe, and the number of experts is not given; "
      "give model.layer_kinds.a.ffn.num_experts, or model.moe"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 1}}}", "model.pattern=[a, b]", "model.num_layers=2"], 1,
-     "model.layer_kinds.b.mixer.kv_layer = 1: not an earlier layer than layer 1, which reads it; name an earlier"),
+     "model.layer_kinds.b.mixer.kv_layer = 1: must come before layer 1, which reads it; name an earlier"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 0, head_dim: 4}}}", "model.pattern=[a, b]",
-      "model.num_layers=2"], 1, "model.layer_kinds.b.mixer.kv_layer = 0: that layer has another head_dim"),
+      "model.num_layers=2"], 1, "model.layer_kinds.b.mixer.kv_layer = 0: that layer has a different head_dim"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 2}}}", "model.pattern=[a * 3, b]", "model.num_layers=4",
       "parallel.pipeline=2", "parallel.layers_per_stage=[3, 1]"], 2,
-     "parallel.layers_per_stage = [3, 1]: layer 3 reads keys and values of layer 2, and stages send the residual stream"
-     " only; try [2, 2]"),
+     "parallel.layers_per_stage = [3, 1]: layer 3 reads keys and values of layer 2, but stages send only the residual"
+     " stream; try [2, 2]"),
     (["model.layer_kinds={a: {}, b: {mixer: {kv_layer: 0}}}", "model.pattern=[a, b]", "model.num_layers=2",
       "parallel.pipeline=2"], 2, "parallel.pipeline = 2: layer 1 reads keys and values of layer 0"),
     (["model.per_layer_embedding={}", "parallel.pipeline=2", "model.num_layers=2"], 2,
@@ -356,7 +356,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: {num_query_groups: 3}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_query_groups = 3: model.num_attention_heads"),
     (["model.layer_kinds={a: {mixer: {position_embedding: learned}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.position_embedding = 'learned': it belongs to the whole model; try rope, alibi or"),
+     "model.layer_kinds.a.mixer.position_embedding = 'learned': it can only be set for the whole model; try rope"),
     (["model.layer_kinds={a: {ffn: {ffn_hidden_size: 65}}}", "model.pattern=[a]", "parallel.tensor=2"], 2,
      "parallel.tensor = 2: model.layer_kinds.a.ffn.ffn_hidden_size (65) is not a multiple of it"),
     ([f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]", "parallel.context=2",
@@ -439,13 +439,13 @@ PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
-    ([SPARSE], 1, "model.sparse_attention = 'set': its keys are those of latent attention; give model.latent_att"),
+    ([SPARSE], 1, "model.sparse_attention = 'set': it needs latent attention; give model.latent_att"),
     ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
-     "model.latent_attention.q_rank = None: model.sparse_attention is set, whose indexer reads the query latent"),
+     "model.latent_attention.q_rank = None: model.sparse_attention is set, and its indexer reads the query latent"),
     ([LATENT, SPARSE, "model.sparse_attention.index_head_dim=2"], 1,
      "model.sparse_attention.index_head_dim = 2: below model.latent_attention.rope_head_dim (4)"),
     ([LATENT, SPARSE, "model.position_embedding=none"], 1,
-     "model.position_embedding = 'none': model.sparse_attention is set, whose heads and indexer have rotary positions"),
+     "model.position_embedding = 'none': model.sparse_attention is set, and its heads and indexer have rotary"),
     ([LATENT, SPARSE, "model.sliding_window=8"], 1, "model.sliding_window = 8: model.sparse_attention is set, and it"),
     ([LATENT, SPARSE, "model.attention_dropout=0.1"], 1, "model.attention_dropout = 0.1: model.sparse_attention is"),
     ([LATENT, SPARSE, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': the indexer of model.sparse_att"),
@@ -461,8 +461,8 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),
     ([LATENT, "model.num_query_groups=4"], 1,
-     "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has a key and a value of its "
-     "own; try null, or leave"),
+     "model.num_query_groups = 4: model.latent_attention is set, and each of its heads has its own key and value; "
+     "try null, or leave"),
     ([LATENT, "model.qkv_bias=true"], 1,
      "model.qkv_bias = True: model.latent_attention is set, and its layers have no biases; try false, or leave"),
     ([LATENT, "model.linear_bias=true"], 1, "model.linear_bias = True: model.latent_attention is set, and its layers"),
@@ -476,8 +476,8 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, "model.latent_attention.rope_head_dim=5"], 1,
      "model.latent_attention.rope_head_dim = 5: rotary embeddings rotate pairs, so it must be even; try 6"),
     ([LATENT, "model.latent_attention.value_head_dim=13"], 1,
-     "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), to whose width "
-     "values are padded; try 12 or less"),
+     "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), but values "
+     "are padded to this width; try 12 or less"),
     ([LATENT, "parallel.context=2"], 2,
      "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
      "model.latent_attention.nope_head_dim + rope_head_dim is 12; try parallel.context=1, or other widths"),
@@ -490,17 +490,17 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.yarn={factor: 4}", "model.rope_interpolation_factor=2"], 1, "model.yarn scales the frequencies already"),
     (["model.yarn={factor: 4}", LONGROPE], 1, "model.longrope.factor = 4.0: model.yarn scales the frequencies already"),
     ([LONGROPE, "model.partial_rotary_factor=0.5"], 1, "model.longrope.long_factor = [1.0, 2.0, 3.0, 4.0]: 4 numbers, "
-     "where 2 pairs of channels of a head are rotated; give 2 numbers"),
+     "but 2 pairs of channels of a head are rotated; give 2 numbers"),
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
     ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
-    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+    ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, so all"),
     ([PREFIX, "model.attention_chunk=4", "model.layer_kinds={a: {mixer: {rope_theta: 100.0}}}", "model.pattern=[a]"], 1,
-     "model.attention_chunk = 4: data.prefix_lm is set, and all"),
+     "model.attention_chunk = 4: data.prefix_lm is set, so all"),
     ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens attend to the whole"),
+     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, so all tokens attend to the whole"),
     (["model.attention_chunk=4", "model.sliding_window=2"], 1,
-     "model.attention_chunk = 4: model.sliding_window (2) says which tokens each one attends to; leave"),
+     "model.attention_chunk = 4: model.sliding_window (2) already limits which tokens a token attends to; leave"),
     ([LATENT, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: model.latent_attention is set, and its"),
     (["model.norm_weights=false", "model.normalization=layernorm"], 1,
      "model.normalization = 'layernorm': model.norm_weights is false, and it has weights and biases; try rmsnorm"),
@@ -515,7 +515,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["data.prefix_lm={min_length: 9, max_length: 8}"], 1, "data.prefix_lm.min_length = 9: longer than the longest"),
     (["model.rope_local_theta=5"], 1, "model.rope_local_theta = 5.0: no layer has a window; set model.sliding_window"),
     (["model.head_dim=16", "model.partial_rotary_factor=0.2"], 1,
-     "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, and it makes 3 of 16 channels"),
+     "model.partial_rotary_factor = 0.2: rotary embeddings rotate pairs, but it selects 3 of 16 channels"),
     ([LATENT, "model.attention_softcap=5"], 1, "model.attention_softcap = 5.0: model.latent_attention is set, and its"),
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip

@@ -1,29 +1,30 @@
 """Self-attention of sequences that are sharded over context-parallel ranks.
 
-A rank computes the outputs of its own queries and needs all ranks' keys and values. It all-gathers them, in forward and
-again in backward, and reduce-scatters their gradients. It saves its own shard of q, k, v and the output only.
+A rank computes the outputs of its own queries and needs the keys and values of all ranks. It all-gathers them in
+forward and again in backward, and reduce-scatters their gradients. It saves only its own shard of q, k, v and the
+output.
 
-A ring, which passes blocks of k and v on while others are computed with, moves the same bytes, saves memory that is
-small with grouped queries, and would hide a transfer that takes 1/18 of the time of the attention in Llama-3-8B. It
-needs n small kernels in place of each large one (docs/decisions/0010-context-parallelism.md). Here the triangles of a
-rank's own chunks overlap the gather. Llama 3 was trained with the all-gather too (Dubey et al. 2024, arXiv:2407.21783,
-section 3.3.2).
+A ring would pass blocks of k and v on while it computes with other blocks. It moves the same number of bytes. It would
+save memory, which is small with grouped queries, and hide a transfer that takes 1/18 of the attention time in
+Llama-3-8B. In exchange it needs n small kernels in place of each large one
+(docs/decisions/0010-context-parallelism.md). Here the gather overlaps with the triangles of a rank's own chunks. Llama
+3 was also trained with the all-gather (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2).
 
-A rank has two slots of chunks of documents (`parallel.context`). Queries attend to their own chunk through a
-causal triangle, which needs no other rank's keys, and to all of their document's keys in earlier slots: calls whose
-results are merged by their log-sum-exps. The keys of a call are copied from the gathered shards in the order of the
-sequence.
+A rank has two slots of chunks of documents (`parallel.context`). Queries attend to their own chunk through a causal
+triangle, which needs no keys of other ranks, and to all keys of their document in earlier slots. These are separate
+kernel calls, and their log-sum-exps merge the results. The keys of a call are copied from the gathered shards in the
+order of the sequence.
 
-Where attention is bidirectional, one call has all of a rank's queries and the keys of their whole documents.
+If attention is bidirectional, one call has all of a rank's queries and all keys of their documents.
 
-What these calls do not cover has one call of all keys, which says where the rank's queries stand among them: windows on
-both sides, chunks, prefixes, and scores that depend on positions.
+Windows on both sides, chunks, prefixes and scores that depend on positions need a different scheme: one call with all
+keys and the positions of the rank's queries among them.
 
-With a sliding window one call has a chunk's keys and those before it that the window reaches. Kernels skip what is
-before the window only where a segment has as many queries as keys. So the keys before a chunk get queries too, zeros,
-whose outputs are dropped and whose gradients are zero.
+With a sliding window, one call has a chunk's keys and the keys before it that the window reaches. Kernels skip keys
+before the window only if a segment has equal numbers of queries and keys. The keys before a chunk therefore get zeros
+as queries. The outputs of these queries are dropped, and their gradients are zero.
 
-Where two calls share queries or keys, results are added: dk and dv in fp32 on a rank and in the model's dtype over
+If two calls share queries or keys, their results are added: dk and dv in fp32 on a rank, and in the model's dtype over
 ranks.
 
 Shapes: s sequence, n ranks, r = s/n tokens of this rank's shard, c = r/2 of a slot; b micro-batch, a query heads, g
@@ -58,11 +59,14 @@ from megafp8.parallel.context import (
 
 
 class AttentionCall(NamedTuple):
-    """Queries and the keys that they attend to in one kernel call.
+    """Queries and keys of one kernel call.
 
-    `rows`: the queries' rows in the rank's shard. `keys_tb`: the keys' rows in rank order, each sample's; None: the
-    queries' own tokens. `blocks`: lengths of the parts of `keys_tb` in which no row occurs twice. `queries_tb`: where
-    zeros are queries too, the places of the rank's own among them. `mask`: which keys each query attends to.
+    Attributes:
+        rows: Rows of the queries in the rank's shard.
+        mask: Mask that says which keys each query attends to.
+        keys_tb: Rows of the keys in rank order, for each sample. None means the tokens of the queries.
+        blocks: Lengths of the consecutive parts of `keys_tb` in which no row occurs twice.
+        queries_tb: Places of the rank's queries among the call's queries, if these also contain zeros; otherwise None.
     """
 
     rows: slice
@@ -77,11 +81,11 @@ def plan(
     causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
     chunk: int | None = None,
 ) -> tuple[AttentionCall, ...]:  # fmt: skip
-    """The calls of `rank` in the order to make them. Does not synchronize the host.
+    """Return the attention calls of `rank`, in the order to make them. Does not synchronize the host.
 
-    `window`, `causal`, `prefix_b`, `chunk`: as in `AttentionMask`. `cu_seqlens_bm`: int32 `[b, m + 1]`, the first token
-    of each document of the whole sequence, and s; attention stays within documents. `positions`: whether scores may
-    depend on positions (`Scores.depend_on_positions`). `cuts_documents`: as in `place_tokens`.
+    `window`, `causal`, `prefix_b` and `chunk` are defined in `AttentionMask`, and `cuts_documents` in `place_tokens`.
+    `cu_seqlens_bm`, int32 `[b, m + 1]`, holds the first token of each document of the whole sequence, then s; attention
+    stays within documents. `positions` says whether scores may depend on positions (`Scores.depend_on_positions`).
     """
     c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
@@ -102,7 +106,7 @@ def plan(
     if window is not None:
         return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)
     lengths, _, _, slot_bs = placed
-    if cu_seqlens_bm is None:  # plain triangles and rectangles have faster kernels
+    if cu_seqlens_bm is None:  # full triangles and rectangles have faster kernels
         halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
         return (
             *(AttentionCall(rows, CAUSAL) for _, rows in halves),
@@ -131,7 +135,10 @@ def plan(
 def _bidirectional(
     rows: slice, slots: tuple[int, int], placed: DocumentPlacement, ranks: int, cu_seqlens_bm: Tensor | None
 ) -> AttentionCall:
-    """All keys of the sequence; of documents once for each slot, as segments have their queries side by side."""
+    """Return the call of all queries with all keys of the sequence.
+
+    With documents, the keys occur once for each slot, because the queries of a segment must be adjacent.
+    """
     lengths, _, _, slot_bs = placed
     row_bs, s = rank_rows(slot_bs, ranks), slot_bs.shape[1]
     if cu_seqlens_bm is None:
@@ -149,17 +156,17 @@ def _windowed(
     window: int,
     cu_seqlens_bm: Tensor | None,
 ) -> AttentionCall:
-    """The keys of each slot's chunks and of the `window` - 1 tokens before them.
+    """Return the call of each slot's chunks with their own keys and the `window` - 1 tokens before them.
 
-    How many keys documents need is known to the device only: there are as many as could be needed, and those that are
-    not are a last segment without queries.
+    Only the device knows how many keys the documents need. The call therefore has the largest number of keys that could
+    be needed, and the surplus keys form a last segment without queries.
     """
     lengths, document_bs, offset_bs, slot_bs = placed
     s, device = slot_bs.shape[1], slot_bs.device
     c = s // (2 * ranks)
     starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
     counts_q, counts_k, keys, queries = [], [], [], []
-    before_b1 = torch.zeros(len(slot_bs), 1, dtype=torch.int64, device=device)  # queries of the slot before
+    before_b1 = torch.zeros(len(slot_bs), 1, dtype=torch.int64, device=device)  # number of the previous slot's queries
     for slot in slots:
         length_bm, start_bm = lengths[..., slot], starts[..., slot]
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
@@ -183,9 +190,13 @@ def _windowed(
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """softmax(q·kᵀ/√d)·v of a micro-batch on this rank of `group`; collective, as is its backward.
+    """Softmax attention of a micro-batch on one rank of a context-parallel group.
 
-    `calls`: what this rank computes (`plan`).
+    Forward and backward are collectives.
+
+    Attributes:
+        group: Context-parallel ranks.
+        calls: Attention calls that this rank makes (`plan`).
     """
 
     group: ProcessGroup
@@ -194,9 +205,9 @@ class ContextAttention:
     def __call__(
         self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """`[r, b, a, d]` from this rank's shards of q, k and v. `sink_a`: each head's sink.
+        """Return the outputs `[r, b, a, d]` for this rank's shards of q, k and v; `sink_a` holds the sink of each head.
 
-        The gradient of the bias of `scores` is that of this rank's queries, as those of parameters are.
+        The gradient of the bias of `scores` covers only this rank's queries, like gradients of parameters.
         """
         known = all(call.mask.positions_bs is not None for call in self.calls)
         assert known or not scores.depend_on_positions, "a plan with positions=True"
@@ -204,13 +215,16 @@ class ContextAttention:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What every block's attention reads besides its own inputs."""
+        """Index tensors and masks, which the attention of every block reads."""
         indices = [x for call in self.calls for x in (call.keys_tb, call.queries_tb) if x is not None]
         return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
 
 
 class _KeysAndValues:
-    """k and v of this rank, and those of all ranks, whose all-gather is waited for when they are first needed."""
+    """Keys and values of this rank and of all ranks.
+
+    The all-gather starts at construction, and the first call that needs other ranks' keys waits for it.
+    """
 
     def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
         self.local = k_rbgd.contiguous(), v_rbgd.contiguous()
@@ -218,7 +232,7 @@ class _KeysAndValues:
         self._waits = True
 
     def for_call(self, call: AttentionCall) -> list[Tensor]:
-        """k and v `[t, b, g, d]` of a call."""
+        """Return k and v of a call, each `[t, b, g, d]`."""
         if call.keys_tb is None:
             return [x[call.rows] for x in self.local]
         if self._waits:
@@ -228,14 +242,14 @@ class _KeysAndValues:
 
 
 def _take(x_sbgd: Tensor, rows_tb: Tensor) -> Tensor:
-    """Rows of each sample, `[t, b, ...]`; the same of all samples if there is one column."""
+    """Return rows of each sample, `[t, b, ...]`; one column of `rows_tb` selects the same rows in all samples."""
     if rows_tb.shape[1] == 1:
         return x_sbgd.index_select(0, rows_tb[:, 0])
     return x_sbgd[rows_tb, torch.arange(x_sbgd.shape[1], device=x_sbgd.device)]
 
 
 def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
-    """Write rows of each sample, none of them twice."""
+    """Write values to rows of each sample; no row may occur twice."""
     if rows_tb.shape[1] == 1:
         into_sbgd.index_copy_(0, rows_tb[:, 0], values_tbgd)
     else:
@@ -243,7 +257,7 @@ def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
 
 
 def _with_zeros(call: AttentionCall, x_rbad: Tensor) -> Tensor:
-    """A call's rows of a tensor of queries, with zeros between them where the call has such."""
+    """Return the rows of a tensor of queries that a call reads, with zeros between them if the call needs them."""
     if call.queries_tb is None:
         return x_rbad[call.rows]
     assert call.keys_tb is not None
@@ -257,9 +271,9 @@ def _of_queries(call: AttentionCall, x_tbad: Tensor) -> Tensor:
 
 
 def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and log-sum-exps of the same queries over two sets of keys, the second perhaps empty.
+    """Merge outputs and log-sum-exps of the same queries over two sets of keys; the second set may be empty.
 
-    A softmax over all keys is the parts' softmaxes, weighted by their parts of the total sum.
+    The softmax over all keys is the sum of the parts' softmaxes, weighted by their shares of the total sum.
     """
     weight_sba1 = torch.sigmoid(more_sba - lse_sba).unsqueeze(-1)
     wide = weight_sba1.dtype
@@ -291,7 +305,8 @@ class _ContextAttention(Function):
             written = max(written, rows.stop)
         if sink_a is not None:
             o_rbad, lse_rba = attention.with_sink(o_rbad, lse_rba, sink_a)
-        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar)  # views: their base is kept anyway
+        # q, k and v are views, and their base is kept anyway.
+        ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar)
         ctx.context, ctx.sink_a, ctx.scores = context, sink_a, replace(scores, distance_bias_ar=None)
         return o_rbad
 
@@ -320,7 +335,7 @@ class _ContextAttention(Function):
                 if call.keys_tb is None:
                     mine[call.rows] += part
                     continue
-                # One block after the other, so that the order of sums is fixed.
+                # Adding one block after the other fixes the order of sums.
                 for keys, values in zip(call.keys_tb.split(call.blocks), part.split(call.blocks), strict=True):
                     _put(keys, _take(total, keys) + values, total)
         dk, dv = (

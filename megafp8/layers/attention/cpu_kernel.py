@@ -1,9 +1,9 @@
-"""Attention on a CPU without gradients, by PyTorch's flash kernel.
+"""Attention on a CPU without gradients, computed by PyTorch's flash kernel.
 
-The kernel computes blocks of scores in fp32, and takes keys and values in bf16 as they are. Segments of a sample are
-computed one after the other. Where positions of queries are given, the pairs of the mask are a matrix. One query of
-each sequence with grouped heads is computed as if the heads of a group were queries, so each key is read once and none
-is repeated.
+The kernel computes blocks of scores in fp32 and reads keys and values in bf16 as they are. Segments of a sample are
+computed one after the other. If the mask gives positions of queries, its pairs are stored as a matrix. With one query
+per sequence and grouped heads, the heads of a group are computed as if they were queries, so each key is read once and
+no key is repeated.
 
 Shapes: s queries, t keys, b sequences, a query heads, g key-value heads, d head width.
 """
@@ -23,16 +23,16 @@ from megafp8.layers.attention.scores import Scores
 
 
 def computes(mask: AttentionMask, scores: Scores, sink_a: Tensor | None) -> bool:
-    """Whether `attention` gives these scores, with no large matrix of pairs."""
+    """Return whether `attention` supports these scores and this mask without a large matrix of pairs."""
     if not scores.only_scales or sink_a is not None or mask.visible is not None:
         return False
     return mask.positions_bs is not None or (mask.causal and mask.prefix_b is None)
 
 
 def attention(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """`layers.attention.op.attention` on a CPU, where `computes` is true."""
+    """Compute `layers.attention.op.attention` on a CPU; requires that `computes` is true."""
     w = v_tbgd.shape[-1]
-    if w < q_sbad.shape[-1]:  # which the kernel does not take
+    if w < q_sbad.shape[-1]:  # the kernel does not support narrow values
         wide_tbgd = F.pad(v_tbgd, (0, q_sbad.shape[-1] - w))
         return attention(q_sbad, k_tbgd, wide_tbgd, mask, scores)[..., :w]
     if mask.positions_bs is None:
@@ -71,7 +71,7 @@ def _by_segments(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: Attention
 
 
 def _segments(mask: AttentionMask, s: int, t: int, b: int) -> Iterator[tuple[int, slice, slice]]:
-    """Sample, queries and keys of each segment with queries."""
+    """Yield the sample, queries and keys of each segment that has queries."""
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         yield from ((sample, slice(0, s), slice(0, t)) for sample in range(b))
         return
@@ -84,7 +84,7 @@ def _segments(mask: AttentionMask, s: int, t: int, b: int) -> Iterator[tuple[int
 
 
 def _added(mask: AttentionMask, s: int, t: int, dtype: torch.dtype) -> Tensor:
-    """What is added to each score `[1 or b, 1, s, t]`: 0, or -inf where the key is not visible."""
+    """Return the number added to each score, `[1 or b, 1, s, t]`: 0, or -inf if the key is not visible."""
     first_bs, end_bs = key_ranges(mask, s, t, torch.device("cpu"))
     j = torch.arange(t)
     hidden = (j < first_bs[..., None]) | (j >= end_bs[..., None])

@@ -1,8 +1,9 @@
-"""cuDNN's variable-length attention through its front end: documents and windows in one kernel, whatever they are.
+"""cuDNN's variable-length attention through its front end, which computes any documents and windows in one kernel.
 
-A graph is built for each shape, kind of mask and number of segments, and reused: starts and lengths of segments are
-tensors. So a captured CUDA graph replays with other documents. Segments are found in tensors `[s, b, heads, d]` by the
-offsets of their first elements ("ragged offsets"), of which the last is not read; no tensor is copied or padded.
+A graph is built for each combination of shape, kind of mask and number of segments, and then reused. Starts and lengths
+of segments are tensors, so a captured CUDA graph can be replayed with other documents. Segments are located in tensors
+`[s, b, heads, d]` by the offsets of their first elements ("ragged offsets"); the last offset is not read. No tensor is
+copied or padded.
 
 Front end: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 
@@ -24,12 +25,12 @@ from megafp8.layers.attention.mask import AttentionMask
 
 @functools.cache
 def is_available() -> bool:
-    """Return whether the front end is installed, which the extra `gpu` has."""
+    """Return whether the front end is installed; the extra `gpu` includes it."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 class _Shape(NamedTuple):
-    """What a graph depends on."""
+    """Key of a graph: device, dtype, sizes, kind of mask and scale."""
 
     device: torch.device
     dtype: torch.dtype
@@ -50,7 +51,10 @@ class _Shape(NamedTuple):
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps, as `layers.attention.op.forward` says; bf16 or fp16. `mask` has segments."""
+    """Return the output and log-sum-exps as `layers.attention.op.forward` does, in bf16 or fp16.
+
+    `mask` must have segments.
+    """
     shape = _shape(q_sbad, k_tbgd, v_tbgd, mask, scale)
     lse_sba = q_sbad.new_empty(q_sbad.shape[:3], dtype=torch.float32)
     o_sbad = q_sbad.new_empty(*q_sbad.shape[:3], shape.w)
@@ -66,9 +70,9 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, as `layers.attention.op.backward` says; bf16 or fp16."""
+    """Return dq, dk and dv as `layers.attention.op.backward` does, in bf16 or fp16."""
     shape = _shape(q_sbad, k_tbgd, v_tbgd, mask, scale)
-    # Nor does it write the gradients of keys without queries.
+    # The kernel does not write the gradients of keys without queries.
     make = torch.empty_like if mask.cu_seqlens_q is mask.cu_seqlens_k else torch.zeros_like
     dq, dk, dv = make(q_sbad), make(k_tbgd), make(v_tbgd)
     tensors = {
@@ -89,9 +93,10 @@ def _shape(q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, 
 
 
 def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
-    """Lengths `[b·n]` int32, and offsets `[b·n + 1]` int64 in elements of each kind of tensor.
+    """Return lengths `[b·n]` int32 and offsets `[b·n + 1]` int64, in elements of each kind of tensor.
 
-    Segments are computed in their order here: the longest is first, since it would compute alone if it were last.
+    The kernel computes segments in the order returned here. The longest segment comes first, because it would compute
+    alone if it came last.
     """
     b, a, g, d, w = key = shape.b, shape.a, shape.g, shape.d, shape.w
     if key not in mask.derived:
@@ -110,7 +115,7 @@ def _segments(shape: _Shape, mask: AttentionMask) -> dict[str, Tensor]:
 
 
 def _lengths_and_rows(cu_seqlens_bn: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Length of each segment, and which row `[s·b]` is its first."""
+    """Return the length of each segment, and the index of its first row in `[s·b]`."""
     ends_bn = cu_seqlens_bn.expand(b, -1)
     lengths = ends_bn.diff(dim=1).flatten()
     sample = torch.arange(b, device=ends_bn.device)[:, None]
@@ -119,7 +124,7 @@ def _lengths_and_rows(cu_seqlens_bn: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 class _Graph:
-    """A graph of the front end with its tensors by name."""
+    """Graph of the front end, with its tensors by name."""
 
     def __init__(self, shape: _Shape, backward: bool) -> None:
         import cudnn
@@ -143,7 +148,7 @@ class _Graph:
             tensors[name] = graph.tensor(name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=dtype)
 
         def heads(name: str, offset: str, tensor: Any = None) -> Any:
-            """An input, or what an operation has made, whose segments begin at `offset`."""
+            """Declare an input, or an operation's result `tensor`, with segments that begin at `offset`."""
             count, longest, width = layouts[offset]
             dim, stride = [segments, count, longest, width], [longest * b * count * width, width, b * count * width, 1]
             dtype = fp32 if name == "lse" else io
@@ -164,7 +169,7 @@ class _Graph:
             "seq_len_q": tensors["length_q"], "seq_len_kv": tensors["length_k"],
         }  # fmt: skip
         if shape.causal:
-            # Aligned at the ends of segments, kernels take half as long again, and skip nothing before a window.
+            # Aligning at the ends of segments takes 1.5 times as long, and skips no keys before a window.
             align = cudnn.diagonal_alignment
             common["diagonal_alignment"] = align.TOP_LEFT if shape.square else align.BOTTOM_RIGHT
             common["diagonal_band_right_bound"] = 0
@@ -192,7 +197,7 @@ class _Graph:
         self._workspace = max(1, graph.get_workspace_size())
 
     def run(self, tensors: dict[str, Tensor]) -> None:
-        """Queue it on the current stream; `tensors` by name, outputs too."""
+        """Queue the graph on the current stream; `tensors` holds inputs and outputs by name."""
         self._cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream(self._device).cuda_stream)
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
         self._graph.execute({self._tensors[name]: x for name, x in tensors.items()}, workspace, handle=self._handle)

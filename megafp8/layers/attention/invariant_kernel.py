@@ -1,14 +1,14 @@
-"""Attention whose result for a query does not depend on what is computed beside it: of whole sequences, and of single
-queries over a paged cache.
+"""Batch-invariant attention kernels, for whole sequences and for single queries over a paged cache.
 
-Reference: `megafp8.layers.attention.invariant_reference`, which says in which order keys are taken. A program of
-`forward_kernel` has M queries of a head and goes over their keys; one of `attend_kernel` has the heads of a group of a
-single query, filled up to M, and goes over parts of the keys, which `merge_kernel` merges. Both compute a block of keys
-by `_with_block` with the same tiles, warps and instructions, and merge parts by `_merged`, so they give the same bits.
-Blocks are always masked: compilers contract and order other code otherwise. Multiplications and additions are never
-contracted. Queries that have no key in a block are unchanged by it.
+The reference is `megafp8.layers.attention.invariant_reference`, which defines the order in which keys are processed. A
+program of `forward_kernel` has M queries of a head and iterates over their keys. A program of `attend_kernel` has the
+heads of one group of a single query, padded to M rows, and iterates over parts of the keys, which `merge_kernel`
+merges. Both kernels compute a block of keys with `_with_block`, using the same tiles, warps and instructions, and
+combine parts with the factors of `_factors`, so they produce the same bits. Blocks are always masked, because compilers
+contract and order other code differently. Multiplications and additions are never contracted. A block that contains no
+key of a query does not change this query.
 
-A tile of M queries may have several sequences: it goes over the keys of one after the other.
+A tile of M queries may contain several sequences. Its program iterates over the keys of one sequence after the other.
 
 Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width, w width of values, r
 distances; n single queries, z tokens of a page, m pages of a sequence, u parts; tiles of M queries and N keys.
@@ -33,9 +33,9 @@ from megafp8.layers.attention.scores import Scores
 _FAR: tl.constexpr = tl.constexpr(2**31 - 1)
 _LOG2E = 1 / math.log(2)
 _M = 64
-"""Queries of a tile: Hopper's instruction has 64 rows."""
+"""Number of queries in a tile: Hopper's matrix instruction has 64 rows."""
 _PROGRAMS = 1056
-"""Of single queries, eight for each of 132 multiprocessors at most: each takes several parts of long sequences."""
+"""Largest number of programs for single queries, eight per multiprocessor of 132; each takes several parts."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _with_block(
     q, k, v, visible, position, j, bias_r, zero, r, inner, outer, largest, total, o,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums and outputs of a part with a block of keys more."""
+    """Add a block of keys to the maxima, sums and outputs of a part."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     x, _tanh = score(x, position[:, None], j[None, :], bias_r, zero, r, inner, outer, SOFTCAP, BIAS)
     x = tl.where(visible, x, float("-inf"))
@@ -58,7 +58,7 @@ def _with_block(
 
 @triton.jit
 def _factors(largest, part_largest):
-    """The larger maximum, and what sums are multiplied by."""
+    """Return the larger maximum, and the factors of both sums."""
     larger = tl.maximum(largest, part_largest)
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     return larger, tl.exp2(largest - finite), tl.exp2(part_largest - finite)
@@ -66,7 +66,7 @@ def _factors(largest, part_largest):
 
 @triton.jit
 def _finished(largest, total):
-    """What outputs are multiplied by, and the log-sum-exp."""
+    """Return the factors that normalize the outputs, and the log-sum-exps."""
     some = total > 0
     positive = tl.where(some, total, 1.0)
     lse = tl.where(some, (largest + tl.log2(positive)) * 0.6931471805599453, float("-inf"))
@@ -79,7 +79,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, D_TILE: tl.constexpr,
     W_TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """M queries of a head, the last ones first, as these have most keys."""
+    """Compute M queries of a head; the last queries come first, because they have the most keys."""
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     group, real = head // (a // g), i < s
@@ -136,7 +136,7 @@ def attend_kernel(
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     D_TILE: tl.constexpr, W_TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Some parts of the keys of one query and one group; outputs are not normalized."""
+    """Compute some parts of the keys for one query and one group; outputs are not normalized."""
     query, group = tl.program_id(1) // g, tl.program_id(1) % g
     heads = a // g
     i, c, cw = tl.arange(0, M), tl.arange(0, D_TILE), tl.arange(0, W_TILE)
@@ -177,7 +177,7 @@ def merge_kernel(
     o_nuaw, largest_nua, total_nua, positions_n, o_naw, lse_na, a, window, chunk, u,
     W: tl.constexpr, W_TILE: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The output of a query's head from its parts."""
+    """Merge the parts of one head of a query into the output."""
     query, head, cw = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, W_TILE)
     position = tl.load(positions_n + query).to(tl.int32)
     origin = position // chunk * chunk
@@ -203,7 +203,7 @@ _forward, _attend, _merge = TritonKernel(forward_kernel), TritonKernel(attend_ke
 
 
 def _constants(d: int, w: int, scores: Scores, dtype: torch.dtype) -> dict[str, object]:
-    """Of either kernel that multiplies; the same for both."""
+    """Return the constants of `forward_kernel` and `attend_kernel`, which must be the same for both."""
     wide = max(d, w) > 128 or dtype == torch.float32
     stages = 1 if dtype == torch.float32 else (2 if wide else 3)
     return {
@@ -214,13 +214,13 @@ def _constants(d: int, w: int, scores: Scores, dtype: torch.dtype) -> dict[str, 
 
 
 def _numbers(scores: Scores, d: int) -> tuple[float, float]:
-    """What q·k is multiplied by within and without the soft cap, in base 2."""
+    """Return the factors of q·k inside and outside the soft cap, in base 2."""
     cap, scale = scores.softcap, scores.scale_of(d)
     return 0.0 if cap is None else 2 * _LOG2E * scale / cap, _LOG2E * (scale if cap is None else cap)
 
 
 def _bias(scores: Scores, like: Tensor) -> tuple[Tensor, int]:
-    """The bias by distance in base 2, and its length."""
+    """Return the bias by distance in base 2, and its length."""
     bias_ar = scores.distance_bias_ar
     return (like, 1) if bias_ar is None else (bias_ar.detach().float().mul(_LOG2E).contiguous(), bias_ar.shape[1])
 
@@ -228,7 +228,7 @@ def _bias(scores: Scores, like: Tensor) -> tuple[Tensor, int]:
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgw: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """`[s, b, a, w]` and the log-sum-exps `[s, b, a]`, fp32. Does not synchronize the host."""
+    """Return the output `[s, b, a, w]` and the log-sum-exps `[s, b, a]`, fp32. Does not synchronize the host."""
     q, k, v = (kernel_input(x.contiguous()) for x in (q_sbad, k_tbgd, v_tbgw))
     (s, b, a, d), (t, _, g, w), device = q.shape, v.shape, q.device
     first_bs, end_bs = (x.contiguous() for x in key_ranges(mask, s, t, device))
@@ -250,10 +250,12 @@ def attend(
     q_nad: Tensor, keys: Tensor, values: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
     chunk: int | None, scores: Scores,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of each query to its sequence's keys up to its position, `[n, a, w]`, and its log-sum-exps `[n, a]`.
+    """Return the attention of each query to its sequence's keys up to its position, and the log-sum-exps.
 
-    `keys` `[p, z, g, d]`, `values` `[p, z, g, w]`; the rest as for `paged_attention.attend`. Does not synchronize the
-    host.
+    The shapes are `[n, a, w]` and `[n, a]`.
+
+    `keys` is `[p, z, g, d]` and `values` is `[p, z, g, w]`. The other arguments are as in `paged_kernel.attend`.
+    Does not synchronize the host.
     """
     q = kernel_input(q_nad.contiguous())
     if INTERPRETED:

@@ -1,17 +1,18 @@
-"""Attention whose result for a query depends on the query and its keys alone, not on what is computed beside it.
+"""Batch-invariant attention: the result of a query depends only on the query and its keys, not on other queries.
 
-The keys of a sequence are cut into blocks of `KEYS`, counted from its first token, and `PART` keys are a part. Within a
-part blocks are taken in order with a running maximum and sum, and parts are merged in order:
+The keys of a sequence are cut into blocks of `KEYS`, counted from its first token, and `PART` keys form a part. Within
+a part, blocks are processed in order with a running maximum and sum, and parts are merged in order:
 
     M' = max(M, m)      L' = L · 2^(M - M') + l · 2^(m - M')      O' = O · 2^(M - M') + o · 2^(m - M')
 
-of the maxima M and m, sums L and l and unnormalized outputs O and o of the parts so far and of this one. A block
-without a key of a query changes nothing of it, exactly: its factors are 2^0 and 0. So it does not matter with which
-other queries a query is computed, nor whether parts are computed one after the other, as for prompts, or side by side,
-as for single queries of long sequences. `megafp8.layers.attention.invariant_kernel` computes so on GPUs.
+Here M, L and O are the maximum, the sum and the unnormalized output of the parts so far, and m, l and o belong to the
+new part. A block without a key of a query changes exactly nothing for this query: its factors are 2^0 and 0. The result
+is therefore the same whichever other queries are computed together with a query, and whether parts are computed one
+after the other, as for prompts, or in parallel, as for single queries of long sequences.
+`megafp8.layers.attention.invariant_kernel` computes the same on GPUs.
 
-Here every product has one shape, whatever there is to compute, and missing queries and keys are zeros: libraries choose
-kernels by shape.
+Libraries choose kernels by shape. Therefore every product here has one fixed shape, and missing queries and keys are
+filled with zeros.
 
 Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width, w width of values; n = a/g.
 """
@@ -28,16 +29,16 @@ from megafp8.layers.attention.mask import AttentionMask, key_origins, key_ranges
 from megafp8.layers.attention.scores import Scores
 
 KEYS = 64
-"""Keys of a block."""
+"""Number of keys in a block."""
 PART = 256
-"""Keys of a part, a multiple of `KEYS`."""
+"""Number of keys in a part, a multiple of `KEYS`."""
 _QUERIES = 16
 _ALIGNMENT = 16
-"""Widths of products are padded to a multiple: kernels for others may treat rows unlike."""
+"""Widths of products are padded to a multiple of this, because kernels for other widths may treat rows differently."""
 
 
 def check(mask: AttentionMask, scores: Scores) -> None:
-    """ValueError for what has no batch-invariant attention."""
+    """Raise ValueError if there is no batch-invariant attention for this mask and these scores."""
     what = None
     if not mask.causal or mask.prefix_b is not None:
         what = "attention to later tokens"
@@ -52,7 +53,7 @@ def check(mask: AttentionMask, scores: Scores) -> None:
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """`[s, b, a, w]` and the log-sum-exp of each query's scores `[s, b, a]`, as `layers.attention.op.forward`."""
+    """Return the output `[s, b, a, w]` and the log-sum-exps `[s, b, a]`, as `layers.attention.op.forward` does."""
     (s, b, a, _), t, w = q_sbad.shape, len(k_tbgd), v_tbgd.shape[-1]
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
     o_sbad, scale = q_sbad.new_zeros(s, b, a, w), scores.scale_of(q_sbad.shape[-1])
@@ -77,7 +78,7 @@ def forward(
 
 
 def _heads_first(x_sad: Tensor, wide: torch.dtype) -> Tensor:
-    """`[a, s, d]` with d padded."""
+    """Return `x_sad` as `[a, s, d]`, with d padded to a multiple of `_ALIGNMENT`."""
     return F.pad(x_sad.to(wide).transpose(0, 1), (0, -x_sad.shape[-1] % _ALIGNMENT))
 
 
@@ -85,7 +86,7 @@ def _of_queries(
     q_aid: Tensor, k_gtd: Tensor, v_gtw: Tensor, origin: int, first_i: Tensor, end_i: Tensor, position_i: Tensor,
     scores: Scores, scale: float, t: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs `[a, i, w]` and log-sum-exps of queries of one sequence, which begins at the key `origin`."""
+    """Return outputs `[a, i, w]` and log-sum-exps of queries of one sequence that begins at the key `origin`."""
     heads = len(q_aid) // len(k_gtd)
     some = end_i > first_i
     start, stop = int(first_i[some].min()), int(end_i.max())
@@ -118,13 +119,13 @@ _Part = tuple[Tensor, Tensor, Tensor]
 
 
 def _empty(q_aid: Tensor, v_gtw: Tensor) -> _Part:
-    """Maxima and sums `[a, i]` and outputs `[a, i, w]` of no keys."""
+    """Return the maxima and sums `[a, i]` and outputs `[a, i, w]` of an empty set of keys."""
     largest = q_aid.new_full(q_aid.shape[:2], -math.inf)
     return largest, torch.zeros_like(largest), q_aid.new_zeros(*q_aid.shape[:2], v_gtw.shape[-1])
 
 
 def _product(x_aij: Tensor, y_gjk: Tensor, heads: int) -> Tensor:
-    """The product of each head with the matrix of its group."""
+    """Multiply each head's matrix by the matrix of its group."""
     return (x_aij.unflatten(0, (-1, heads)).flatten(1, 2) @ y_gjk).unflatten(1, (heads, -1)).flatten(0, 1)
 
 

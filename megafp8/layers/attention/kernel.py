@@ -1,22 +1,22 @@
-"""Attention with any scores and masks of `layers.attention.op`: forward, gradients of q, of k and v, and of the bias.
+"""Triton attention kernels for all scores and masks of `layers.attention.op`: forward, gradients of q, k, v and bias.
 
-Reference: `megafp8.layers.attention.reference`. The algorithm is that of FlashAttention-2 (Dao 2023,
-arXiv:2307.08691): a program takes a block of queries and goes over blocks of keys with a running maximum and sum;
-backward recomputes probabilities from the log-sum-exps. Sums are fp32, in an order that depends on shapes only: all
-results are deterministic.
+The reference is `megafp8.layers.attention.reference`. The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691): a
+program takes a block of queries and iterates over blocks of keys with a running maximum and sum. Backward recomputes
+probabilities from the log-sum-exps. Sums are fp32, in an order that depends only on shapes, so all results are
+deterministic.
 
-*Masks* reach a program as a range of keys for each query (`attention_mask.key_ranges`), whatever they are made of. A
-program goes over the blocks between the smallest first key and the greatest last one of its queries. Where all its
-queries attend to all keys of a block, it compares nothing. A program of keys has a range of blocks of queries, derived
-from those. Boolean masks are read tile by tile.
+*Masks* of any kind reach a program as a range of keys for each query (`mask.key_ranges`). A program iterates over the
+blocks between the smallest first key and the largest last key of its queries. If all its queries attend to all keys of
+a block, it compares nothing. A program of keys has a range of blocks of queries, derived from the ranges of keys.
+Boolean masks are read tile by tile.
 
-*Scores* are in base 2, which the hardware's exponential takes: log2(e) is part of the numbers that they are multiplied
-by. *Dropout* makes four words of Philox for four keys in a row; `attention_scores.kept` says from what.
+*Scores* are in base 2, the base of the hardware's exponential: their factors include log2(e). *Dropout* generates four
+words of Philox for four adjacent keys; `scores.kept` defines the words.
 
 *The gradient of the bias* of a distance is a sum along a diagonal. `bias_kernel` rotates each row m of a square tile of
-score gradients by m + 1, so that diagonals become columns: those that end in this tile, and those that go on in the
-next, whose sums are carried over. A block of queries writes the sums of its diagonals to memory, and these are added up
-afterwards. Where positions of queries have gaps, rows that are on the same diagonals are taken together.
+score gradients by m + 1, so that diagonals become columns: some diagonals end in this tile, and others continue in the
+next tile, so their sums are carried over. A block of queries writes the sums of its diagonals to memory, and these sums
+are added up afterwards. If positions of queries have gaps, rows on the same diagonals are processed together.
 
 Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width, r distances; tiles of M
 queries and N keys.
@@ -42,7 +42,7 @@ _LOG2E = 1 / math.log(2)
 
 
 class _Tile(NamedTuple):
-    """Queries, keys, warps and stages of software pipelining of a program."""
+    """Numbers of queries, keys, warps and software-pipelining stages of a program."""
 
     m: int
     n: int
@@ -58,9 +58,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(width: int, numbers: bool) -> _Tiles:
-    """Tiles of heads up to `width`, a power of 2, for 255 registers a thread and 227 KiB of shared memory.
+    """Return the tiles for heads up to `width`, a power of 2.
 
-    `numbers`: whether scores have a bias or dropout, numbers of their own, which pipelining keeps in shared memory too.
+    They fit into 255 registers per thread and 227 KiB of shared memory. `numbers` says whether scores have a bias or
+    dropout. Pipelining keeps these additional numbers in shared memory, too.
     """
     if width <= 64:
         forward = _Tile(128, 64, 8, 2) if numbers else _Tile(128, 64, 4, 3)
@@ -77,7 +78,7 @@ def _tiles(width: int, numbers: bool) -> _Tiles:
 
 @triton.jit
 def _rows(x, i, n, row_stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `i` of a head, `[len(i), WIDTH]`, zeros beyond n rows and D columns."""
+    """Return rows `i` of a head, `[len(i), WIDTH]`, with zeros beyond n rows and D columns."""
     c = tl.arange(0, WIDTH)
     at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
     return tl.load(x + at, mask=(i < n)[:, None] & (c < D)[None, :], other=0.0)
@@ -92,7 +93,11 @@ def _store_rows(x, i, n, row_stride, values, D: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def _ranges(first_bs, end_bs, row, i, s):
-    """First and last keys of queries, everything for those beyond s; of all of them: the least and the most of both."""
+    """Return each query's first and end key, the range of keys that any query sees, and the range that all queries see.
+
+    Queries beyond s count as attending to all keys. Queries without keys do not count for the range that any query
+    sees.
+    """
     real = i < s
     first = tl.load(first_bs + row + i, mask=real, other=0)
     end = tl.load(end_bs + row + i, mask=real, other=_FAR)
@@ -104,7 +109,7 @@ def _ranges(first_bs, end_bs, row, i, s):
 
 @triton.jit
 def _parts(start, stop, full_start, full_stop, N: tl.constexpr):
-    """Multiples of N that bound blocks of keys: partly visible ones, then visible ones, then partly visible ones."""
+    """Return multiples of N that bound three groups of key blocks: partly visible, fully visible, partly visible."""
     start = start // N * N
     full_start = tl.maximum(start, (full_start + N - 1) // N * N)
     full_stop = tl.maximum(full_start, tl.minimum(full_stop, stop) // N * N)
@@ -121,7 +126,10 @@ def _positions(positions_bs, row, i, s, POSITIONS: tl.constexpr):
 
 @triton.jit
 def score(x, i, j, bias_r, zero, r, inner, outer, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
-    """Scores in base 2 from q·k, and the soft cap's tanh. `i`, `j`: positions as a column and a row, or the reverse."""
+    """Return scores in base 2 from q·k, and the soft cap's tanh.
+
+    `i` and `j` are the positions of queries and keys, one as a column and the other as a row.
+    """
     tanh = x
     if SOFTCAP:
         tanh = 1.0 - 2.0 / (tl.exp2(x * inner) + 1.0)
@@ -138,7 +146,10 @@ def _masked_scores(
     q, k, i, j, position, first, end, seen, bias_r, s, t, r, inner, outer,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, VISIBLE: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """`score` of queries i and keys j, `[M, N]`, minus infinity where masked; `PARTLY`: ranges of keys bound some."""
+    """Return `score` of queries i and keys j, `[M, N]`, with -inf where masked, and the soft cap's tanh.
+
+    `PARTLY` says whether the ranges of keys end inside the block.
+    """
     x = tl.dot(q, tl.trans(k))
     x, tanh = score(x, position[:, None], j[None, :], bias_r, r - t, r, inner, outer, SOFTCAP, BIAS)
     if PARTLY:
@@ -152,7 +163,7 @@ def _masked_scores(
 
 @triton.jit
 def _kept(i, n, head, sample, key0, key1, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Which probabilities of positions `i` and the N keys from n on are kept, `[M, N]` or `[N, M]`."""
+    """Return which probabilities of positions `i` and the N keys from n on are kept, `[M, N]` or `[N, M]`."""
     group, query = (n // 4 + tl.arange(0, N // 4)).to(tl.uint32), i.to(tl.uint32)
     if TRANSPOSED:
         zero = (group[:, None] + query[None, :]) * 0
@@ -172,13 +183,16 @@ def _kept(i, n, head, sample, key0, key1, threshold, M: tl.constexpr, N: tl.cons
 
 @triton.jit
 def _statistic(x_sba, i, s, stride, other):
-    """A number of each query."""
+    """Return one number per query."""
     return tl.load(x_sba + i.to(tl.int64) * stride, mask=i < s, other=other)
 
 
 @triton.jit
 def _log_sum_exp(lse_sba, i, s, stride):
-    """Log-sum-exps in base 2; infinity, which makes probabilities 0, for queries without keys and beyond s."""
+    """Return log-sum-exps in base 2.
+
+    Queries without keys and beyond s get infinity, which makes their probabilities 0.
+    """
     lse = _statistic(lse_sba, i, s, stride, float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
@@ -189,7 +203,7 @@ def _bits(number):
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-# A program is that of head `head` of sample `sample`. `row` and `seen` are where its ranges and boolean mask begin.
+# A program works on head `head` of sample `sample`; `seen` points to the start of its boolean mask.
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "threshold", "first_head"])
@@ -200,7 +214,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, VISIBLE: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """M queries, the last ones first, as these have most keys if the mask is causal."""
+    """Compute M queries; the last queries come first, because they have the most keys if the mask is causal."""
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     group = head // (a // g)
@@ -249,7 +263,7 @@ def largest_kernel(
     s, t, b, a, g, range_stride, visible_stride_b, visible_stride_a, scale,
     VISIBLE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The largest score of M queries, the first product of `forward_kernel`."""
+    """Compute the largest score of M queries, using only the first product of `forward_kernel`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     i = block * M + tl.arange(0, M)
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
@@ -282,7 +296,7 @@ def dq_kernel(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, VISIBLE: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of M queries, and do·o of each of them, which the other kernels read."""
+    """Compute the gradient of M queries, and do·o of each query, which the other kernels read."""
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     group = head // (a // g)
@@ -332,7 +346,7 @@ def dkv_kernel(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, VISIBLE: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of N keys and values, from all heads of their group; tiles are `[N, M]`."""
+    """Compute the gradients of N keys and values from all heads of their group; tiles are `[N, M]`."""
     block = tl.program_id(0)
     j = block * N + tl.arange(0, N)
     sample, group = tl.program_id(1) // g, tl.program_id(1) % g
@@ -386,7 +400,7 @@ def bias_kernel(
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, VISIBLE: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The bias's gradient from N queries, into their row of `dbias_bmar`, which is zero."""
+    """Add the bias gradient of N queries to their row of `dbias_bmar`, which is initially zero."""
     m = tl.arange(0, N)
     i = tl.program_id(0) * N + m
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
@@ -405,10 +419,10 @@ def bias_kernel(
     row = dbias_bmar + ((sample * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * a + head) * r
     ends_here = m[:, None] + m[None, :] + 1 >= N
     rotated = (m[:, None] + m[None, :] + 1) % N
-    diagonal = tl.where(i < s, position - m, _FAR)  # the position of row 0, were rows without gaps
+    diagonal = tl.where(i < s, position - m, _FAR)  # position of row 0 if rows had no gaps
     base = tl.min(diagonal, axis=0)
     while base != _FAR:
-        at = r - t - base - (N - 1) + m  # of the first diagonals of the tile at key 0
+        at = r - t - base - (N - 1) + m  # index of the first diagonals of the tile at key 0
         carried = tl.zeros([N], tl.float32)
         for n in range(start, stop, N):
             j = n + m
@@ -434,7 +448,7 @@ def bias_kernel(
         last = start + tl.maximum(stop - start + N - 1, 0) // N * N
         to, inside = row + at + last, (at + last >= 0) & (at + last < r)
         tl.store(to, tl.load(to, mask=inside, other=0.0) + carried, mask=inside)
-        tl.debug_barrier()  # other threads add to the same sums next
+        tl.debug_barrier()  # other threads then add to the same sums
         base = tl.min(tl.where(diagonal > base, diagonal, _FAR), axis=0)
 
 
@@ -442,7 +456,7 @@ def bias_kernel(
 
 
 class _Mask(NamedTuple):
-    """A mask as kernels read it: int32 ranges and positions, and their strides from one sample to the next."""
+    """Mask in the form that kernels read: int32 ranges and positions, and their strides from one sample to the next."""
 
     first_bs: Tensor
     end_bs: Tensor
@@ -471,7 +485,7 @@ def _read(mask: AttentionMask, s: int, t: int, device: torch.device) -> _Mask:
 
 
 def _query_blocks(mask: AttentionMask, read: _Mask, s: int, t: int, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """The first block of queries of each block of keys, and the one after its last, int32 `[1 or b, blocks]`."""
+    """Return the first query block of each key block, and the block after its last, int32 `[1 or b, blocks]`."""
 
     def make() -> tuple[Tensor, Tensor]:
         blocks, some = ceil_div(s, tile.m), read.end_bs > read.first_bs
@@ -492,7 +506,7 @@ def _query_blocks(mask: AttentionMask, read: _Mask, s: int, t: int, tile: _Tile)
 
 
 class _Launch:
-    """What all kernels of a call have in common."""
+    """Sizes, mask, score settings and constants that all kernels of a call share."""
 
     def __init__(self, q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> None:
         (self.s, self.b, self.a, self.d), (self.t, _, self.g, _) = q_sbad.shape, k_tbgd.shape
@@ -521,8 +535,8 @@ class _Launch:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The last ones of each kernel."""
-        unread = self.mask.first_bs  # in place of None: kernels add to pointers that they do not read
+        """Last tensor arguments of each kernel: positions, bias, boolean mask and sample indices."""
+        unread = self.mask.first_bs  # replaces None, because kernels add offsets even to pointers that they do not read
         tensors = (self.mask.positions_bs, self.bias, self.mask.visible, self.sample_b)
         return tuple(unread if x is None else x for x in tensors)
 
@@ -534,7 +548,7 @@ def _options(tile: _Tile) -> dict[str, int]:
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """`layers.attention.op.forward` for d up to 256. Does not synchronize the host."""
+    """Compute `layers.attention.op.forward` for d up to 256. Does not synchronize the host."""
     q, k, v = (kernel_input(x) for x in (q_sbad, k_tbgd, v_tbgd))
     call = _Launch(q, k, mask, scores)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -548,7 +562,7 @@ def forward(
 
 
 def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """`layers.attention.op.largest` for d up to 256. Does not synchronize the host."""
+    """Compute `layers.attention.op.largest` for d up to 256. Does not synchronize the host."""
     q, k = kernel_input(q_sbad), kernel_input(k_tbgd)
     call = _Launch(q, k, mask, scores)
     tile, read = call.tiles.forward, call.mask
@@ -566,7 +580,7 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`layers.attention.op.backward` for d up to 256. Does not synchronize the host."""
+    """Compute `layers.attention.op.backward` for d up to 256. Does not synchronize the host."""
     do, q, k, v, o = (kernel_input(x) for x in (do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad))
     call = _Launch(q, k, mask, scores)
     ranges, range_stride = (call.mask.first_bs, call.mask.end_bs), call.mask.range_stride

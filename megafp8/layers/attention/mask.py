@@ -1,6 +1,7 @@
-"""Which keys each query attends to, without a matrix: segments, causality, a window, a prefix.
+"""Attention masks that are never stored as a matrix: segments, causality, a window, a prefix.
 
-The keys of a query are a range (`key_ranges`), whatever the mask is made of; only users' boolean masks are no ranges.
+Whatever the mask is made of, each query attends to a contiguous range of keys (`key_ranges`). The only exceptions are
+boolean masks that users pass.
 
 Shapes: s queries, t keys, b micro-batch, a heads; n segments of a sample.
 """
@@ -21,24 +22,28 @@ from megafp8.parallel.context import one_segment
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which keys each query attends to: keys of its segment, and of these those that the other fields allow.
+    """Rule that says which keys each query attends to: keys of its own segment, limited by the other fields.
 
-    `cu_seqlens_q`, `cu_seqlens_k`: int32 `[b, n + 1]`, ascending from 0 to at most s and t. Segment i of sample j has
-    the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]` and likewise keys, possibly none. Both None where a sample
-    is one segment; one tensor for both if no segment has other numbers of queries and keys.
-    `causal`: the last query of a segment attends to all of its keys, and each query before it to one less; a segment
-    then has at least as many keys as queries.
-    `window`: of the keys before this latest one, and of those after it if not `causal`, a query attends to those less
-    than `window` places away from it.
-    `chunk`: a segment's keys are cut into chunks of so many, and a query attends to those of its own; only with
-    `positions_bs`, as without it chunks are segments (`chunks_of`).
-    `square`: segments that have queries have as many keys, which makes kernels faster; never needed.
-    `prefix_b`: int `[b]`; with `causal`, all queries also attend to those keys of their segment that are among the
-    first `prefix_b` keys of the sample.
-    `visible`: bool `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key besides; read as it is, so
-    kernels skip nothing for it.
-    `positions_bs`: int `[1 or b, s]`, for queries that are some tokens of the sequence of keys, as under context
-    parallelism: where each stands in it. `cu_seqlens_q` then is `cu_seqlens_k`, of the whole sequence.
+    Attributes:
+        cu_seqlens_q: Boundaries of the segments' queries, int32 `[b, n + 1]`, ascending from 0 to at most s. Segment i
+            of sample j has the queries `cu_seqlens_q[j, i]:cu_seqlens_q[j, i + 1]`, possibly none. None if each sample
+            is one segment.
+        cu_seqlens_k: Boundaries of the segments' keys, in the same format with at most t. It is the same tensor as
+            `cu_seqlens_q` if every segment has equal numbers of queries and keys.
+        causal: The last query of a segment attends to all of its keys, and each query before it to one key less. The
+            number of keys of a segment must then be at least its number of queries.
+        window: A query attends only to keys less than `window` places before its latest key, and if not `causal`, also
+            to keys less than `window` places after it.
+        chunk: Each segment's keys are cut into chunks of this many keys, and a query attends only to its own chunk.
+            Requires `positions_bs`; without it, `chunks_of` turns chunks into segments.
+        square: Every segment with queries has equal numbers of queries and keys. Kernels are then faster; never required.
+        prefix_b: Number of prefix keys of each sample, int `[b]`. With `causal`, all queries also attend to the keys of
+            their segment that are among the first `prefix_b` keys of the sample.
+        visible: Boolean mask `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key. It applies in
+            addition to the other fields. Kernels read it as it is and skip no work because of it.
+        positions_bs: Position of each query in the sequence of keys, int `[1 or b, s]`, if queries are only some of the
+            sequence's tokens, as under context parallelism. `cu_seqlens_q` must then be `cu_seqlens_k`, of the whole
+            sequence.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -51,7 +56,7 @@ class AttentionMask:
     visible: Tensor | None = None
     positions_bs: Tensor | None = None
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a kernel computes from it once, for all layers."""
+    """Values that kernels compute from the mask once for all layers, by key."""
 
     def __post_init__(self) -> None:
         if self.prefix_b is not None and not self.causal:
@@ -63,13 +68,15 @@ class AttentionMask:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors of the mask."""
         tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.prefix_b, self.visible, self.positions_bs)
         return [x for x in tensors if x is not None]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, once for all layers if the mask is a micro-batch's.
+        """Return `make()`, called once for all layers if the mask belongs to a micro-batch.
 
-        Masks without tensors, as CAUSAL, are shared by sequences of all lengths, and may outlive a CUDA graph's memory.
+        Masks without tensors, such as `CAUSAL`, are shared by sequences of all lengths and may outlive a CUDA graph's
+        memory, so nothing is stored for them.
         """
         if not self.tensors:
             return make()
@@ -78,7 +85,7 @@ class AttentionMask:
         return self.derived[key]
 
     def is_plain(self, s: int, t: int) -> bool:
-        """Whether s queries attend to all t keys, or to a causal triangle of as many keys."""
+        """Return whether s queries attend to all t keys, or form a causal triangle with s = t."""
         if self.cu_seqlens_q is not None or self.window is not None or self.chunk is not None:
             return False
         if self.prefix_b is not None or self.visible is not None:
@@ -90,9 +97,10 @@ CAUSAL = AttentionMask()
 
 
 def chunks_of(cu_seqlens_bn: Tensor | None, chunk: int | None, s: int, device: torch.device) -> Tensor | None:
-    """Chunks of documents as segments: int32 `[b, n + 1]`, the first token of each, and s; `cu_seqlens_bn` without.
+    """Return chunks of documents as segments, int32 `[b, n + 1]`: the first token of each chunk, then s.
 
-    Chunks are counted from the start of their document. Does not synchronize the host.
+    Chunks are counted from the start of their document. Without `chunk` the result is `cu_seqlens_bn`. Does not
+    synchronize the host.
     """
     if chunk is None or chunk >= s:
         return cu_seqlens_bn
@@ -110,10 +118,15 @@ def chunks_of(cu_seqlens_bn: Tensor | None, chunk: int | None, s: int, device: t
 def causal_mask(
     cu_seqlens_bn: Tensor | None, window: int | None, s: int, device: torch.device, chunk: int | None = None
 ) -> AttentionMask:
-    """Causal self-attention of sequences of s tokens, within documents and the `window` latest tokens if given.
+    """Return the mask of causal self-attention over sequences of s tokens.
 
-    `cu_seqlens_bn`: int32 `[b, n + 1]`, the first token of each document, and s. `chunk`: tokens of the chunks of
-    documents that attention stays within.
+    Args:
+        cu_seqlens_bn: First token of each document, then s, int32 `[b, n + 1]`; attention stays within documents. None
+            means that a sequence is one document.
+        window: Number of latest tokens to which a token attends; None means all.
+        s: Tokens of a sequence.
+        device: Device of the mask's tensors.
+        chunk: Size in tokens of the chunks of documents within which attention stays; None means no chunks.
     """
     cu_seqlens_bn = chunks_of(cu_seqlens_bn, chunk, s, device)
     if window is not None and window >= s:
@@ -126,21 +139,21 @@ def causal_mask(
 
 
 def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
-    """Self-attention of all tokens of a segment to each other; padding is a segment of its own."""
+    """Return the mask of self-attention among all tokens of a segment; padding is a separate segment."""
     return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)
 
 
 def segments_of(i_bs: Tensor, ends_bn: Tensor) -> Tensor:
-    """The segment of each position, int64 `[b, s]`, by the ends of all: those that are not after it are counted."""
-    if in_onnx_export():  # ONNX has no search
+    """Return the segment of each position, int64 `[b, s]`: the number of segment ends up to the position."""
+    if in_onnx_export():  # ONNX has no searchsorted
         return (ends_bn[:, None] <= i_bs[..., None]).sum(-1)
     return torch.searchsorted(ends_bn.contiguous(), i_bs.contiguous(), right=True)
 
 
 def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First key of each query and the one after its last, int64 `[1 or b, s]`; 0 and 0 of queries without keys.
+    """Return each query's first key and the key after its last, int64 `[1 or b, s]`; both 0 for queries without keys.
 
-    Without `mask.visible`. Does not synchronize the host.
+    Ignores `mask.visible`. Does not synchronize the host.
     """
     i = torch.arange(s, device=device)[None] if mask.positions_bs is None else mask.positions_bs.long()
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
@@ -171,6 +184,8 @@ def key_ranges(mask: AttentionMask, s: int, t: int, device: torch.device) -> tup
 
 
 def key_origins(mask: AttentionMask, s: int, t: int, device: torch.device) -> Tensor:
-    """The first key of each query's segment or chunk, whatever the window, int64 `[1 or b, s]`; 0 of queries without
-    keys."""
+    """Return the first key of each query's segment or chunk, int64 `[1 or b, s]`, whatever the window.
+
+    Queries without keys have the origin 0.
+    """
     return key_ranges(replace(mask, window=None), s, t, device)[0]

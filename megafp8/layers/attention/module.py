@@ -1,11 +1,11 @@
-"""Causal self-attention with grouped queries, its heads cut over the tensor-parallel group.
+"""Causal self-attention with grouped queries, with heads sharded over the tensor-parallel group.
 
-The core is `layers.attention.op`, or of sequences that are sharded over ranks `layers.attention.context_parallel`;
-which it is and what it masks, a layer is told.
+The core is `layers.attention.op`, or `layers.attention.context_parallel` if sequences are sharded over ranks. The layer
+receives the core together with its mask (`Tokens.attention`).
 
-q, k and v are one column-parallel product; the rows of its weight are [this rank's q heads | k heads | v heads], each
-under its own global name. Where values are keys there are no v heads, and where a layer reads keys and values of an
-earlier one, q heads alone. What is read is kept for a micro-batch (`KeysAndValues`).
+One column-parallel product computes q, k and v. The rows of its weight are [this rank's q heads | k heads | v heads],
+and each part has its own global name. If keys serve as values, there are no v heads. If a layer reads the keys and
+values of an earlier layer, there are only q heads. `KeysAndValues` keeps shared keys and values for a micro-batch.
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of this rank, d head width.
 """
@@ -48,7 +48,13 @@ ROTARY = Neighbor("rotary embedding", "per_tensor")
 
 @dataclass(frozen=True)
 class ProbabilityDropout:
-    """A layer's dropout of attention probabilities. `first_head`: the first of this rank's heads."""
+    """Dropout of one layer's attention probabilities.
+
+    Attributes:
+        p: Probability of dropping.
+        key: Philox key of the layer.
+        first_head: Index of this rank's first head among the heads of all tensor-parallel ranks.
+    """
 
     p: float
     key: Key
@@ -56,40 +62,47 @@ class ProbabilityDropout:
 
     @classmethod
     def build(cls, name: str, p: float, heads: int, context: BuildContext) -> ProbabilityDropout:
-        """That of the attention layer `name`, which has `heads` heads on all tensor-parallel ranks."""
+        """Return the dropout of the attention layer `name` with `heads` heads on all tensor-parallel ranks together."""
         key = key_of(context.seed, name, "attention_dropout")
         return cls(p, key, context.tensor.rank() * (heads // context.tensor.size()))
 
     def added_to(self, scores: Scores, samples_b: Tensor | None) -> Scores:
-        """`scores` with it, for samples with these indices in the run; None: no dropout."""
+        """Return `scores` with this dropout for the samples with these indices in the run; None turns off dropout."""
         if samples_b is None or not self.p:
             return scores
         return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
 class KeysAndValues:
-    """Keys and values of a layer for the later layers that read them, in a micro-batch or step.
+    """Keys and values of a layer for the later layers that read them, in one micro-batch or generation step.
 
-    The first forward pass fills it: where the layer is recomputed, later ones have been read already.
+    Only the first `fill` takes effect. If the layer is recomputed, later layers have already read the first values.
     """
 
     def __init__(self) -> None:
         self._given: tuple[Tensor, Tensor] | None = None
 
     def fill(self, k_sbgd: Tensor, v_sbgd: Tensor) -> None:
+        """Store the keys and values `[s, b, g, d]`, unless they are already stored."""
         self._given = self._given or (k_sbgd, v_sbgd)
 
     def read(self) -> tuple[Tensor, Tensor]:
+        """Return the stored keys and values."""
         assert self._given is not None, "the layer has not run, or is in another stage"
         return self._given
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads: rotary tables (None without), how tokens reach each other, how scores are computed.
+    """Inputs of an attention layer in addition to the residual stream.
 
-    `query_scale_sb11`: what queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing. `shared`: keys and values
-    that the layer reads, or that others read of it; None: neither.
+    Attributes:
+        rotary: Rotary cosines and sines; None without rotary embedding.
+        core: Function that computes softmax attention over the tokens.
+        scores: Settings that turn q·k into scores.
+        query_scale_sb11: Factors of the queries, `[s, 1 or b, 1, 1]`; None means no scaling.
+        shared: Keys and values that the layer reads from an earlier layer or provides to later layers; None if it does
+            neither.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -100,17 +113,18 @@ class AttentionInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors among these inputs."""
         optional = (self.scores.distance_bias_ar, self.dropped_samples, self.query_scale_sb11)
         return [*(self.rotary or ()), *self.core.tensors, *(x for x in optional if x is not None)]
 
     @property
     def dropped_samples(self) -> Tensor | None:
-        """Indices of the samples whose probabilities have dropout."""
+        """Indices of the samples with dropout of attention probabilities; None without dropout."""
         return None if self.scores.dropout is None else self.scores.dropout.sample_b
 
 
 def new_largest_logits(context: BuildContext, heads: int) -> Tensor | None:
-    """`Mixer.largest_logits_a` of so many heads."""
+    """Return a zero buffer for `Mixer.largest_logits_a` of `heads` heads, or None if logits are not recorded."""
     if not context.records_logits:
         return None
     wide = torch.promote_types(context.dtype, torch.float32)
@@ -118,12 +132,12 @@ def new_largest_logits(context: BuildContext, heads: int) -> Tensor | None:
 
 
 def recording(scores: Scores, largest_a: Tensor | None) -> Scores:
-    """`scores` that record the largest ones where gradients are computed."""
+    """Return `scores` that also record the largest logits in `largest_a`, if gradients are computed."""
     return replace(scores, largest_a=largest_a) if largest_a is not None and torch.is_grad_enabled() else scores
 
 
 def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
-    """What queries are multiplied by, `[s, 1 or b, 1, 1]`; None: nothing."""
+    """Return the factors of the queries, `[s, 1 or b, 1, 1]`, or None without query scaling."""
     if scaling is None:
         return None
 
@@ -165,7 +179,7 @@ class Attention(Mixer):
         plain = [*parts] == ["q", "k", "v"] and not self.is_read
         self.norms_rotated = record.qk_norm == "rotated"
         rotates = has_rotary and plain and not record.value_norm
-        if rotates and self.norms_rotated:  # a rotation changes no norm, but for a factor of it
+        if rotates and self.norms_rotated:  # a rotation keeps a head's norm unless the tables contain a factor
             scaled = record.yarn or record.longrope
             rotates = scaled is None or scaled.rotated_factor == 1
         self.qkv = ColumnParallelLinear(
@@ -213,17 +227,18 @@ class Attention(Mixer):
 
     @property
     def input_format(self) -> InputFormat | None:
+        """Format in which the preceding norm passes its output to the q, k and v product."""
         return self.qkv.state.input_format
 
     def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
-        """How scores of whole sequences of so many tokens are computed, without dropout."""
+        """Return how scores of whole sequences of `tokens` tokens are computed, without dropout."""
         record = self.record
         bias_ar = self._alibi_bias(tokens) if record.position_embedding == "alibi" else learned_bias_ar
         invariant = self.context.batch_invariant
         return Scores(record.attention_scale, record.attention_softcap, bias_ar, batch_invariant=invariant)
 
     def _alibi_bias(self, s: int) -> Tensor:
-        """`Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""
+        """Return `Scores.distance_bias_ar` of this rank's heads, `[a, 2s - 1]`, fp32 or wider."""
         context, heads = self.context, self.record.num_attention_heads
         key = ("alibi", heads, s)
         if key not in context.constants:
@@ -235,6 +250,7 @@ class Attention(Mixer):
         return context.constants[key]
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        """Return the rotary tables, attention core, score settings and shared keys and values for these tokens."""
         scores = self.dropout.added_to(self.scores(tokens.length, tokens.distance_bias_ar), tokens.samples_b)
         scores = recording(scores, self.largest_logits_a)
         source = layer if self.record.kv_layer is None else self.record.kv_layer
@@ -249,7 +265,8 @@ class Attention(Mixer):
         return AttentionInputs(rotary, core, scores, scale, shared)
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
-        # Heads that share a key share a factor, the least.
+        """Return the factors of the rows of q and k for QK-Clip: the square root of each head's factor."""
+        # Query heads that share a key head share a factor: the smallest one.
         root_g = factor_a.unflatten(0, (self.record.groups, -1)).amin(1).sqrt()
         rows = {
             "q": root_g.repeat_interleave(len(factor_a) // len(root_g) * self.d), "k": root_g.repeat_interleave(self.d)
@@ -258,9 +275,11 @@ class Attention(Mixer):
 
     @property
     def cache(self) -> tuple[TokenCache, ...]:
+        """Layout of the cached keys and values; empty if the layer reads the keys of another layer."""
         return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        """Describe the attention kernel if masks or scores limit the choice; return None for plain causal attention."""
         scores = self.scores(length)
         if self.dropout.p:
             scores = replace(scores, dropout=AttentionDropout(self.dropout.p, (0, 0), torch.zeros(1)))
@@ -272,6 +291,7 @@ class Attention(Mixer):
         return None
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes that the layer saves for backward, by tensor."""
         m, e, a = batch.tokens, batch.element, self.heads
         saved = {"qkv input": batch.saved_input(self.qkv.state)}
         kept = self.rotates and not (self.record.qk_norm and self.recompute)
@@ -281,7 +301,7 @@ class Attention(Mixer):
             saved["q and k after norms"] = m * (a + self.groups) * (self.d * e + batch.statistic)
         if kept and self.record.query_scaling is not None:
             saved["scaled q"] = m * a * self.d * e
-        # it is the projection's input, too
+        # The attention output is also the input of the output projection.
         shares_output = self.proj.state.plan.saved == "high" and not self.record.output_gate
         if not self.recompute or shares_output:
             saved["attention output"] = m * a * self.d * e
@@ -295,11 +315,14 @@ class Attention(Mixer):
         return saved
 
     def kept(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes of the keys and values that later layers read."""
         return {"k and v for other layers": 2 * batch.tokens * self.groups * self.d * batch.element * self.is_read}
 
     def _saved_heads(self, batch: MicroBatch) -> dict[str, int]:
-        """Of queries, keys and values that are not rotated in place: inputs and results of norms and copies, and the
-        packed heads where something reads these."""
+        """Return the saved bytes of heads that are not rotated in place.
+
+        These are inputs and results of norms and copies, and the packed heads if an operation reads them in backward.
+        """
         m, e, record, read = batch.tokens, batch.element, self.record, self.is_read
         q, k, v = self.heads, 0 if self.reads_keys else self.groups, self.groups if "v" in self.split else 0
         normed, projection = self.q_norm is not None or self.norms_rotated, self.qk_norms is not None
@@ -319,11 +342,11 @@ class Attention(Mixer):
         }
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Norms and rotation of queries and keys, norms of values."""
+        """Return the traffic of norms and rotation of queries and keys, norms of values, and the output gate."""
         m, e, d = batch.tokens, batch.element, self.d
         channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
         scaled = 2 * m * self.heads * d * e * (self.record.query_scaling is not None)
-        if self.rotates and self.record.qk_norm:  # gradients, and what norms read, once for sums and once for the cast
+        if self.rotates and self.record.qk_norm:  # backward also reads the norms' inputs, for the sums and for the cast
             sums = channels * e * (self.qk_norms is not None)
             return KernelWork(2 * channels * e + sums + scaled, 5 * channels * e + scaled)
         if self.qk_norms is not None:  # by separate kernels in fp32
@@ -336,9 +359,10 @@ class Attention(Mixer):
             moved += 2 * m * self.groups * d * e
         moved += scaled
         gated = int(self.record.output_gate) * m * self.heads * d * e
-        return KernelWork(moved + 4 * gated, moved + 10 * gated)  # in two kernels, and four after these again
+        return KernelWork(moved + 4 * gated, moved + 10 * gated)  # two kernels; backward repeats them and adds four
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Return the sizes of the layer's softmax attention."""
         record = self.record
         pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal, chunk=record.attention_chunk)
         modified = record.attention_softcap is not None or record.attention_sinks
@@ -346,14 +370,16 @@ class Attention(Mixer):
         return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
+        """Return the bytes of this rank's keys and values."""
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+        """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         if not self.rotates:
             return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
         handoff = self.qkv.state.grad_handoff()
         qkv_sbc = self.qkv(x_sbh, handoff)
-        if self.record.qk_norm:  # what norms give is recomputed, too
+        if self.record.qk_norm:  # recompute the norms' outputs, too
             return self.proj(self._run(self._attend_rotated, qkv_sbc, inputs, handoff))
         heads = self._rotated(qkv_sbc, inputs, handoff)
         return self.proj(self._run(inputs.core, *heads, self.sink, inputs.scores).flatten(-2))
@@ -364,13 +390,13 @@ class Attention(Mixer):
     def _rotated(
         self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the packed heads [q | k | v] in one pass, q and k normed and rotated, q scaled."""
+        """Return q, k and v from the packed heads [q | k | v]: one pass norms and rotates q and k; q is then scaled."""
         assert inputs.rotary is not None
         q, k, v = rotate_and_split(qkv_sbc, self.heads, self.groups, *inputs.rotary, handoff, self._norms())
         return q if inputs.query_scale_sb11 is None else q * inputs.query_scale_sb11, k, v
 
     def _norms(self) -> QKNorms | None:
-        """The norms of q and k before their rotation."""
+        """Return the norms of q and k that precede their rotation, or None without norms."""
         if self.qk_norms is not None:
             return self.qk_norms.both
         if self.q_norm is not None and self.k_norm is not None:
@@ -381,8 +407,10 @@ class Attention(Mixer):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(self, qkv_sbc: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Attention of packed heads [q | k | v | gate], those of `AttentionConfig.projected`, normed, rotated and
-        scaled where the model has that."""
+        """Return the attention output `[s, b, a·d]` of the packed heads listed in `AttentionConfig.projected`.
+
+        Norms, rotation, query scaling and the output gate are applied if the model has them.
+        """
         parts = qkv_sbc.split([*self.split.values()], dim=-1)
         heads = {part: x.unflatten(-1, (-1, self.d)) for part, x in zip(self.split, parts, strict=True)}
         q, gate = heads["q"], heads.get("gate")
@@ -407,7 +435,7 @@ class Attention(Mixer):
         return (y if gate is None else recomputed(_gated, y, gate, self.context.batch_invariant)).flatten(-2)
 
     def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries or keys, normed and rotated where the model has that."""
+        """Return queries or keys after the model's norm and rotation, if any."""
         x_sbad = x_sbad if norm is None else norm(x_sbad)
         x_sbad = x_sbad if rotary is None else rotate_heads(x_sbad, *rotary)
         return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad

@@ -1,36 +1,38 @@
-"""Softmax attention whose cost is that of the pairs of tokens that attend to each other.
+"""Softmax attention that computes only the pairs of tokens that attend to each other.
 
-Which pairs these are, an `AttentionMask` says: documents packed one after the other into a sequence, a causal or a full
-triangle, a sliding window, a prefix. No mask is ever made as a matrix. `Scores` says what a score is, where it is more
-than q·k/√d. Forward also returns the log-sum-exp of each query's scores, so that results over parts of the keys merge,
-and backward needs only the output and that (Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).
+An `AttentionMask` says which pairs these are: documents packed into a sequence, a causal triangle or all pairs, a
+sliding window, a prefix. No mask is ever stored as a matrix. `Scores` says how a score is computed if it is more than
+q·k/√d. Forward also returns the log-sum-exp of each query's scores. With it, results over parts of the keys can be
+merged, and backward needs only the output and the log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023,
+arXiv:2310.01889).
 
-*Sinks.* A head may have a learned score that takes part in its softmax and has no value, so that the head can attend to
-nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). It is one more key, with the value zero, so
-its share follows from the log-sum-exp, and backward needs nothing but the output and the log-sum-exp with it.
+*Sinks.* A head may have a learned score that takes part in its softmax but has no value, so that the head can attend to
+nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). A sink acts like one more key with the value
+zero. Its share follows from the log-sum-exp, so backward needs nothing but the output and the log-sum-exp that include
+it.
 
-Kernels, of which `choose` takes one (docs/decisions/0013-attention.md):
+Kernels, among which `choose` selects (docs/decisions/0013-attention.md):
 
-    without documents and window   torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
-    with                           cuDNN's variable-length kernel through its front end (`attention.cudnn_kernel`)
-    where that is not installed, or torch.use_deterministic_algorithms is on, or a window has no causality
-                                   torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys come
-    soft caps, biases, dropout; prefixes, boolean masks, queries that are some tokens of their sequence; heads whose
-    width is no multiple of 8
-                                   our own in Triton (`megafp8.layers.attention.kernel`), which is deterministic
-    on a CPU, in fp32 or fp64, or heads wider than 256
-                                   the reference in PyTorch, some queries at a time (`layers.attention.reference`)
-    on a CPU in inference mode     torch's flash kernel where it can (`layers.attention.cpu_kernel`)
+    no documents, no window        torch's cuDNN kernel, twice as fast on Hopper as the flash kernel that torch ships
+    documents or a window          cuDNN's variable-length kernel through its front end (`attention.cudnn_kernel`)
+    the front end is not installed, or torch.use_deterministic_algorithms is on, or a window without causality
+                                   torch's flash kernel: cuDNN adds up dq in the order in which blocks of keys finish
+    soft caps, biases, dropout; prefixes, boolean masks, queries that are only some tokens of their sequence; heads
+    with a width that is not a multiple of 8
+                                   our own Triton kernel (`megafp8.layers.attention.kernel`), which is deterministic
+    a CPU, fp32 or fp64, or heads wider than 256
+                                   the PyTorch reference, some queries at a time (`layers.attention.reference`)
+    a CPU in inference mode        torch's flash kernel where possible (`layers.attention.cpu_kernel`)
 
-*Narrow values.* Values may be narrower than keys (latent attention), and the output is as wide as they are. cuDNN and
-the references take them so (`KernelChoice.narrow_values`); the other kernels get them padded with zeros, whose results
-are cut off. Nothing padded is kept for backward.
+*Narrow values.* Values may be narrower than keys (latent attention), and the output is as wide as the values. cuDNN and
+the references accept such values (`KernelChoice.narrow_values`). For the other kernels, values are padded with zeros,
+and the padding is cut off their results. Padded tensors are not kept for backward.
 
 cuDNN's graphs are cached by the layout of q, k and v, and expect all other tensors in the layout that the forward pass
-produces. So all tensors here are dense, sequence first.
+produces. Therefore all tensors here are dense and sequence-first.
 
-Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n segments of a sample. Where
-a `d` stands for values or outputs, it is the width of values.
+Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n segments of a sample. In the
+shape of values or outputs, `d` is the width of values.
 """
 
 from __future__ import annotations
@@ -72,16 +74,26 @@ def attention(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask = CAUSAL, sink_a: Tensor | None = None,
     scores: Scores = PLAIN,
 ) -> Tensor:  # fmt: skip
-    """softmax(scores of q·kᵀ)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable. `sink_a`: each head's sink.
+    """Return softmax(scores of q·kᵀ)·v over the pairs of `mask`, `[s, b, a, d]`; differentiable.
 
-    Values may be narrower than keys; the output is as wide as values are.
+    Values may be narrower than keys; the output is as wide as the values.
 
-    ValueError if bias or dropout of `scores` do not fit the shapes.
+    Args:
+        q_sbad: Queries.
+        k_tbgd: Keys.
+        v_tbgd: Values.
+        mask: Pairs of queries and keys that attend to each other.
+        sink_a: Sink of each head; None means no sinks.
+        scores: Settings that turn q·k into scores.
+
+    Raises:
+        ValueError: The bias or dropout of `scores` does not fit the shapes.
     """
     record_largest(q_sbad, k_tbgd, mask, scores)
     if scores.batch_invariant:
         return _Attention.apply(q_sbad, k_tbgd, v_tbgd, sink_a, scores.distance_bias_ar, mask, scores)
-    wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD  # for which torch has but one with a matrix of scores
+    # For wide heads torch has only a kernel that stores the matrix of scores.
+    wide = q_sbad.is_cuda and q_sbad.shape[-1] > LARGEST_HEAD
     plain = sink_a is None and scores.only_scales and mask.is_plain(q_sbad.shape[0], k_tbgd.shape[0])
     if wide or not plain or not _torch_takes_values(q_sbad, v_tbgd):
         if in_onnx_export():
@@ -101,9 +113,10 @@ _backends_are_set = False
 
 @contextmanager
 def fastest_backends() -> Iterator[None]:
-    """Sets torch's attention kernels once for all calls of `attention` within, as setting them takes the host 30 µs.
+    """Select torch's attention kernels once for all calls of `attention` in this context.
 
-    A call outside of it, such as one that is recomputed in backward, sets them itself.
+    Selecting them takes the host 30 µs. A call outside the context, for example one that is recomputed in backward,
+    selects them itself.
     """
     global _backends_are_set
     before = _backends_are_set
@@ -116,36 +129,38 @@ def fastest_backends() -> Iterator[None]:
 
 
 class CoreAttention(Protocol):
-    """Attention of a micro-batch, for any layer: from q `[s, b, a, d]`, k and v `[s, b, g, d]` to `[s, b, a, d]`.
+    """Softmax attention of one micro-batch, which any layer can call.
 
-    Values may be narrower than keys, and the output is as wide as they are.
-
-    `sink_a`: the layer's sinks, if it has any. `scores`: how the layer computes its scores.
+    It maps q `[s, b, a, d]`, k and v `[s, b, g, d]` to outputs `[s, b, a, d]`. Values may be narrower than keys, and
+    the output is as wide as the values.
     """
 
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN, /
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the attention output; `sink_a` holds the layer's sinks, and `scores` its score settings."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it reads besides its arguments."""
+        """Tensors that it reads in addition to its arguments."""
         ...
 
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """`attention` with this mask."""
+    """Attention of tokens to each other with a fixed mask."""
 
     mask: AttentionMask
 
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
+        """Return the attention output `[s, b, a, d]`."""
         return attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a, scores)
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors of the mask."""
         return self.mask.tensors
 
 
@@ -158,14 +173,14 @@ class _Attention(Function):
         o, lse = forward(q_sbad.contiguous(), k_tbgd.contiguous(), v_tbgd.contiguous(), mask, scores)
         if sink_a is not None:
             o, lse = with_sink(o, lse, sink_a, batch_invariant=scores.batch_invariant)
-        ctx.save_for_backward(q_sbad, k_tbgd, v_tbgd, o, lse, bias_ar)  # views: their base is kept anyway
+        ctx.save_for_backward(q_sbad, k_tbgd, v_tbgd, o, lse, bias_ar)  # q, k, v are views; their base is kept anyway
         ctx.mask, ctx.sink_a, ctx.scores = mask, sink_a, replace(scores, distance_bias_ar=None)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, bias_ar = ctx.saved_tensors  # once: recomputed tensors can be read a single time
+        q, k, v, o, lse, bias_ar = ctx.saved_tensors  # read once: recomputed tensors can be unpacked only once
         do, scores = do_sbad.contiguous(), replace(ctx.scores, distance_bias_ar=bias_ar)
         dsink = None if ctx.sink_a is None else sink_gradient(do, o, lse, ctx.sink_a)
         dq, dk, dv, dbias = backward(
@@ -178,16 +193,16 @@ class _Attention(Function):
 def with_sink(
     o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp with sinks, from output and log-sum-exp of the keys alone."""
+    """Return the output and log-sum-exp including sinks, from the output and log-sum-exp of the keys alone."""
     sink = sink_a.detach().to(lse_sba.dtype)
     key_share = sigmoid(lse_sba - sink, batch_invariant=batch_invariant).unsqueeze(-1)
     return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
 
 
 def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor | None:
-    """The gradient of `sink_a`, to its sink of gradients or back; `o_sbad` and `lse_sba` are with it.
+    """Deliver the gradient of `sink_a` to its gradient sink, or return it; `o_sbad` and `lse_sba` include the sinks.
 
-    A higher score takes from all keys in proportion: dL/dsink = -Σ exp(sink - lse) · (do · o).
+    A higher sink score takes from all keys in proportion: dL/dsink = -Σ exp(sink - lse) · (do · o).
     """
     share_sba = torch.exp(sink_a.detach().to(lse_sba.dtype) - lse_sba)
     dsink_a = -(share_sba * torch.linalg.vecdot(do_sbad.to(lse_sba.dtype), o_sbad.to(lse_sba.dtype))).sum((0, 1))
@@ -206,14 +221,21 @@ _SDPA_BACKENDS = [
 
 
 def sdpa_backends() -> list[SDPBackend]:
-    """Which kernels torch's attention may run, the fastest first; cuDNN's has no order of sums."""
+    """Return the kernels that torch's attention may run, fastest first.
+
+    In deterministic mode cuDNN's kernel is excluded, because the order of its sums is not fixed.
+    """
     return _SDPA_BACKENDS[1:] if torch.are_deterministic_algorithms_enabled() else _SDPA_BACKENDS
 
 
 class KernelChoice(NamedTuple):
-    """A kernel (`sdpa`, `cudnn`, `flash`, `triton`, `reference`), in words, and why it is not the fastest, if so.
+    """Selected attention kernel and the reason for the selection.
 
-    `narrow_values`: whether it takes the values as they are if they are narrower than keys.
+    Attributes:
+        kernel: Name of the kernel: `sdpa`, `cudnn`, `flash`, `triton` or `reference`.
+        what: Description of the kernel.
+        why: Reason why it is not the fastest kernel; empty if it is the fastest.
+        narrow_values: Whether the kernel accepts values that are narrower than keys.
     """
 
     kernel: str
@@ -226,9 +248,10 @@ def choose(
     mask: AttentionMask, scores: Scores, s: int, t: int, head_dim: int, device_type: str, dtype: torch.dtype,
     *, deterministic: bool, front_end: bool, cudnn_narrow: bool = False,
 ) -> KernelChoice:  # fmt: skip
-    """The kernel of s queries and t keys. `front_end`: whether cuDNN's is installed.
+    """Select the kernel for s queries and t keys.
 
-    `cudnn_narrow`: whether cuDNN takes values that are narrower than keys (`cudnn_takes_narrow`).
+    `front_end` says whether cuDNN's front end is installed, and `cudnn_narrow` whether cuDNN accepts values that are
+    narrower than keys (`cudnn_takes_narrow`).
     """
     feature = _what_only_ours_computes(mask, scores, s, t)
     if device_type != "cuda":
@@ -280,12 +303,12 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores
 
 
 _NARROW_CUDNN = 91900
-"""The version of cuDNN with which values narrower than keys were tested, forward and backward (an H200)."""
+"""First cuDNN version with which values narrower than keys were tested, forward and backward, on an H200."""
 
 
 @functools.cache
 def cudnn_takes_narrow(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether cuDNN's kernels on the GPU `device` take values of `value_dim` channels, fewer than those of keys."""
+    """Return whether cuDNN's kernels on `device` accept values of `value_dim` channels, fewer than the keys have."""
     if (torch.backends.cudnn.version() or 0) < _NARROW_CUDNN:
         return False
     q, k, v = (torch.empty(1, 1, 64, d, dtype=dtype, device=device) for d in (head_dim, head_dim, value_dim))
@@ -295,9 +318,9 @@ def cudnn_takes_narrow(head_dim: int, value_dim: int, dtype: torch.dtype, device
 
 
 def _torch_takes_values(q: Tensor, v: Tensor) -> bool:
-    """Whether torch's attention takes values of this width with the kernel that `sdpa_backends` has first.
+    """Return whether torch's attention accepts values of this width with its fastest kernel (`sdpa_backends`).
 
-    Narrow ones go to other kernels else, which are slower, or make a matrix of scores.
+    Otherwise narrow values go to kernels that are slower or store a matrix of scores.
     """
     d, w = q.shape[-1], v.shape[-1]
     if w == d:
@@ -311,7 +334,7 @@ _DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 
 
 
 def describe(device: torch.device, mask: AttentionMask = _DOCUMENTS, scores: Scores = PLAIN) -> str:
-    """Which kernel computes such attention in bf16, by default of documents, and why: a line for the log."""
+    """Return a log line that names the kernel of such attention in bf16, and why; the default mask is documents."""
     backend = choose(
         mask, scores, 1, 1, 128, device.type, torch.bfloat16,
         deterministic=torch.are_deterministic_algorithms_enabled(), front_end=cudnn_attention.is_available(),
@@ -324,9 +347,9 @@ def describe(device: torch.device, mask: AttentionMask = _DOCUMENTS, scores: Sco
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """The output `[s, b, a, d]`, and the log-sum-exp of each query's scores `[s, b, a]`, fp32 or wider.
+    """Return the output `[s, b, a, d]` and the log-sum-exp of each query's scores `[s, b, a]`, fp32 or wider.
 
-    All dense. A query without any key has the output 0 and the log-sum-exp -inf.
+    All tensors are dense. A query without keys has the output 0 and the log-sum-exp -inf.
     """
     _check_shapes(q_sbad, k_tbgd, mask, scores)
     if scores.batch_invariant:
@@ -341,7 +364,7 @@ def forward(
 def _invariant_forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """`forward` with an order of sums that does not depend on the other queries."""
+    """Compute `forward` with an order of sums that does not depend on the other queries."""
     invariant_attention_reference.check(mask, scores)
     if q_sbad.is_cuda and q_sbad.dtype != torch.float64 and q_sbad.shape[-1] <= LARGEST_HEAD:
         from megafp8.layers.attention import (
@@ -353,14 +376,14 @@ def _invariant_forward(
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:
-    """Values or outputs, as wide as `like`."""
+    """Return values or outputs padded with zeros to the width of `like`."""
     return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
 
 
 def _forward(
     kernel: str, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """`forward` by this kernel."""
+    """Compute `forward` with the named kernel."""
     if kernel == "cudnn":
         return cudnn_attention.forward(q_sbad, k_tbgd, v_tbgd, mask, scores.scale)
     if kernel == "flash":
@@ -380,16 +403,17 @@ def _forward(
 
 @torch.no_grad()
 def record_largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> None:
-    """Raise `scores.largest_a`, if it is there, to the largest scores of these queries."""
+    """Raise `scores.largest_a`, if present, to the largest scores of these queries."""
     if scores.largest_a is not None:
         largest_a = largest(q_sbad.detach(), k_tbgd.detach(), mask, scores)
         torch.maximum(scores.largest_a, largest_a.to(scores.largest_a.dtype), out=scores.largest_a)
 
 
 def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """The largest score of each head, `[a]`, fp32 or wider; -inf without any pair. Not with a soft cap or a bias.
+    """Return the largest score of each head, `[a]`, fp32 or wider; -inf if there is no pair.
 
-    No kernel of attention gives it, so it is a pass of its own, of the first of forward's two products.
+    `scores` must have no soft cap and no bias. No attention kernel returns this value, so a separate pass computes the
+    first of forward's two products.
     """
     assert scores.softcap is None
     assert scores.distance_bias_ar is None
@@ -405,10 +429,10 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores = PLAIN, *, bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The contribution of these keys to dq `[s, b, a, d]`, and of these queries to dk and dv `[t, b, g, d]`.
+    """Return these keys' contribution to dq `[s, b, a, d]`, and these queries' to dk and dv `[t, b, g, d]`.
 
-    Fourth, with `bias_grad`, the gradient of the bias of `scores`, fp32 or wider. `o_sbad` and `lse_sba` are over all
-    keys that the queries attend to. All dense.
+    The fourth value is the gradient of the bias of `scores`, fp32 or wider, or None without `bias_grad`. `o_sbad` and
+    `lse_sba` are over all keys to which the queries attend. All tensors are dense.
     """
     choice, w = _choice(q_sbad, k_tbgd, v_tbgd, mask, scores), v_tbgd.shape[-1]
     if w == q_sbad.shape[-1] or choice.narrow_values:
@@ -423,7 +447,7 @@ def _backward(
     kernel: str, do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`backward` by this kernel."""
+    """Compute `backward` with the named kernel."""
     tensors = do_sbad, q_sbad, k_tbgd, v_tbgd, o_sbad, lse_sba
     if kernel == "cudnn":
         return *cudnn_attention.backward(*tensors, mask, scores.scale), None
@@ -446,7 +470,7 @@ def _backward(
 
 
 def _check_shapes(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> None:
-    """ValueError if mask or scores are of other shapes than q and k."""
+    """Raise ValueError if the mask or the scores do not fit the shapes of q and k."""
     (s, b, a, _), t = q_sbad.shape, len(k_tbgd)
     scores.check(a, b, s if mask.positions_bs is None else t, t)
     if mask.visible is not None:
@@ -467,16 +491,16 @@ def _check_shapes(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: S
 
 
 def _packed(x_sbad: Tensor) -> Tensor:
-    """`[b·s, a, d]`, sample after sample; a view if b is 1."""
+    """Return `[b·s, a, d]`, one sample after the other; a view if b is 1."""
     return x_sbad.transpose(0, 1).flatten(0, 1)
 
 
 def _flash_arguments(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Offsets into packed tensors and greatest lengths; the options of the window."""
+    """Return the offsets into packed tensors with the greatest lengths, and the options of the window."""
     (s, b), t = q_sbad.shape[:2], k_tbgd.shape[0]
     whole_q, whole_k = (one_segment(x, q_sbad.device) for x in (s, t))
     sample = torch.arange(b, dtype=torch.int32, device=q_sbad.device)[:, None]
-    # A sample's end is the next one's start: between them is an empty segment.
+    # The end of a sample is the start of the next sample, with an empty segment between them.
     offsets_q = ((whole_q if mask.cu_seqlens_q is None else mask.cu_seqlens_q) + sample * s).flatten()
     offsets_k = ((whole_k if mask.cu_seqlens_k is None else mask.cu_seqlens_k) + sample * t).flatten()
     window = {}

@@ -1,14 +1,14 @@
-"""A cache of keys and values in pages: appending to it, and attention of single queries to it, in place.
+"""Paged cache of keys and values: kernels that append to it and attend to it in place, for single queries.
 
-References: `PagedCache.append`, and `layers.attention.op` of what `PagedCache.read` gives.
+The references are `PagedCache.append`, and `layers.attention.op` applied to the result of `PagedCache.read`.
 
-A query of a sequence attends to pages that its row of a table lists. There is one query, or one for each sequence, so
-the work is reading keys and values once. A program takes all heads of a group of one query, and a part of its keys
-(Dao et al. 2023, "Flash-Decoding"); another kernel merges the parts. How many parts there are depends on the number of
-queries alone, so that a CUDA graph fits sequences of any length; a part without keys costs nothing.
+A query of a sequence attends to the pages listed in the sequence's row of a table. There is only one query per
+sequence, so the work consists of reading keys and values once. A program takes all heads of one group for one query and
+a part of its keys (Dao et al. 2023, "Flash-Decoding"). Another kernel merges the parts. The number of parts depends
+only on the number of queries, so that a CUDA graph fits sequences of any length; a part without keys costs nothing.
 
-A cache in FP8 or int8 has a scale for each token and head: scores are multiplied by the keys' and probabilities by the
-values', so that tiles go to the tensor cores as they are read, which is exact.
+A cache in FP8 or int8 has a scale for each token and head. Scores are multiplied by the scales of the keys, and
+probabilities by the scales of the values. Tiles therefore go to the tensor cores as they are read, which is exact.
 
 Shapes: n tokens, a query heads, g key-value heads, d head width, w width of values, p pages of z tokens, m pages of a
 sequence; tiles of M heads and N keys.
@@ -31,9 +31,9 @@ from megafp8.numerics.formats import E4M3
 
 _LOG2E = 1 / math.log(2)
 _KEYS = 64
-"""Keys of a tile."""
+"""Number of keys in a tile."""
 _PROGRAMS = 528
-"""Parts of the keys, as many as keep a GPU of 132 multiprocessors busy to the end."""
+"""Target number of programs, enough to keep a GPU with 132 multiprocessors busy to the end."""
 _MOST_PARTS = 64
 
 
@@ -64,7 +64,7 @@ def append_kernel(
     stride_kn, stride_kg, stride_vn, stride_vg, D, W,
     LARGEST: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token. `LARGEST`: what an amax becomes, 0 without quantization."""
+    """Store one head of one token. `LARGEST` is the value to which the amax is scaled, 0 without quantization."""
     token, group, groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = tl.load(slots_n + token).to(tl.int64) * groups + group
     row = token.to(tl.int64)
@@ -79,7 +79,7 @@ def attend_kernel(
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, QUANTIZED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one query and one group; log-sum-exps are in base 2."""
+    """Attend to one part of the keys for one query and one group; log-sum-exps are in base 2."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     query, group = tl.program_id(1) // g, tl.program_id(1) % g
     heads = a // g
@@ -135,7 +135,7 @@ def attend_kernel(
     o = o / tl.where(some, total, 1.0)[:, None]
     to = (row * parts + part) * a + head
     tl.store(lse_nka + to, tl.where(some, largest + tl.log2(total), float("-inf")), mask=i < heads)
-    # The merging kernel does not read what a part without keys has summed up.
+    # The merging kernel does not read the output of a part without keys.
     tl.store(o_nkaw + to[:, None] * D + c[None, :], o, mask=((i < heads) & some)[:, None] & (c < D)[None, :])
 
 
@@ -143,7 +143,7 @@ def merge_kernel(
     o_nkaw, lse_nka, sink_a, y_nad, a, parts,
     SINK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The output of a query's head from its parts, and the head's sink."""
+    """Merge the parts of one head of a query, and the head's sink, into the output."""
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, c = tl.arange(0, PARTS), tl.arange(0, WIDTH)
     at = (query * parts + k) * a + head
@@ -169,8 +169,8 @@ def append(
 ) -> None:
     """Store tokens in the slots `slots_n` of `keys` `[p, z, g, d]` and `values` `[p, z, g, w]`.
 
-    `v_ngd`: the first w of its columns. `scales`: of keys and of values, float32 `[p, z, g]`, of a cache in E4M3 or
-    int8.
+    Only the first w columns of `v_ngd` are stored. `scales` holds the scales of keys and of values, float32 `[p, z,
+    g]`, if the cache is in E4M3 or int8.
     """
     k_ngd, v_ngd = kernel_input(k_ngd), kernel_input(v_ngd)
     assert k_ngd.stride(2) == v_ngd.stride(2) == 1
@@ -192,11 +192,21 @@ def attend(
     q_nad: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, table_nm: Tensor,
     positions_n: Tensor, window: int | None, chunk: int | None, sink_a: Tensor | None, scores: Scores,
 ) -> Tensor:  # fmt: skip
-    """Attention of each query to its sequence's keys up to its position, `[n, a, d]`, zeros from column w on.
+    """Return the attention of each query to its sequence's keys up to its position, `[n, a, d]`.
 
-    `table_nm`: int32, the sequence's pages. `positions_n`: int64. `window`: how many last keys a query attends to.
-    `chunk`: attention stays within chunks of so many keys. `scores`: a bias by distance is of any number of keys. Does
-    not synchronize the host.
+    Columns from w on are zeros. Does not synchronize the host.
+
+    Args:
+        q_nad: Queries.
+        keys: Cached keys, `[p, z, g, d]`.
+        values: Cached values, `[p, z, g, w]`.
+        scales: Scales of keys and of values, float32 `[p, z, g]`, if the cache is quantized.
+        table_nm: Pages of each query's sequence, int32.
+        positions_n: Position of each query, int64.
+        window: Number of latest keys to which a query attends; None means all.
+        chunk: Size in keys of the chunks within which attention stays; None means no chunks.
+        sink_a: Sink of each head; None means no sinks.
+        scores: Score settings; a bias by distance may cover any number of keys.
     """
     q = kernel_input(q_nad.contiguous())
     if INTERPRETED:

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, some queries at a time, in fp32 or wider: the reference of all kernels.
+"""Reference of all attention kernels: PyTorch code that computes some queries at a time, in fp32 or wider.
 
 Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads, d head width; n = a/g.
 """
@@ -17,13 +17,18 @@ from megafp8.layers.attention.mask import AttentionMask, key_ranges
 from megafp8.layers.attention.scores import Scores, kept
 
 _ROWS = 512
-"""Queries that are computed at once, and so the height of the matrix of scores."""
+"""Number of queries that are computed at once, which is the height of the matrix of scores."""
 
 
 class _Block(NamedTuple):
-    """Some queries of a sample, the keys that any of them attends to, and which do: bool, a view of `[g, n, s, t]`.
+    """Some queries of a sample, and the keys that at least one of them attends to.
 
-    `positions`: of the queries in the whole sequence.
+    Attributes:
+        sample: Index of the sample.
+        queries: Range of the queries.
+        keys: Range of the keys.
+        visible: Which query attends to which key, bool; broadcasts to `[g, n, s, t]`.
+        positions: Positions of the queries in the whole sequence.
     """
 
     sample: int
@@ -34,7 +39,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> Iterator[_Block]:
-    """All queries that have keys; none of them in two segments."""
+    """Yield blocks that cover all queries with keys; no block crosses a segment boundary."""
     (s, b, _, _), (t, _, groups, _), device = q_sbad.shape, k_tbgd.shape, q_sbad.device
     first_bs, end_bs = key_ranges(mask, s, t, device)
     positions_bs = torch.arange(s, device=device)[None] if mask.positions_bs is None else mask.positions_bs
@@ -57,7 +62,7 @@ def _blocks(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask) -> Iterator[_Bl
 
 
 def _heads_first(x_sad: Tensor, groups: int) -> Tensor:
-    """`[g, n, s, d]`, at least fp32."""
+    """Return `x_sad` as `[g, n, s, d]` in fp32 or wider."""
     wide = torch.promote_types(x_sad.dtype, torch.float32)
     return x_sad.to(wide).transpose(0, 1).unflatten(0, (groups, -1))
 
@@ -67,13 +72,13 @@ def _sequence_first(x_gnsd: Tensor) -> Tensor:
 
 
 def _distances(block: _Block, bias_ar: Tensor, keys: int) -> Tensor:
-    """The entry of the bias for each query and key of a block, `[s, t]`."""
+    """Return the index into the bias for each query and key of a block, `[s, t]`."""
     j = torch.arange(block.keys.start, block.keys.stop, device=block.positions.device)
     return j - block.positions[:, None] + (bias_ar.shape[1] - keys)  # s_total - 1
 
 
 def _scores(q_gnsd: Tensor, k_g1td: Tensor, block: _Block, scores: Scores, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Scores `[g, n, s, t]` of a block, -inf where a key is not visible, and the derivative of the soft cap."""
+    """Return a block's scores `[g, n, s, t]`, -inf where a key is not visible, and the derivative of the soft cap."""
     x = q_gnsd @ k_g1td.mT * scores.scale_of(q_gnsd.shape[-1])
     slope = None
     if scores.softcap is not None:
@@ -86,7 +91,7 @@ def _scores(q_gnsd: Tensor, k_g1td: Tensor, block: _Block, scores: Scores, keys:
 
 
 def _dropout_factors(like_gnst: Tensor, block: _Block, scores: Scores) -> Tensor:
-    """What the probabilities of a block are multiplied by."""
+    """Return the factors of a block's probabilities: 0 or 1 / (1 - p)."""
     assert scores.dropout is not None
     (g, n), sample = like_gnst.shape[:2], scores.dropout.sample_b[block.sample]
     keep = kept(scores.dropout, sample, g * n, block.positions, block.keys).unflatten(0, (g, n))
@@ -96,7 +101,7 @@ def _dropout_factors(like_gnst: Tensor, block: _Block, scores: Scores) -> Tensor
 def forward(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Reference of `layers.attention.op.forward`."""
+    """Compute the reference of `layers.attention.op.forward`."""
     (s, b, a, _), (t, _, groups, _) = q_sbad.shape, k_tbgd.shape
     o_sbad = q_sbad.new_zeros(s, b, a, v_tbgd.shape[-1])
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
@@ -116,7 +121,7 @@ def forward(
 
 
 def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
-    """Reference of `layers.attention.op.largest`."""
+    """Compute the reference of `layers.attention.op.largest`."""
     a, (t, _, groups, _) = q_sbad.shape[2], k_tbgd.shape
     wide = torch.promote_types(q_sbad.dtype, torch.float32)
     largest_a = torch.full((a,), -math.inf, dtype=wide, device=q_sbad.device)
@@ -132,9 +137,9 @@ def largest(q_sbad: Tensor, k_tbgd: Tensor, mask: AttentionMask, scores: Scores)
 def in_one_block(
     q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, mask: AttentionMask, sink_a: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Attention `[s, b, a, d]` with the scores of all pairs at once, and no choice by values, for exporters.
+    """Return attention `[s, b, a, d]` computed with the scores of all pairs at once, for exporters.
 
-    Not with dropout, nor with `positions_bs`.
+    No branch depends on values of tensors. Dropout and `positions_bs` are not supported.
     """
     (s, _, a, d), (t, _, groups, _), device = q_sbad.shape, k_tbgd.shape, q_sbad.device
     assert scores.dropout is None
@@ -168,7 +173,7 @@ def backward(
     do_sbad: Tensor, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, o_sbad: Tensor, lse_sba: Tensor,
     mask: AttentionMask, scores: Scores, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Reference of `layers.attention.op.backward`."""
+    """Compute the reference of `layers.attention.op.backward`."""
     (t, _, groups, _), wide = k_tbgd.shape, torch.promote_types(q_sbad.dtype, torch.float32)
     dq_sbad, dk_tbgd, dv_tbgd = (torch.zeros_like(x, dtype=wide) for x in (q_sbad, k_tbgd, v_tbgd))
     bias_ar = scores.distance_bias_ar if bias_grad else None
@@ -198,7 +203,10 @@ def backward(
 
 
 def _add_by_distance(dbias_ar: Tensor, ds_ast: Tensor, block: _Block, keys: int) -> None:
-    """Add each score's gradient to that of its distance, as sums over queries, whose order is fixed on GPUs too."""
+    """Add each score's gradient to the bias gradient of its distance.
+
+    The sums run over queries, so their order is fixed on GPUs, too.
+    """
     first = int(block.keys.start) - block.positions[:, None] + (dbias_ar.shape[1] - keys)
     column_sr = torch.arange(dbias_ar.shape[1], device=ds_ast.device) - first
     inside = (column_sr >= 0) & (column_sr < ds_ast.shape[-1])

@@ -1,16 +1,17 @@
-"""How attention's scores and probabilities are computed from q·k: scale, soft cap, bias by distance, dropout.
+"""Computation of attention's scores and probabilities from q·k: scale, soft cap, bias by distance, dropout.
 
     score = cap · tanh(q·k · scale / cap) + bias[j - i]      of query position i and key position j
     output = Σ dropped(softmax(score)) · v
 
-This covers Gemma 2 (soft cap: arXiv:2408.00118), ALiBi (arXiv:2108.12409), whose bias is a slope times the distance,
-and T5 (arXiv:1910.10683), whose learned biases of ranges of distances are gathered into one for each distance.
+This covers Gemma 2 (soft cap: arXiv:2408.00118), ALiBi (arXiv:2108.12409) and T5 (arXiv:1910.10683). ALiBi's bias is a
+slope times the distance. T5 learns biases for ranges of distances, which are expanded to one bias per distance.
 
-*Dropout* draws the numbers of a probability from where it is: Philox's counter is the position of the key, that of the
-query, the head and the sample, and its key is (seed, layer). So every layout of ranks, and recomputation, drops the
-same probabilities, and no mask is stored.
+*Dropout* derives a probability's random number from its position: Philox's counter consists of the key position, the
+query position, the head and the sample, and Philox's key is (seed, layer). Every layout of ranks, and recomputation,
+therefore drops the same probabilities, and no mask is stored.
 
-Positions are those in the tensors, or in the whole sequence where an `AttentionMask` has `positions_bs`.
+Positions are indices into the tensors. If an `AttentionMask` has `positions_bs`, they are positions in the whole
+sequence.
 
 Shapes: s queries, t keys, b micro-batch, a query heads.
 """
@@ -27,12 +28,16 @@ from megafp8.numerics.philox import Key, philox_of_words
 
 
 class AttentionDropout(NamedTuple):
-    """Dropout of probabilities: each is 0 with probability `p`, else divided by 1 - p.
+    """Dropout of attention probabilities: each becomes 0 with probability `p`, and is divided by 1 - p otherwise.
 
-    The probability of (sample, head, i, j) is kept where word j % 4 of Philox-4x32-10 of the counter (j // 4, i, head,
+    The probability of (sample, head, i, j) is kept if word j % 4 of Philox-4x32-10 of the counter (j // 4, i, head,
     sample mod 2^32) is at least p · 2^32, rounded.
-    `sample_b`: int64 `[b]` on the device, the index of each sequence in the run, so that a CUDA graph can be replayed.
-    `first_head`: the first of this rank's heads among those of all tensor-parallel ranks.
+
+    Attributes:
+        p: Probability of dropping.
+        key: Philox key.
+        sample_b: Index of each sequence in the run, int64 `[b]` on the device, so that a CUDA graph can be replayed.
+        first_head: Index of this rank's first head among the heads of all tensor-parallel ranks.
     """
 
     p: float
@@ -42,20 +47,24 @@ class AttentionDropout(NamedTuple):
 
     @property
     def threshold(self) -> int:
-        """The smallest word of a probability that is kept."""
+        """Smallest random word with which a probability is kept."""
         return round(self.p * 2**32)
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How scores and probabilities are computed from q·k.
+    """Settings that turn q·k into scores and probabilities.
 
-    `scale`: 1/√d if None. `softcap`: scores become softcap · tanh(score / softcap).
-    `distance_bias_ar`: `[a, s_total + t_total - 1]`, fp32 (fp64) or the model's dtype, differentiable: entry
-    j - i + s_total - 1 is added to the score of query position i and key position j. s_total and t_total are the
-    numbers of queries and keys of the whole sequence.
-    `largest_a`: `[a]`, fp32 or wider, is raised to each head's largest score; without softcap and bias.
-    `batch_invariant`: sums over keys have an order that does not depend on the other queries.
+    Attributes:
+        scale: Factor of q·k; None means 1/√d.
+        softcap: Soft cap: scores become softcap · tanh(score / softcap). None means no cap.
+        distance_bias_ar: Biases by distance, `[a, s_total + t_total - 1]`, in fp32 (fp64) or the model's dtype,
+            differentiable. Entry j - i + s_total - 1 is added to the score of query position i and key position j.
+            s_total and t_total are the numbers of queries and keys of the whole sequence.
+        dropout: Dropout of probabilities; None means no dropout.
+        largest_a: Buffer `[a]` in fp32 or wider that is raised to each head's largest score; requires that there is no
+            soft cap and no bias.
+        batch_invariant: Whether sums over keys have an order that does not depend on the other queries.
     """
 
     scale: float | None = None
@@ -67,7 +76,7 @@ class Scores:
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap: {self.softcap} is not above 0; None would turn it off")
+            raise ValueError(f"softcap: {self.softcap} is not above 0; None turns it off")
         if self.dropout is not None and not 0 <= self.dropout.threshold < 2**32:
             raise ValueError(f"dropout: p = {self.dropout.p} is not in [0, 1); 0.1 would work")
 
@@ -78,13 +87,18 @@ class Scores:
 
     @property
     def depend_on_positions(self) -> bool:
+        """Whether scores or dropout depend on the positions of queries and keys."""
         return self.distance_bias_ar is not None or self.dropout is not None
 
     def scale_of(self, head_dim: int) -> float:
+        """Return the factor of q·k for heads of `head_dim` channels."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self, heads: int, b: int, queries: int, keys: int) -> None:
-        """ValueError if these are not of attention of that many heads, samples, and positions of the whole sequence."""
+        """Raise ValueError if the bias or dropout does not fit an attention of these sizes.
+
+        `queries` and `keys` count the positions of the whole sequence.
+        """
         bias, dropout = self.distance_bias_ar, self.dropout
         if bias is not None and bias.shape != (heads, queries + keys - 1):
             raise ValueError(
@@ -99,7 +113,7 @@ PLAIN = Scores()
 
 
 def kept(dropout: AttentionDropout, sample: Tensor, heads: int, i_s: Tensor, keys: slice) -> Tensor:
-    """Which probabilities of a sample's queries at positions `i_s` are kept, bool `[a, s, keys]`."""
+    """Return which probabilities of one sample's queries at positions `i_s` are kept, bool `[a, s, keys]`."""
     device = i_s.device
     group = torch.arange(keys.start // 4, -(-keys.stop // 4), device=device)
     head = dropout.first_head + torch.arange(heads, device=device)
@@ -112,10 +126,10 @@ def kept(dropout: AttentionDropout, sample: Tensor, heads: int, i_s: Tensor, key
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi (Press et al. 2021, arXiv:2108.12409), by which heads' scores fall with the distance of tokens.
+    """Return ALiBi's slopes, the rates at which heads' scores fall with distance (Press et al. 2021, arXiv:2108.12409).
 
-    2^(-8 i / n) of head i of n, counted from 1. If n is no power of two, the first heads have the slopes of the largest
-    power of two below n, and the others those between, of twice that power.
+    Head i of n, counted from 1, has the slope 2^(-8 i / n). If n is not a power of two, the first heads have the slopes
+    of the largest power of two below n. The remaining heads have the slopes of twice that power that lie between them.
     """
     power = 1 << (heads.bit_length() - 1)
     between = [2 ** (-4 * i / power) for i in range(1, 2 * power, 2)]

@@ -1,26 +1,29 @@
-"""Compressed attention (DeepSeek-V4): to the latest tokens, and to entries that each stand for several earlier ones.
+"""Compressed attention (DeepSeek-V4) to the latest tokens, and to entries that each summarize several earlier tokens.
 
     q_down          h -> query latent, its norm; q_up: latent -> queries of the heads, each normalized
-    kv              h -> the key of all heads, which is the value, too; its norm
-    entry_kv, entry_gate    h -> what an entry is computed from, and by which weights
+    kv              h -> the key of all heads, which is also the value; its norm
+    entry_kv, entry_gate    h -> the values from which an entry is computed, and their gates
     output_down     heads of a group -> channels of the group;  proj: all groups' channels -> h
 
-*An entry* of `compress_rate` tokens is the norm of their mean, weighted in each channel by the softmax of gates and a
-bias of each place among them. Without an indexer that is all (heavily compressed attention). With one, entries overlap:
-half of the channels are of the entry's own tokens, half of those of the entry before, which the next one takes up
-(compressed sparse attention). The indexer has queries and entries of its own, and chooses for each token those that it
-attends to. Nothing that it reads gets a gradient from it, and its only gradient is that of its loss.
+*An entry* of `compress_rate` tokens is the norm of their weighted mean. In each channel, the weights are the softmax of
+the gates plus a bias for each place among the tokens. Without an indexer, that is the whole entry (heavily compressed
+attention). With an indexer, entries overlap: the mean includes the tokens of the previous entry (compressed sparse
+attention). For this, `entry_kv` and `entry_gate` have twice the channels: one half for a token's own entry, the other
+half for the next entry. The indexer has its own queries and entries, and chooses for each token the entries to which it
+attends. The inputs of the indexer get no gradient from it, and the indexer's only gradient is the gradient of its loss.
 
-*Positions.* The last channels of queries and keys are rotated, neighbouring ones as pairs, and an entry as its first
-token. As a value carries its position, too, outputs are rotated back by that of the query.
+*Positions.* The last channels of queries and keys are rotated, with neighboring channels as pairs. An entry is rotated
+like its first token. Because keys serve as values and thus carry their position, outputs are rotated back by the
+position of the query.
 
-*Layouts.* Heads and groups are divided over tensor-parallel ranks. Keys, entries and the indexer are whole on each,
-and all but queries and outputs stay in training.precision. An entry is what a recurrence gives after the last of its
-tokens, and nothing after others: its state are the latest tokens' `entry_kv` and `entry_gate`. So context parallelism
-passes these from part to part of a sequence, and generation keeps them.
+*Layouts.* Heads and groups are divided over tensor-parallel ranks. Keys, entries and the indexer are whole on each
+rank, and everything except queries and outputs stays in training.precision. An entry is the output of a recurrence at
+its last token, and the output is zero at other tokens. The state of the recurrence is the `entry_kv` and `entry_gate`
+of the latest tokens. Context parallelism passes this state from one part of a sequence to the next, and generation
+caches it.
 
-Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels, r of which are rotated; m tokens of an
-entry, e entries; n channels of what entries are computed from.
+Shapes: s sequence, b micro-batch, h hidden; a heads of this rank with d channels, r of them rotated; m tokens of an
+entry, e entries; n channels from which entries are computed.
 """
 
 from __future__ import annotations
@@ -59,10 +62,15 @@ from megafp8.spec import ModelSpec
 
 @dataclass(frozen=True)
 class CompressedInputs:
-    """What compressed attention reads: rotary tables, how its tokens reach keys, and how entries pass between them.
+    """Inputs of compressed attention in addition to the residual stream.
 
-    `back`: sines of the rotation back. `positions_sb`: int64 `[s, b or 1]`, of tokens in their documents. `padding_bs`:
-    bool, tokens that are padding.
+    Attributes:
+        rotary: Rotary cosines and sines.
+        back: Sines of the inverse rotation.
+        to_keys: Function that runs attention over the tokens.
+        recurrence: Function that runs the recurrence that computes entries.
+        positions_sb: Positions of tokens in their documents, int64 `[s, b or 1]`.
+        padding_bs: Whether each token is padding, bool; None if no token is padding.
     """
 
     rotary: tuple[Tensor, Tensor]
@@ -74,14 +82,16 @@ class CompressedInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors among these inputs."""
         padding = [] if self.padding_bs is None else [self.padding_bs]
         return [*self.rotary, self.back, *self.to_keys.tensors, self.positions_sb, *padding]
 
 
 class _Entries(nn.Module):
-    """What entries of one kind are computed with, on each tensor-parallel rank, from all tokens.
+    """Parameters of entries of one kind, for the layer or for its indexer.
 
-    `position`: `[m, series · width]`, added to gates. Gradients are those of a rank's heads, or of its queries' losses.
+    Each tensor-parallel rank computes entries from all tokens. `position` `[m, series · width]` is added to the gates.
+    Gradients cover only a rank's heads, or the losses of its queries, and are summed over ranks.
     """
 
     def __init__(
@@ -100,7 +110,10 @@ class _Entries(nn.Module):
 
 
 class CompressedAttention(Mixer):
-    """Compressed attention. It reads the norm's values, whatever `input` could give."""
+    """Compressed attention.
+
+    It reads the norm's unquantized output, even if `input` could quantize it.
+    """
 
     def __init__(
         self,
@@ -171,7 +184,7 @@ class CompressedAttention(Mixer):
         self.attend = ops.CompressedCoreAttention(window, rate, record.top_k, d**-0.5, context.tensor, loss)
 
     def _product(self, name: str, layer: str, parts: dict[str, int], inputs: int) -> tuple[nn.Parameter, LinearState]:
-        """The weight and state of a product that is whole on every tensor-parallel rank."""
+        """Return the weight and state of a product that is whole on every tensor-parallel rank."""
         shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
         reason = "keys, entries and the indexer stay in training.precision"
         site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
@@ -179,10 +192,11 @@ class CompressedAttention(Mixer):
 
     @property
     def _widths_of_entries(self) -> list[int]:
-        """Channels of an entry of each kind."""
+        """Number of channels of an entry of each kind."""
         return [kind.width for kind in self.entry_kinds if isinstance(kind, _Entries)]
 
     def inputs(self, layer: int, tokens: Tokens) -> CompressedInputs:
+        """Return the rotary tables, positions, and the attention and recurrence functions for these tokens."""
         positions = tokens.positions.unsqueeze(-1) if tokens.positions.dim() == 1 else tokens.positions.t()
         rotary = tokens.rotary(self.rope)
         back = tokens.once(("rotation back", self.rope.key), lambda: -rotary[1])
@@ -191,14 +205,15 @@ class CompressedAttention(Mixer):
 
     @property
     def cache(self) -> tuple[TokenCache | StateCache, ...]:
-        """Of each token its key, with the entry that ends with it; and what the next entries are computed from."""
-        if not self.entry_kinds:  # keys and values are two tensors in pages
+        """Layouts of the caches: each token's key with the entry that ends at it, and the state of the next entries."""
+        if not self.entry_kinds:  # a paged cache stores two tensors, so the key is split into two halves
             return (TokenCache(1, self.d - self.d // 2, self.d // 2),)
         width = sum(self._widths_of_entries)
         shape = (self.record.tokens_before, 2 * self.record.series * width)
         return TokenCache(1, self.d, width, self.record.compress_rate or 1), StateCache((shape,), (self.context.dtype,))
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: CompressedInputs) -> Tensor:
+        """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         assert isinstance(x_sbh, Tensor)
         q, kv, entries = linear(x_sbh, self.down, self.down_state).split(self.widths, dim=-1)
         q_latent = normalized(self.q_norm, q.contiguous())
@@ -206,7 +221,8 @@ class CompressedAttention(Mixer):
         if self.record.top_k is not None:
             index_q = linear(q_latent.detach(), self.index_q, self.index_q_state)
             shared.append(torch.cat([index_q, linear(x_sbh.detach(), self.index_down, self.index_down_state)], dim=-1))
-        # Each rank's heads use the keys, and each computes the indexer's loss of other queries: gradients are sums.
+        # Gradients are sums over ranks: the heads of every rank use the keys, and each rank computes the indexer's loss
+        # for other queries.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         shared = [share(x, self.context.tensor) for x in shared]
         o_sbad = self._run(self._attend, self.q_up(q_latent), inputs, *shared)
@@ -216,7 +232,7 @@ class CompressedAttention(Mixer):
         return recomputed(function, *inputs) if self.recompute else function(*inputs)
 
     def _attend(self, q_sbc: Tensor, inputs: CompressedInputs, shared_sbc: Tensor, *index_sbc: Tensor) -> Tensor:
-        """`[s, b, a, d]`, not rotated back."""
+        """Return the attention output `[s, b, a, d]`, not yet rotated back."""
         q = F.rms_norm(q_sbc.unflatten(-1, (self.heads, self.d)), (self.d,), eps=self.eps)
         kv, *entry_parts = shared_sbc.split([self.d, shared_sbc.shape[-1] - self.d], dim=-1)
         queries = [_rotated(q, self.r, inputs.rotary)]
@@ -231,7 +247,7 @@ class CompressedAttention(Mixer):
             queries += [_rotated(index_q.unflatten(-1, (heads, d)), self.r, inputs.rotary), weights]
             entry_parts.append(index_entries)
         xs = torch.cat(entry_parts, dim=-1), inputs.positions_sb.expand(-1, q.shape[1])
-        if torch.is_grad_enabled():  # only xs are kept for its backward
+        if torch.is_grad_enabled():  # save only xs for backward
             entries = recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
         else:
             entries = inputs.recurrence(self, xs)
@@ -240,7 +256,7 @@ class CompressedAttention(Mixer):
     def _attend_to(
         self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
     ) -> Tensor:
-        """As `megafp8.layers.mixer.AttendTo`."""
+        """Implement `megafp8.layers.mixer.AttendTo`: attend to a window of tokens and to entries."""
         kv_tbd, entries_ebc = keys
         if not self.entry_kinds:
             return self.attend(queries[0], torch.cat(keys, dim=-1), None, None, self.sink, first_bs, stop_bs)
@@ -252,34 +268,34 @@ class CompressedAttention(Mixer):
         return self.attend(queries[0], kv_tbd, entries_ebd, index, self.sink, first_bs, stop_bs)
 
     def _output(self, o_sbad: Tensor, inputs: CompressedInputs) -> Tensor:
-        """The channels of the groups of heads, side by side."""
+        """Return the channels of all groups of heads, side by side."""
         o, o_rotary = o_sbad.split([self.d - self.r, self.r], dim=-1)
-        # Its first channels of all pairs come first, as rotated keys have them.
+        # As in rotated keys, the first channels of all pairs come first in o_rotary.
         o_rotary = rotate_heads(o_rotary, inputs.rotary[0], inputs.back)
         o_rotary = o_rotary.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         o_sbgc = torch.cat([o, o_rotary], dim=-1).flatten(2).unflatten(-1, (-1, self.output_down.shape[1]))
         weight_grc = self.output_down.unflatten(0, (-1, self.record.output_rank))
         return torch.einsum("sbgc,grc->sbgr", o_sbgc, weight_grc).flatten(2)
 
-    # --- entries, as `megafp8.layers.recurrent.op.RecurrentRule`
-    # ---------------------------------------------------------
+    # --- entries, as a `megafp8.layers.recurrent.op.RecurrentRule` --------------------------------------------------
 
     def zeros(self, b: int) -> State:
-        """What is known before the first token."""
+        """Return the state before the first token of `b` sequences."""
         size = (b, self.record.tokens_before, 2 * self.record.series * sum(self._widths_of_entries))
         return (torch.zeros(*size, dtype=self.context.dtype, device=self.sink.device),)
 
     def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
-        """What the tokens after these need of them, `[b, tokens_before, n]`; there are at least as many."""
+        """Return the inputs that later tokens need, `[b, tokens_before, n]`, from at least `tokens_before` tokens."""
         return xs[0][len(xs[0]) - self.record.tokens_before :].transpose(0, 1)
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> None:
         """Return None: only the latest tokens are remembered."""
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
-        """Entries of all kinds side by side, `[s, b, c]`, in the rows of their last tokens; zero in others.
+        """Return the entries of all kinds side by side, `[s, b, c]`, and the new state.
 
-        `xs`: what entries are computed from, `[s, b, n]`, and positions in documents, int64 `[s, b]`.
+        An entry stands in the row of its last token; all other rows are zero. `xs` holds the tensor from which entries
+        are computed, `[s, b, n]`, and the positions in documents, int64 `[s, b]`.
         """
         (x_sbn, positions_sb), (before_btn,), record = xs, state, self.record
         rate, (s, b, _) = record.compress_rate, x_sbn.shape
@@ -291,7 +307,7 @@ class CompressedAttention(Mixer):
         last_eb = first_e1 + ends_emb.int().argmax(1)
         end_position_eb = positions_sb.gather(0, last_eb)
         sample_b = torch.arange(b, device=x_sbn.device)
-        # Rows of the tokens of each entry, and before them of the entry before, in `known_tbn`.
+        # Rows in `known_tbn` of the tokens of each entry, preceded by the tokens of the previous entry.
         rows_kmeb = last_eb + torch.arange(record.series * rate, device=x_sbn.device).view(record.series, rate, 1, 1)
         has_earlier_eb = end_position_eb >= 2 * rate - 1
         entries, at = [], 0
@@ -317,9 +333,10 @@ class CompressedAttention(Mixer):
         y_sbc = y_sbc.index_put((last_eb, sample_b), entries_ebc)
         return y_sbc, (known_tbn[len(known_tbn) - before_btn.shape[1] :].transpose(0, 1),)
 
-    # --- what it keeps and computes ---------------------------------------------------------------------------------
+    # --- memory and compute -----------------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, record, widths = (
             batch.tokens,
             batch.own_tokens,
@@ -340,7 +357,7 @@ class CompressedAttention(Mixer):
         has_indexer, q_up = record.top_k is not None, self.q_up.state.plan
         if has_indexer and (q_up.saved != "high" or m != own_tokens):
             saved["index_q input"] = own_tokens * record.q_rank * e
-        if self.recompute:  # what it is computed from
+        if self.recompute:  # only the inputs of attention
             index_width = self.index_q.shape[0] + record.index_heads if has_indexer else 0
             return saved | {"q": queries * e, "keys, entries and indexer": m * (self.d + made_of + index_width) * e}
         saved["q before and after its norm"] = 2 * queries * e + m * self.heads * batch.statistic
@@ -355,7 +372,7 @@ class CompressedAttention(Mixer):
         return saved
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Norms and rotation of queries, keys and outputs; entries; reads and writes of index scores."""
+        """Return the traffic of norms and rotations of queries, keys and outputs, of entries, and of index scores."""
         record = self.record
         entry_bytes = 4 * record.series * sum(self._widths_of_entries)
         channels = 8 * self.heads * self.d + 4 * self.d + 4 * entry_bytes
@@ -364,11 +381,12 @@ class CompressedAttention(Mixer):
         return KernelWork(moved + scores, 2 * moved)
 
     def _entries_seen(self, batch: MicroBatch) -> float:
-        """Entries that a query may attend to, on average."""
+        """Return the mean number of entries to which a query may attend."""
         rate = self.record.compress_rate
         return 0.0 if rate is None else batch.length / rate / 2
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Return the size of attention to the window of tokens and to entries."""
         pairs = pairs_of(batch.length, self.record.sliding_window, causal=True)
         rate, top_k = self.record.compress_rate, self.record.top_k
         if rate is not None:
@@ -377,10 +395,14 @@ class CompressedAttention(Mixer):
         return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified=True)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
+        """Return the bytes of this rank's keys and entries."""
         return batch.tokens * (self.d + sum(self._widths_of_entries)) * batch.element
 
     def flops(self, batch: MicroBatch) -> float:
-        """The groups' projection, and index scores, a third of them: they have no backward."""
+        """Return the FLOPs of the groups' projection, and a third of the index scores' FLOPs.
+
+        Index scores have no backward.
+        """
         scores = 0.0
         if self.record.top_k is not None:
             pair_flops = 2.0 * self.record.index_heads * self.record.index_head_dim
@@ -388,15 +410,18 @@ class CompressedAttention(Mixer):
         return batch.tokens * (2.0 * self.output_down.numel() + scores / 3)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Gradients of queries and outputs, of keys in fp32, and what a block of queries needs."""
+        """Return the bytes of gradients of queries, outputs and keys (fp32), and of tensors of one block of queries."""
         index_width = self.index_q.shape[0] if self.record.top_k is not None else 0
         queries = (2 * self.heads * self.d + index_width) * batch.element
         keys = (self.d + sum(self._widths_of_entries)) * batch.statistic
-        whole = batch.sequences * batch.length  # on all context-parallel ranks
+        whole = batch.sequences * batch.length  # tokens of all context-parallel ranks
         return batch.tokens * queries + whole * keys + BLOCK_BYTES
 
 
 def _rotated(x_sbad: Tensor, channels: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Its last channels rotated, neighbouring ones as pairs; the first channels of all pairs come first then."""
+    """Rotate the last `channels` channels, with neighboring channels as pairs.
+
+    In the result, the first channels of all pairs come first.
+    """
     passed, rotated = x_sbad.split([x_sbad.shape[-1] - channels, channels], dim=-1)
     return torch.cat([passed, rotated_neighbors(rotated, rotary)], dim=-1)

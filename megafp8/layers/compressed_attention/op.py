@@ -1,22 +1,24 @@
-"""Attention to the latest tokens and to entries for earlier ones (DeepSeek-V4), in blocks of queries.
+"""Attention to the latest tokens and to entries for earlier tokens (DeepSeek-V4), in blocks of queries.
 
-All heads share one key of a token or an entry, which is the value, too. A query's keys are those of a window of tokens,
-then entries: all that end before or with it in its document, or those that an indexer chooses. They are listed for a
-block of queries, tokens and entries numbered one after the other, and attended to as in `layers.sparse_attention.op`.
-What a block needs is made for it and freed, and backward computes it again, but for the choice. Memory grows with the
-length times the number of keys of a query, in a block only.
+All heads share one key per token or entry, which is also the value. The keys of a query are a window of tokens,
+followed by entries: either all entries of its document that end at or before it, or the entries that an indexer
+chooses. For each block of queries, the keys are listed by index, with tokens and entries in one numbering, and
+attention runs as in `layers.sparse_attention.op`. The tensors of a block are created for the block and then freed.
+Backward recomputes them, except for the choice. Memory of the size of queries times keys per query is needed only for
+one block.
 
 *Places of entries.* An entry stands for `rate` tokens, counted from the start of a document. The last tokens of two
-entries are at least `rate` rows apart, also where documents are packed. So the entry whose last token is in row j is
-entry j // rate: those of a document are neighbours, and all follows from the first and last row of a query's keys.
+entries are at least `rate` rows apart, even if documents are packed. The entry with its last token in row j therefore
+gets the index j // rate. The entries of a document are neighbors, and all indices follow from the first and last row of
+a query's keys.
 
-Kernels are those of sparse attention (`layers.sparse_attention.kernel`), for bf16 and fp16 on CUDA.
+It uses the kernels of sparse attention (`layers.sparse_attention.kernel`), for bf16 and fp16 on CUDA.
 
-*A sink* is a score of each head that takes part in its softmax and has no value. *The indexer's loss* is that of
+*A sink* is a score of each head that takes part in its softmax but has no value. *The indexer's loss* is defined as in
 `layers.sparse_attention.op`, over the chosen entries; their probabilities are divided by their sum.
 
-Shapes: s queries, t tokens as keys, e entries, b sequences, a heads of this rank of d channels; k keys of a query, of
-which l are entries at most.
+Shapes: s queries, t tokens as keys, e entries, b sequences, a heads of this rank with d channels; k keys of a query, at
+most l of them entries.
 """
 
 from __future__ import annotations
@@ -46,8 +48,16 @@ from megafp8.linear.grad_sink import deliver, wgrad_dtype
 
 @dataclass(frozen=True)
 class CompressedCoreAttention:
-    """Attention of a layer. `window`: of tokens. `rate`: tokens of an entry; None: there are no entries. `top_k`:
-    entries that a query chooses; None: all. `scale`: of scores. `group`: the tensor-parallel ranks."""
+    """Attention of one layer to a window of tokens and to entries.
+
+    Attributes:
+        window: Size of the window in tokens.
+        rate: Number of tokens of an entry; None means that there are no entries.
+        top_k: Number of entries that a query chooses; None means all entries.
+        scale: Factor of the scores.
+        group: Tensor-parallel ranks.
+        loss: Loss of the indexer; None without an indexer.
+    """
 
     window: int
     rate: int | None
@@ -60,14 +70,23 @@ class CompressedCoreAttention:
         self, q_sbad: Tensor, kv_tbd: Tensor, entries_ebd: Tensor | None, index: Index | None, sink_a: Tensor,
         first_bs: Tensor, stop_bs: Tensor,
     ) -> Tensor:  # fmt: skip
-        """`[s, b, a, d]`. `index`: of queries and entries, sequence-first. `first_bs`, `stop_bs`: int64 `[1 or b, s]`,
-        the first token of a query's document, and the one after the query."""
+        """Return the attention output `[s, b, a, d]`.
+
+        Args:
+            q_sbad: Queries.
+            kv_tbd: Keys of tokens, which are also their values.
+            entries_ebd: Entries; None without entries.
+            index: The indexer's queries, entries and weights, sequence-first; None without an indexer.
+            sink_a: Sink of each head.
+            first_bs: First token of each query's document, int64 `[1 or b, s]`.
+            stop_bs: Token after each query, int64 `[1 or b, s]`.
+        """
         index = Index(*[None] * 3) if index is None else index  # type: ignore[arg-type]
         return _CompressedAttention.apply(q_sbad, kv_tbd, entries_ebd, *index, sink_a, first_bs, stop_bs, self)
 
 
 class _Tensors(NamedTuple):
-    """Queries, keys and entries, and what the indexer says of queries and entries; sequence-first."""
+    """Queries, keys, entries, and the tensors of the indexer, all sequence-first."""
 
     q_sbad: Tensor
     kv_tbd: Tensor
@@ -92,7 +111,7 @@ class _CompressedAttention(Function):
             o_bsad, _ = call.attend(rows, call.keys(rows, chosen_bsl))
             o_sbad[rows] = o_bsad.transpose(0, 1)
         ctx.save_for_backward(*tensors, first_bs, stop_bs, chosen_bsl)
-        ctx.sink_a, ctx.options = sink_a, options  # a saved tensor may come back as another object, without its sink
+        ctx.sink_a, ctx.options = sink_a, options  # a saved tensor may come back as an object without a gradient sink
         return o_sbad
 
     @staticmethod
@@ -108,7 +127,7 @@ class _CompressedAttention(Function):
             keys = call.keys(rows, chosen_bsl)
             o_bsad, lse_bsa = call.attend(rows, keys)
             do_bsad = do_sbad[rows].transpose(0, 1).contiguous()
-            share_bsa = torch.exp(sink_a.detach().to(dtype) - lse_bsa)  # of the sink
+            share_bsa = torch.exp(sink_a.detach().to(dtype) - lse_bsa)  # probability of the sink
             dsink_a -= (share_bsa * torch.linalg.vecdot(do_bsad.to(dtype), o_bsad.to(dtype))).sum((0, 1))
             dq_bsad, p_bsk = call.functions.attend_backward(
                 do_bsad, call.queries(rows), call.kv_bjd, keys, o_bsad, lse_bsa, options.scale, dkv_bjd
@@ -125,7 +144,7 @@ class _CompressedAttention(Function):
 
 
 class _Call:
-    """The tensors of a call as blocks of queries read them. `kv_bjd`: keys of tokens, then of entries."""
+    """Tensors of a call in the form that blocks of queries read. `kv_bjd` holds keys of tokens, then entries."""
 
     def __init__(
         self, tensors: _Tensors, sink_a: Tensor, first_bs: Tensor, stop_bs: Tensor, options: CompressedCoreAttention
@@ -152,7 +171,7 @@ class _Call:
             self.indexer = Indexer(index, self.entry_bs, stop_of_entries, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
-        """Parts of the queries whose tensors fit into a block."""
+        """Return ranges of queries with tensors that fit into one block."""
         keys, score_bytes = self.window + self.most_entries, 0 if self.indexer is None else 2 * self.e
         bytes_of_query, block_bytes = 4 * self.b * (8 * keys + score_bytes + 2 * self.a * self.d), BLOCK_BYTES
         if self.functions is reference:
@@ -163,7 +182,7 @@ class _Call:
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
 
     def keys(self, rows: slice, chosen_bsl: Tensor | None) -> Keys:
-        """A block's keys, int32 `[b, s, k]`: tokens, then entries, then -1; as a range how many there are."""
+        """Return a block's keys, int32 `[b, s, k]`: tokens, then entries, then -1; the range holds their number."""
         first_bs, stop_bs = self.first_bs[:, rows].unsqueeze(-1), self.stop_bs[:, rows].unsqueeze(-1)
         token_bs = torch.maximum(first_bs, stop_bs - self.window)
         place_k = torch.arange(self.window + self.most_entries, device=stop_bs.device)
@@ -181,7 +200,7 @@ class _Call:
         return Keys(keys.int(), torch.zeros_like(total_bs[..., 0]), total_bs[..., 0])
 
     def entries_of(self, rows: slice, chosen_bsl: Tensor, p_bsk: Tensor) -> tuple[Keys, Tensor]:
-        """The chosen entries of a block, and their part of what all keys have, `[b, s, l]`."""
+        """Return the chosen entries of a block, and their probabilities, `[b, s, l]`, from those of all keys."""
         assert self.indexer is not None
         chosen = chosen_bsl[:, rows].contiguous()
         tokens_bs = (self.stop_bs - self.first_bs).clamp(max=self.window)[:, rows].unsqueeze(-1)
@@ -193,6 +212,6 @@ class _Call:
         return self.q_sbad[rows].transpose(0, 1).contiguous()
 
     def attend(self, rows: slice, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exps of a block, with the sink."""
+        """Return the outputs and log-sum-exps of a block, including the sink."""
         o_bsad, lse_bsa = self.functions.attend(self.queries(rows), self.kv_bjd, keys, self.d, self.options.scale)
         return with_sink(o_bsad, lse_bsa, self.sink_a)

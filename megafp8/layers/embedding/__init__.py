@@ -1,1 +1,1 @@
-"""The embedding of tokens."""
+"""Embedding of tokens."""

@@ -1,22 +1,24 @@
 """Gradient of an embedding: add each token's gradient to its row of the sum, and touch no other row.
 
-Reference: `megafp8.layers.embedding.op.add_rows_`. Of 128,256 rows a micro-batch of 8192 tokens looks up a few
-thousand. A dense gradient is written as zeros, filled, and read again with the whole sum: gigabytes for megabytes. Here
-the tokens are sorted, so that those of a row are a contiguous *run*, in their order. One program sums the first of a
-run for some columns and adds them to the row in place. The host never waits, and there are no atomics: the result is
-deterministic.
+The reference is `megafp8.layers.embedding.op.add_rows_`. A micro-batch of 8192 tokens looks up a few thousand of
+128,256 rows. A dense gradient is written as zeros, filled, and read again with the whole sum, which moves gigabytes for
+megabytes of data. Here the tokens are sorted, so that the tokens of a row form a contiguous *run*, in their order. One
+program sums the first tokens of a run for some columns and adds the sum to the row in place. The host never waits, and
+there are no atomics, so the result is deterministic.
 
-**The order of additions**, which the reference has too: the gradients of a row are summed CHUNK at a time, in the order
-of tokens, from zero; then each of these sums is added to the row, in order, as if each were a micro-batch. All in the
-dtype of the sum. It depends on the row's own tokens only, so not on which rank has the row.
+**The order of additions**, which is the same in the reference: the gradients of a row are summed CHUNK at a time, in
+the order of tokens, starting from zero. Each of these sums is then added to the row, in order, as if each were a
+micro-batch. All sums have the dtype of `sum_vh`. The order depends only on the row's own tokens, and not on which rank
+has the row.
 
-**Why chunks.** Frequent tokens have long runs: a comma has hundreds, padding may have all 8192. A loop over these would
-keep few programs busy for milliseconds. By chunks of 64 they are 128 programs for the same columns; the sums of later
-chunks go to memory, and a second kernel adds them to the row, 127 again. 64 is about the root of a usual micro-batch:
-neither loop is long.
+**Why chunks.** Frequent tokens have long runs: a comma occurs hundreds of times, and padding may fill all 8192 tokens.
+A loop over such a run would keep a few programs busy for milliseconds. With chunks of 64 tokens, 128 programs share the
+columns of such a run. The sums of later chunks go to memory, and a second kernel adds these 127 sums to the row. 64 is
+about the root of a usual micro-batch, so neither loop is long.
 
-The sum of a later chunk that begins at position i of the sorted tokens is row i / CHUNK of that memory. No other chunk
-has this row: another of the same run begins CHUNK positions away, and one of another run has a first chunk before it.
+The sum of a later chunk that begins at position i of the sorted tokens is stored in row i / CHUNK of that memory. No
+other chunk uses this row: the other chunks of the same run begin at least CHUNK positions away, and a later chunk of
+another run has its first chunk in between.
 
 Shapes: n tokens, sorted from the kernels' inputs on; v rows of this rank's shard of the table, h hidden; w = n / CHUNK.
 """
@@ -30,13 +32,13 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
-_COLUMNS, _WARPS = 1024, 4  # of a program: 16 bytes of bf16 a thread
+_COLUMNS, _WARPS = 1024, 4  # columns and warps per program: 16 bytes of bf16 per thread
 
 
 @TritonKernel
 def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v, CHUNK: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
-    """Some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if one does."""
+    """Sum some columns of the chunk that begins at position `program_id(0)` of the sorted tokens, if there is one."""
     i = tl.program_id(0)
     row = tl.load(rows_n + i).to(tl.int64)
     before = i - tl.load(begin_n + i)
@@ -57,7 +59,10 @@ def chunks_kernel(dy_nh, rows_n, order_n, begin_n, end_n, later_wh, sum_vh, h, v
 
 @TritonKernel
 def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of all later chunks of the run whose second chunk begins in a window of positions, if one does."""
+    """Add some columns of a run's later chunks to its row.
+
+    A program handles the run whose second chunk begins in its window of positions, if there is one.
+    """
     w = tl.program_id(0)
     positions = w * CHUNK + tl.arange(0, CHUNK)
     begins = tl.load(begin_n + positions, mask=positions < n, other=n)
@@ -79,10 +84,10 @@ def later_kernel(rows_n, begin_n, end_n, later_wh, sum_vh, n, h, v, CHUNK: tl.co
 
 
 def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> None:
-    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, in the order above; rows outside `[0, v)` are ignored.
+    """Add `dy_nh[i]` to `sum_vh[rows_n[i]]` for each i, in the order above; ignore rows outside `[0, v)`.
 
-    `sum_vh` contiguous fp32 or fp64, `dy_nh` contiguous of any floating dtype, `rows_n` integers; `chunk` a power of 2.
-    Does not synchronize with the device.
+    `sum_vh` is contiguous fp32 or fp64, `dy_nh` is contiguous of any floating dtype, `rows_n` holds integers, and
+    `chunk` is a power of 2. Does not synchronize with the device.
     """
     (v, h), n = sum_vh.shape, len(rows_n)
     assert sum_vh.dtype in (torch.float32, torch.float64)

@@ -1,6 +1,6 @@
-"""The stem of a model: tokens -> residual stream.
+"""Embedding of tokens, which computes the residual stream from token ids.
 
-Shapes: s sequence, b micro-batch, h hidden (of all residual streams in what goes out), t tensor-parallel size.
+Shapes: s sequence, b micro-batch, h hidden size (in outputs: of all residual streams together), t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafp8.spec import ModelSpec
 def word_embedding(
     model: ModelSpec, context: BuildContext, weight: nn.Parameter | None = None
 ) -> VocabParallelEmbedding:
-    """The table of tokens. `weight`: one that is shared."""
+    """Return the embedding of token ids; `weight` is an existing table to share."""
     return VocabParallelEmbedding(
         "embedding.word",
         model.stem.rows,
@@ -37,11 +37,10 @@ def word_embedding(
 
 
 class Embedding(nn.Module):
-    """Tokens `[b, s]` -> residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
+    """Embedding of tokens `[b, s]` as the residual stream `[s, b, h]`, or `[s/t, b, h]` under sequence parallelism.
 
-    Embeddings of learned positions and token types are added, and the sum is normalized, where the model has that.
-    Each of several residual streams begins with it. `token_types_bs` is None where all are of type 0.
-    `places`: those of the residual stream's tokens; None: no dropout.
+    If the model has learned positions or token types, their embeddings are added, and if it has an embedding norm, the
+    sum is normalized. If there are several residual streams, each starts with this value.
     """
 
     def __init__(self, model: ModelSpec, context: BuildContext, positions: int) -> None:
@@ -66,6 +65,14 @@ class Embedding(nn.Module):
         places: TokenPlaces | None = None,
         token_types_bs: Tensor | None = None,
     ) -> Tensor:
+        """Return the residual stream of the tokens.
+
+        Args:
+            tokens_bs: Token ids.
+            position_ids_bs: Positions of the tokens; None means 0, 1, ... in each sequence.
+            places: Positions and samples of the residual stream's tokens, which key its dropout; None means no dropout.
+            token_types_bs: Types of the tokens; None means type 0 for all tokens.
+        """
         x_sbh = self.word(tokens_bs)
         if self.position is not None:
             if position_ids_bs is None:
@@ -80,6 +87,6 @@ class Embedding(nn.Module):
 
     def _look_up(self, table: nn.Parameter, ids_bs: Tensor) -> Tensor:
         ids_sb = ids_bs.transpose(0, 1)
-        if self.context.sequence_sharded:  # the table's gradient is then this rank's share: reduce_over_tp
+        if self.context.sequence_sharded:  # the table's gradient then covers this rank's slice: reduce_over_tp
             ids_sb = scatter_to_sequence_parallel(ids_sb, self.context.tensor)
         return nn.functional.embedding(ids_sb, table)

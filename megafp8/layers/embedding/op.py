@@ -1,16 +1,17 @@
-"""Embedding look-up whose gradient is added to the weight's gradient buffer in place.
+"""Embedding look-up with a gradient that is added to the weight's gradient buffer in place.
 
-torch's look-up has a dense gradient in the weight's dtype, as large as the table and nearly all zeros: one or two
-gigabytes, allocated and added to the fp32 sum for every micro-batch. Here the backward adds the gradients of the rows
-that were looked up to the sum itself (`megafp8.linear.grad_sink.summed_in_place`), and autograd sees no gradient, as
-for linear layers. The gradient is dense only where there is no such sum: FSDP, which reduces autograd's, and float64.
+torch's look-up has a dense gradient in the weight's dtype, as large as the table and nearly all zeros. For every
+micro-batch, one or two gigabytes are allocated and added to the fp32 sum. Here backward adds the gradients of the rows
+that were looked up directly to the sum (`megafp8.linear.grad_sink.summed_in_place`), and autograd sees no gradient, as
+for linear layers. The gradient is dense only if there is no such sum: with FSDP, which reduces autograd's gradients,
+and in float64.
 
 *Numerics.* torch sums the gradients of a row in fp32 and rounds the sum to the weight's dtype before it is added to the
-sum over micro-batches. Here nothing is rounded to bf16 unless that dtype is asked for.
+sum over micro-batches. Here nothing is rounded to bf16, unless the gradient dtype is bf16.
 
-*Order.* Two runs give the same bits: rows are added by the rule in `megafp8.layers.embedding.kernel`, CHUNK at a time
-in the order of the tokens (sequence first, then batch, as gradients lie in memory), in plain PyTorch here and on CUDA
-there.
+*Order.* Two runs give the same bits. Rows are added by the rule in `megafp8.layers.embedding.kernel`: CHUNK rows at a
+time, in the order of the tokens (sequence first, then batch, as gradients are laid out in memory). This module contains
+the PyTorch implementation, and the kernel is for CUDA.
 
 Shapes: s sequence, b micro-batch, n = s·b tokens, h hidden, v rows of this rank's shard of the table; c chunks.
 """
@@ -28,13 +29,13 @@ from torch.nn import functional as F
 from megafp8.linear.grad_sink import deliver, summed_in_place, was_added, wgrad_dtype
 
 CHUNK = 64
-"""Tokens of one row that are summed before the sum is added: about the root of a usual micro-batch."""
+"""Number of gradients of one row that are summed before the sum is added, about the root of a usual micro-batch."""
 
 
 class _LookUp(Function):
     @staticmethod
     def forward(ctx: Any, weight_vh: Tensor, rows_sb: Tensor, partial: bool) -> Tensor:
-        ctx.weight = weight_vh  # a saved tensor may come back as another object, without its sink
+        ctx.weight = weight_vh  # a saved tensor may come back as another object without a gradient sink
         ctx.save_for_backward(rows_sb)
         if not partial:
             return F.embedding(rows_sb, weight_vh)
@@ -59,7 +60,10 @@ class _LookUp(Function):
 
 
 def look_up(weight_vh: nn.Parameter, rows_sb: Tensor, *, partial: bool) -> Tensor:
-    """`weight_vh[rows_sb]`, `[s, b, h]`. `partial`: rows outside `[0, v)` are other ranks', and zeros here."""
+    """Return `weight_vh[rows_sb]`, `[s, b, h]`.
+
+    With `partial`, rows outside `[0, v)` belong to other ranks and are zeros in the result.
+    """
     return _LookUp.apply(weight_vh, rows_sb, partial)
 
 
@@ -73,7 +77,7 @@ def _add_rows(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor) -> None:
 
 
 def add_rows_(sum_vh: Tensor, dy_nh: Tensor, rows_n: Tensor, *, chunk: int) -> None:
-    """`sum_vh[rows_n[i]] += dy_nh[i]` for each i, `chunk` at a time, on the CPU; rows outside `[0, v)` are ignored.
+    """Add `dy_nh[i]` to `sum_vh[rows_n[i]]` for each i, `chunk` at a time, on the CPU; ignore rows outside `[0, v)`.
 
     Relies on the CPU's `index_add_`, which adds row after row.
     """

@@ -1,4 +1,4 @@
-"""The table of an embedding, its rows sharded over the tensor-parallel group.
+"""Embedding table with rows sharded over the tensor-parallel group.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary; t tensor-parallel size.
 """
@@ -15,12 +15,23 @@ from megafp8.parallel.tensor.mappings import reduce_from_tensor_parallel, reduce
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the table `[v, h]` sharded over ranks: tokens `[b, s]` -> `[s, b, h]`, or `[s/t, b, h]`
-    sequence-parallel.
+    """Embedding with the rows of its table `[v, h]` sharded over tensor-parallel ranks.
 
-    A rank looks up the tokens it owns, leaves zeros for the others, and the shares are summed. The gradient goes to the
-    weight's sink, as that of a linear layer does. `multiplier`: of the output, rounded to its dtype. `weight`: use this
-    parameter rather than make one.
+    It maps tokens `[b, s]` to `[s, b, h]`, or to `[s/t, b, h]` under sequence parallelism. A rank looks up the tokens
+    in its own rows and leaves zeros for other tokens, and the ranks' results are summed. The gradient goes to the
+    weight's gradient sink, as for a linear layer.
+
+    Args:
+        name: Name of the module in the model.
+        num_embeddings: Number of rows, v.
+        embedding_dim: Number of columns, h.
+        group: Tensor-parallel ranks.
+        init: Initialization of the weight.
+        dtype: Dtype of the weight.
+        device: Device of the weight.
+        sequence_parallel: Whether the output is sharded along the sequence.
+        multiplier: Factor of the output, rounded to its dtype.
+        weight: Existing parameter to use instead of a new one.
     """
 
     def __init__(
@@ -50,6 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
+        """Return the embeddings of the tokens, `[s, b, h]` or `[s/t, b, h]`."""
         x_sbh = look_up(self.weight, tokens_bs.t() - self.first, partial=self.group.size() > 1)
         reduce = reduce_scatter_to_sequence_parallel if self.sequence_parallel else reduce_from_tensor_parallel
         x_sbh = reduce(x_sbh, self.group)

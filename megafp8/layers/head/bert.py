@@ -1,9 +1,10 @@
-"""What BERT's head has besides the output layer: a transform of hidden states, and a head for pairs of sentences.
+"""Additional parts of BERT's head: a transform of hidden states, and a binary head for pairs of sentences.
 
-Both are replicated over tensor-parallel ranks. Under sequence parallelism a rank transforms its slice of the tokens.
-The binary head reads the first token of a sample. Each rank computes it from the first token that it has, and only the
-loss of the rank with the sample's first token counts: under sequence parallelism the others' is multiplied by 0 here,
-under context parallelism by the loss mask. So every rank has a gradient of every parameter, and their sum is right.
+Both are replicated over tensor-parallel ranks. Under sequence parallelism, a rank transforms its slice of the tokens.
+The binary head reads the first token of a sample. Each rank computes it from the first token that the rank holds, and
+only the loss of the rank with the sample's first token counts. The losses of the other ranks are multiplied by 0: here
+under sequence parallelism, and by the loss mask under context parallelism. Every rank thus has a gradient of every
+parameter, and the sum over ranks is correct.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -23,7 +24,7 @@ from megafp8.spec import ModelSpec
 
 
 def _weight_and_bias(name: str, n: int, model: ModelSpec, context: BuildContext) -> tuple[nn.Parameter, nn.Parameter]:
-    """Of a linear layer with h inputs and n outputs that all tensor-parallel ranks hold."""
+    """Return the replicated weight and bias of a linear layer with h inputs and n outputs."""
     replicated = {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
     weight = unsharded(f"{name}.weight", (n, model.hidden_size))
     bias = unsharded(f"{name}.bias", (n,))
@@ -34,7 +35,7 @@ def _weight_and_bias(name: str, n: int, model: ModelSpec, context: BuildContext)
 
 
 class HeadTransform(nn.Module):
-    """Linear layer, GELU and norm between the hidden states and the output layer: `[s/t, b, h]` both."""
+    """Linear layer, GELU and norm between the hidden states and the output layer."""
 
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
@@ -45,14 +46,15 @@ class HeadTransform(nn.Module):
         self.norm = block_norm("transform_norm", model, context)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
+        """Return the transformed hidden states, in the shape of the input: `[s, b, h]`, or `[s/t, b, h]`."""
         y_sbh = linear(x_sbh, self.weight, self.state, bias=self.bias)
         return normalized(self.norm, F.gelu(y_sbh, approximate=self.approximate))
 
 
 class BinaryHead(nn.Module):
-    """Hidden states `[s/t, b, h]` and labels `[b]` -> the loss of each sample `[b]`, float32 or wider.
+    """Classifier of pairs of sentences, from the first token of a sample.
 
-    A linear layer with tanh (the pooler) and one with two outputs, of the first token.
+    It consists of a linear layer with tanh (the pooler) and a linear layer with two outputs.
     """
 
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
@@ -62,11 +64,12 @@ class BinaryHead(nn.Module):
         self.counts = not context.sequence_sharded or context.tensor.rank() == 0
 
     def logits(self, x_sbh: Tensor) -> Tensor:
-        """`[b, 2]`: in order, swapped."""
+        """Return the logits `[b, 2]` of the classes "in order" and "swapped"."""
         pooled_bh = torch.tanh(F.linear(x_sbh[0], self.pooler_weight, self.pooler_bias))
         return F.linear(pooled_bh, self.weight, self.bias)
 
     def forward(self, x_sbh: Tensor, labels_b: Tensor) -> Tensor:
+        """Return the loss of each sample, `[b]` float32 or wider, for hidden states `[s/t, b, h]` and labels `[b]`."""
         logits_b2 = self.logits(x_sbh)
         wide = logits_b2.to(torch.promote_types(logits_b2.dtype, torch.float32))
         return F.cross_entropy(wide, labels_b, reduction="none") * float(self.counts)

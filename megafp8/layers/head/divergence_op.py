@@ -1,11 +1,11 @@
-"""Divergence of logits that are sharded over the vocabulary from a distribution that is sharded alike.
+"""Divergence of vocabulary-sharded logits from a distribution that is sharded in the same way.
 
     KL(p ‖ q) = Σ p · (log p - log q)        q = softmax(logits / temperature), with the gradient (q - p) / temperature
 
-As in `cross_entropy`, a maximum and sums are reduced over the ranks, and columns that pad the vocabulary have no
-probability and no gradient.
+As in the cross-entropy (`megafp8.layers.head.op`), a maximum and sums are reduced over the ranks, and columns that pad
+the vocabulary have no probability and no gradient.
 
-Shapes: s sequence, b micro-batch, v vocabulary, k likeliest tokens, t tensor-parallel size.
+Shapes: s sequence, b micro-batch, v vocabulary, k most likely tokens, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megafp8.parallel.collectives import all_gather, all_reduce
 def vocab_parallel_log_softmax(
     logits_sbv: Tensor, group: ProcessGroup, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
-    """log softmax(logits / temperature), this rank's `[s, b, v/t]`, float32 or wider; -inf where padding is.
+    """Return this rank's log softmax(logits / temperature), `[s, b, v/t]`, float32 or wider, without a gradient.
 
-    Without a gradient.
+    Padding columns are -inf.
     """
     x_sbv = _scaled(logits_sbv.detach(), group, vocab_size, temperature)
     x_sbv -= all_reduce(x_sbv.amax(dim=-1), group, "max").unsqueeze(-1)
@@ -34,7 +34,7 @@ def vocab_parallel_log_softmax(
 
 
 def vocab_parallel_top_k(logits_sbv: Tensor, k: int, group: ProcessGroup, *, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each token and their ids, `[s, b, k]`: the same on all ranks."""
+    """Return the k largest logits of each token and their ids, `[s, b, k]`, which are the same on all ranks."""
     columns = logits_sbv.shape[-1]
     x_sbv = _scaled(logits_sbv.detach(), group, vocab_size, 1.0)
     values, ids = x_sbv.topk(min(k, columns), dim=-1)
@@ -47,7 +47,7 @@ def vocab_parallel_top_k(logits_sbv: Tensor, k: int, group: ProcessGroup, *, voc
 
 
 def _scaled(logits_sbv: Tensor, group: ProcessGroup, vocab_size: int, temperature: float) -> Tensor:
-    """A copy, float32 or wider, divided by the temperature, -inf where padding is."""
+    """Return a copy in float32 or wider, divided by the temperature, with -inf in padding columns."""
     compute = torch.float64 if logits_sbv.dtype == torch.float64 else torch.float32
     columns = logits_sbv.shape[-1]
     x_sbv = logits_sbv.to(compute, copy=True).div_(temperature)
@@ -76,8 +76,9 @@ class _VocabParallelDivergence(Function):
 def vocab_parallel_divergence(
     logits_sbv: Tensor, p_sbv: Tensor, group: ProcessGroup, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
-    """KL(p ‖ softmax(logits / temperature)) of each token, `[s, b]` float32 or wider, from this rank's `[s, b, v/t]`.
+    """Return KL(p ‖ softmax(logits / temperature)) of each token, `[s, b]`, float32 or wider.
 
-    `p_sbv`: of all columns the sum is 1, and 0 where `vocab_size` ends.
+    `logits_sbv` and `p_sbv` are this rank's `[s, b, v/t]`. `p_sbv` must sum to 1 over the columns of all ranks, and be
+    0 from column `vocab_size` on.
     """
     return _VocabParallelDivergence.apply(logits_sbv, p_sbv, group, vocab_size, temperature)

@@ -1,12 +1,12 @@
-"""`megafp8.layers.head.op` with fused kernels, for bf16 and fp32 logits on CUDA.
+"""Implementation of `megafp8.layers.head.op` with fused kernels, for logits of 16 or 32 bits on CUDA.
 
-The same loss from the same collectives, without an fp32 copy of the logits or any other tensor of their size. Saved for
-backward are the logits and two values per token: the maximum, and the weight (1 + 2·z·log Z) / Σ that turns
-exp(x - maximum) into the softmax's part of the gradient. Not log Z alone: exp(x - log Z) would lose the digits that
-log Z loses by rounding beside a large maximum.
+It computes the same loss with the same collectives, but without an fp32 copy of the logits or any other tensor of their
+size. It saves the logits and two values per token for backward: the maximum, and the weight (1 + 2·z·log Z) / Σ, which
+turns exp(x - maximum) into the softmax's part of the gradient. Saving only log Z would not be enough: exp(x - log Z)
+would lose the digits that rounding removes from log Z if the maximum is large.
 
-**The backward writes the gradient over the logits**, into the caller's memory where they are contiguous. Autograd's
-version counter is incremented, so another function that saved the logits, or a second backward, raises an error.
+**Backward writes the gradient over the logits**, into the caller's memory if the logits are contiguous. It increments
+autograd's version counter, so a second backward, or another function that saved the logits, raises an error.
 
 Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size, n = s·b tokens.
 """
@@ -27,13 +27,14 @@ from megafp8.parallel.collectives import all_reduce
 
 
 class FusedVocabParallelLosses(Function):
-    """`megafp8.layers.head.op.vocab_parallel_losses`; the backward pass overwrites the logits."""
+    """Fused implementation of `megafp8.layers.head.op.vocab_parallel_losses`; backward overwrites the logits."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, vocab_size: int, z_loss: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return each label's cross-entropy and z-loss, `[s, b]` fp32, from this rank's logits `[s, b, v/t]`."""
         logits_sbv = logits_sbv.contiguous()
         columns = logits_sbv.shape[-1]
         ctx.first = group.rank() * columns
@@ -63,6 +64,7 @@ class FusedVocabParallelLosses(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_sb: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits, written over the logits themselves."""
         logits_sbv, labels_n, maximum_n, weight_n = ctx.saved_tensors
         dlogits_sbv = logits_sbv.detach()
         dlogits_nv = dlogits_sbv.view(-1, dlogits_sbv.shape[-1])

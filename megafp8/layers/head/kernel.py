@@ -1,18 +1,19 @@
-"""Cross-entropy over a shard of the vocabulary, in one pass over the logits each way and without temporaries.
+"""Kernels of the cross-entropy over a shard of the vocabulary: one pass over the logits each way, no temporaries.
 
-Reference: `megafp8.layers.head.op`, which makes an fp32 copy of the logits, the largest tensor of the
-model, passes over it six times, and saves it for backward. Here bf16 logits are read once in forward (2 bytes an
-element), and read and written once in backward (4 bytes).
+The reference is `megafp8.layers.head.op`. It makes an fp32 copy of the logits, the largest tensor of the model, passes
+over it six times, and saves it for backward. Here bf16 logits are read once in forward (2 bytes per element), and read
+and written once in backward (4 bytes per element).
 
-In forward the maximum is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867): when a larger x comes, the
-sum of exp(x - maximum) so far is rescaled. A thread does that once for eight neighbouring columns, so that memory is
-the limit and not arithmetic; sums are combined once, at the end. Torch sums in another order, so sums agree to
+Forward computes the maximum online (Milakov and Gimelshein 2018, arXiv:1805.02867): when a larger x appears, the sum of
+exp(x - maximum) so far is rescaled. A thread does this once for eight neighboring columns, so that memory is the
+bottleneck and not arithmetic. Sums are combined once, at the end. Torch sums in a different order, so sums agree up to
 rounding, not bit for bit.
 
-In backward the gradient overwrites the logits, so nothing may read them afterwards.
+Backward overwrites the logits with the gradient, so nothing may read the logits afterwards.
 
-Between forward and backward `megafp8.layers.head.fused_op` combines ranks: the maximum of maxima, then
-sums rescaled to it. In Triton's interpreter, which misreads and misrounds bf16, kernels get fp32 and torch rounds.
+Between forward and backward, `megafp8.layers.head.fused_op` combines ranks: it takes the maximum of the maxima, then
+adds the sums after rescaling them to it. Triton's interpreter reads and rounds bf16 incorrectly, so there kernels
+receive fp32, and torch rounds.
 
 Shapes: n tokens, v columns of this rank's shard of the vocabulary.
 """
@@ -27,16 +28,16 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input
 from megafp8.kernels.launch import TritonKernel
 
-BLOCK = 4096  # columns at a time: 32 a thread in forward, 16 in backward
+BLOCK = 4096  # columns at a time: 32 per thread in forward, 16 in backward
 _WARPS = {"statistics": 4, "gradient": 8}
 _NEIGHBOURS = tl.constexpr(8)
-"""Columns with one maximum: what a thread loads at once in bf16."""
+"""Number of columns that share a running maximum: a thread loads this many at once in bf16."""
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf: -inf - -inf is NaN
 
 
 @triton.jit
 def _tanh_of(x, cap):
-    """tanh(x / cap), off by at most 2^-23 or so."""
+    """Return tanh(x / cap), with an error of at most about 2^-23."""
     e = tl.exp(tl.abs(x) * (-2.0 / cap))
     return tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
 
@@ -44,7 +45,7 @@ def _tanh_of(x, cap):
 @TritonKernel
 def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, cap, CAPPED: tl.constexpr,
                       BLOCK: tl.constexpr):  # fmt: skip
-    """One token: the maximum, the sum of exponentials, and the label's logit."""
+    """Compute one token's maximum, its sum of exponentials, and its label's logit."""
     token = tl.program_id(0)
     row = x_nv + token.to(tl.int64) * columns
     j = tl.arange(0, BLOCK)
@@ -70,7 +71,7 @@ def statistics_kernel(x_nv, labels_n, statistics_3n, n, columns, first, valid, c
 @TritonKernel
 def gradient_kernel(x_nv, labels_n, maximum_n, weight_n, dloss_n, blocks, columns, first, valid, cap,
                     CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A block of columns of one token."""
+    """Compute the gradient of a block of columns of one token."""
     token = tl.program_id(0) // blocks
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row = x_nv + token.to(tl.int64) * columns
@@ -98,11 +99,11 @@ def _check(x_nv: Tensor, labels_n: Tensor, valid: int) -> None:
 def statistics(
     x_nv: Tensor, labels_n: Tensor, *, first: int, valid: int, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum, the sum of exp(x - maximum), and the label's logit of each token, all `[n]` fp32.
+    """Return each token's maximum, its sum of exp(x - maximum), and its label's logit, all `[n]` fp32.
 
-    `x_nv` contiguous, of 16 or 32 bits, columns `first` to `first + v` of the vocabulary; columns from `valid` on are
-    ignored. `labels_n` int64; the logit of another rank's label is 0, and so is the sum if no column is valid.
-    `softcap`: x is softcap · tanh(logit / softcap).
+    `x_nv` is contiguous, of 16 or 32 bits, and holds columns `first` to `first + v` of the vocabulary; columns from
+    `valid` on are ignored. `labels_n` is int64. The logit of another rank's label is 0, and the sum is 0 if no column
+    is valid. With `softcap`, x is softcap · tanh(logit / softcap).
     """
     _check(x_nv, labels_n, valid)
     n, columns = x_nv.shape
@@ -121,11 +122,11 @@ def gradient_(
     x_nv: Tensor, labels_n: Tensor, maximum_n: Tensor, weight_n: Tensor, dloss_n: Tensor, *, first: int, valid: int,
     softcap: float | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite the logits with their gradient: `exp(x - maximum)·weight·dloss`, less dloss at the label.
+    """Overwrite the logits with their gradient: `exp(x - maximum)·weight·dloss`, minus dloss at the label.
 
-    `weight_n` normalizes the softmax and has the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). It, `maximum_n` and
-    `dloss_n` are contiguous fp32 `[n]`, the rest as for `statistics`. Padded columns become 0. Autograd does not
-    notice the change.
+    `weight_n` normalizes the softmax and includes the z-loss: (1 + 2·z·log Z) / Σ exp(x - maximum). `weight_n`,
+    `maximum_n` and `dloss_n` are contiguous fp32 `[n]`. The other arguments are as in `statistics`. Padding columns
+    become 0. Autograd does not notice the change.
     """
     _check(x_nv, labels_n, valid)
     for per_token in (maximum_n, weight_n, dloss_n):

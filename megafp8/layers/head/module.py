@@ -1,4 +1,4 @@
-"""The end of a model: final norm, output layer and loss; of BERT with its transform, and perhaps its binary head.
+"""End of a model: final norm, output layer and loss. BERT adds a transform and an optional binary head.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel size.
 """
@@ -24,7 +24,7 @@ from megafp8.spec import ModelSpec
 
 
 class Head(nn.Module):
-    """Final norm, output layer and loss of the last stage; of BERT with its transform, and perhaps its binary head."""
+    """Final norm, output layer and loss of the last stage. BERT adds a transform and an optional binary head."""
 
     def __init__(self, model: ModelSpec, context: BuildContext, tied: nn.Parameter | None, z_loss: float) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class Head(nn.Module):
         )
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of its forward pass beside linear layers."""
+        """Return the model FLOPs of the forward pass, excluding linear layers."""
         return 0.0 if self.collapse is None else self.collapse.flops(batch)
 
     def _hidden(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None) -> Tensor:
-        """The model's hidden states."""
+        """Return the model's hidden states after the final norm."""
         if self.collapse is not None:
             assert branch_sbh is None
             x_sbh = self.collapse(x_sbh)
@@ -68,12 +68,15 @@ class Head(nn.Module):
     def logits(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None = None, *, capped: bool = True
     ) -> Tensor:
-        """This rank's logits `[s, b, v/t]`; not `capped`: as the loss reads them, which caps them in fp32."""
+        """Return this rank's logits `[s, b, v/t]`.
+
+        With `capped=False` they have no soft cap, as the loss expects, because it applies the soft cap in fp32.
+        """
         logits_sbv = self._uncapped(self._hidden(x_sbh, branch_sbh, dropout))
         return logits_sbv if self.softcap is None or not capped else self.softcap * (logits_sbv / self.softcap).tanh()
 
     def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
-        """Logits before the soft cap. Their input, which is smaller, is scaled in their place."""
+        """Return the logits before the soft cap; the scaling is applied to their input, which is smaller."""
         x_sbh = hidden_sbh if self.transform is None else self.transform(hidden_sbh)
         logits_sbv: Tensor = self.output(x_sbh if self.scaling == 1 else x_sbh / self.scaling)
         return logits_sbv
@@ -90,12 +93,17 @@ class Head(nn.Module):
     ) -> Tensor | LabelLosses:
         """Return the losses of each token, or without labels this rank's `logits` `[s, b, v/t]`.
 
-        Losses are `[s, b]`; with the binary head `[s, 2b]`, with the losses of the samples in the first row.
+        Losses are `[s, b]`. With the binary head they are `[s, 2b]`, with the losses of the samples in the first row.
 
         Args:
-            look_ahead: Function from the model's input of the output layer to the inputs of all depths of multi-token
-                prediction.
+            x_sbh: Residual stream.
+            branch_sbh: Output of the last sublayer, which is added to `x_sbh`; None if it is already added.
+            labels_bs: Labels; None returns logits. With the binary head, the labels of the samples follow the labels of
+                the tokens.
+            look_ahead: Function that maps the main model's input of the output layer to the inputs of all depths of
+                multi-token prediction.
             dropout: Dropout of the branch.
+            capped: Whether returned logits have the soft cap.
         """
         if labels_bs is None:
             return self.logits(x_sbh, branch_sbh, dropout, capped=capped)

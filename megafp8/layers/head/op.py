@@ -1,14 +1,15 @@
 """Cross-entropy of logits that are sharded over the vocabulary.
 
-Gathering the logits would cost the largest tensor of the model. Three values per token are reduced instead: the maximum
-(for stability), the sum of exponentials, and the label's logit, which one rank has. The gradient softmax − onehot is
-then local. Columns that pad the vocabulary get no probability and no gradient, so the padding does not change a model.
+Gathering the logits would create the largest tensor of the model. Instead, three values per token are reduced: the
+maximum (for stability), the sum of exponentials, and the label's logit, which one rank has. The gradient softmax −
+onehot is then local. Columns that pad the vocabulary have no probability and no gradient, so the padding does not
+change a model.
 
 The z-loss `z·log²Z` (PaLM, Chowdhery et al. 2022, arXiv:2204.02311) keeps the normalizer near 1; its gradient is
-`2·z·log Z·softmax`. It is a value of its own, so that a reported cross-entropy is nats per token; the gradient of the
-cross-entropy contains the gradient of the z-loss, and one pass over the logits computes both.
+`2·z·log Z·softmax`. It is a separate value, so that a reported cross-entropy is in nats per token. The gradient of the
+cross-entropy includes the gradient of the z-loss, and one pass over the logits computes both.
 
-With a soft cap logits become `cap·tanh(x / cap)`, whose derivative is `1 - tanh²` (Gemma 2, arXiv:2408.00118).
+With a soft cap, logits become `cap·tanh(x / cap)` with the derivative `1 - tanh²` (Gemma 2, arXiv:2408.00118).
 
 Shapes: s sequence, b micro-batch, v vocabulary, t tensor-parallel size.
 """
@@ -31,7 +32,7 @@ class LabelLosses(NamedTuple):
 
     Attributes:
         cross_entropy: Negative log-likelihood in nats. Its gradient is the gradient of `cross_entropy + z_loss`.
-        z_loss: Weighted z-loss, zero without one. It has no gradient of its own.
+        z_loss: Weighted z-loss, or zero without one. It has no separate gradient.
     """
 
     cross_entropy: Tensor
@@ -90,10 +91,12 @@ class _VocabParallelLosses(Function):
 
 
 def at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Logits of the distribution that is sampled at a temperature, float32 or wider. A temperature in a tensor is
-    broadcast, and gives the same bits."""
+    """Return the logits divided by the sampling temperature, float32 or wider.
+
+    A temperature tensor is broadcast, and gives the same bits as a number.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # CUDA divides by a number as a product with its reciprocal, which rounds twice.
+    # CUDA divides by a Python number by multiplying with its reciprocal, which rounds twice.
     return wide / torch.as_tensor(temperature, dtype=wide.dtype, device=wide.device)
 
 
@@ -103,13 +106,16 @@ def vocab_parallel_losses(
 ) -> LabelLosses:  # fmt: skip
     """Compute the cross-entropy and the z-loss of each label from this rank's logits `[s, b, v/t]`.
 
-    On CUDA the function is fused unless logits are float64, and the backward pass overwrites the logits
-    (`fused_cross_entropy`). To mask labels, multiply the results.
+    On CUDA the function is fused unless logits are float64, and backward then overwrites the logits (`fused_op`). To
+    mask labels, multiply the results.
 
     Args:
-        labels_sb: int64 in `[0, vocab_size)`. Columns from `vocab_size` on are padding and ignored.
+        logits_sbv: This rank's logits.
+        labels_sb: Labels, int64 in `[0, vocab_size)`.
+        group: Tensor-parallel ranks.
+        vocab_size: Size of the vocabulary. Columns from `vocab_size` on are padding and ignored.
         z_loss: Weight of log²Z.
-        softcap: Soft cap of the logits.
+        softcap: Soft cap of the logits; None means no cap.
     """
     losses: type[Function] = _VocabParallelLosses
     if logits_sbv.is_cuda and logits_sbv.dtype != torch.float64:
@@ -124,5 +130,5 @@ def vocab_parallel_losses(
 def vocab_parallel_cross_entropy(
     logits_sbv: Tensor, labels_sb: Tensor, group: ProcessGroup, *, vocab_size: int, softcap: float | None = None
 ) -> Tensor:
-    """Compute the cross-entropy of each label in nats, as `vocab_parallel_losses` without a z-loss."""
+    """Compute the cross-entropy of each label in nats, like `vocab_parallel_losses` without a z-loss."""
     return vocab_parallel_losses(logits_sbv, labels_sb, group, vocab_size=vocab_size, softcap=softcap).cross_entropy

@@ -1,23 +1,24 @@
-"""Heads of multi-head latent attention from their projections, and the gradients of these, in one pass each way.
+"""Heads of multi-head latent attention from their projections, and the gradients, in one pass each way.
 
 The projections give q and kv with the channels of a head side by side, and one rotary key for all heads. Attention
-reads q, k and v by themselves: rotary channels are rotated behind the others, the rotary key is repeated for each head.
-In PyTorch these are splits, rotations, concatenations and copies, each of them a pass. Here forward reads and writes
-every element once, and backward reads the gradients, in whatever layout attention left them, and writes them packed.
+reads q, k and v separately, with the rotated channels after the other channels, and the rotary key repeated for each
+head. In PyTorch this takes splits, rotations, concatenations and copies, and each is a pass over memory. Here forward
+reads and writes every element once. Backward reads the gradients in whatever layout attention left them, and writes
+them packed.
 
-Pairs that are rotated are neighbouring channels of the projections. They are loaded together and taken apart in
-registers; rotated, the first channels of all pairs come before the second ones (`megafp8.layers.rotary.op`).
+Rotated pairs are neighboring channels of the projections. They are loaded together and separated in registers. After
+rotation, the first channels of all pairs come before the second channels (`megafp8.layers.rotary.op`).
 
-A program has some tokens. In forward it has some of their heads, one after the other, and rotates the rotary key once
-for all of these. In backward it has all heads of its tokens: the gradient of the rotary key is the sum over heads, in
-fp32 and in their order, and is rounded before it is rotated back, as autograd does.
+Each program processes some tokens. In forward it processes some of their heads, one after the other, and rotates the
+rotary key once for these heads. In backward it processes all heads of its tokens: the gradient of the rotary key is the
+sum over heads, in fp32 and in head order, and is rounded before it is rotated back, as autograd does.
 
-Bit for bit the reference in `megafp8.layers.latent_attention.op`: fp32, products and sums without contraction, a
-rounding where PyTorch has one. In Triton's interpreter kernels get fp32 for bf16 (`kernel_input`): roundings within
-them are explicit there (`_rounded`), and torch rounds results.
+The results equal the reference in `megafp8.layers.latent_attention.op` bit for bit: fp32, products and sums without
+contraction, and a rounding wherever PyTorch has one. In Triton's interpreter, kernels receive fp32 instead of bf16
+(`kernel_input`): roundings inside the kernels are explicit there (`_rounded`), and torch rounds the results.
 
-Shapes: s sequence, b micro-batch, m = s·b tokens, a heads; n and r channels of a head without positions and rotary,
-d = n + r, v of its values.
+Shapes: s sequence, b micro-batch, m = s·b tokens, a heads; n channels of a head without positions, r rotary channels, d
+= n + r; v channels of a value.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next
 from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.layers.rotary.kernel import angle_strides
 
-# Tokens and warps of a program, heads of one in forward, and how many heads ahead backward loads. Measured on an H200.
+# Tokens and warps per program, heads per forward program, and pipelining stages of backward. Measured on an H200.
 _TOKENS, _WARPS, _HEADS = 4, 2, 16
 _GRAD_TOKENS, _GRAD_WARPS, _GRAD_STAGES = 4, 2, 3
 
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, BF16: tl.constexpr):
-    """fp32 rounded to DTYPE. BF16: to bf16, in the interpreter."""
+    """Round fp32 to DTYPE. BF16 requests explicit rounding to bf16, for the interpreter."""
     if BF16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -56,28 +57,31 @@ def _rotated(first, second, cosine, sine):
 
 @triton.jit
 def _angles(cos, sin, token, b, stride_s, stride_b, j, inside):
-    """Cosines and sines of the pairs j of tokens."""
+    """Load the cosines and sines of the pairs j of tokens."""
     at = (token // b * stride_s + token % b * stride_b)[:, None] + j
     return tl.load(cos + at, mask=inside, other=1.0), tl.load(sin + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _load_pairs(x, inside, TOKENS: tl.constexpr, HALF: tl.constexpr):
-    """First and second channels of pairs of neighbours, fp32. `x`: pointers to channels `[TOKENS, 2·HALF]`."""
+    """Load the first and second channels of pairs of neighbors, in fp32.
+
+    `x` holds pointers to channels `[TOKENS, 2·HALF]`.
+    """
     pairs = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     return tl.split(tl.reshape(pairs, (TOKENS, HALF, 2)))
 
 
 @triton.jit
 def _store_pairs(y, first, second, inside, TOKENS: tl.constexpr, HALF: tl.constexpr):
-    """Store pairs of neighbours at the pointers `y` `[TOKENS, 2·HALF]`."""
+    """Store pairs of neighbors at the pointers `y` `[TOKENS, 2·HALF]`."""
     pairs = tl.reshape(tl.join(first, second), (TOKENS, 2 * HALF))
     tl.store(y, pairs.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _copy(x, y, inside, factor, SCALES: tl.constexpr):
-    """Channels at the pointers `x` to those at `y`, multiplied by `factor` if SCALES."""
+    """Copy channels from the pointers `x` to the pointers `y`, multiplied by `factor` if SCALES."""
     values = tl.load(x, mask=inside, other=0.0)
     if SCALES:
         values = (values.to(tl.float32) * factor).to(y.dtype.element_ty)
@@ -89,7 +93,7 @@ def forward_kernel(q_mc, kv_mc, k_rotary_mr, cos, sin, q_mad, k_mad, v_mav, cos_
                    ROTATES: tl.constexpr, SCALES: tl.constexpr, BF16: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
                    V: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr,
                    VALUE: tl.constexpr):  # fmt: skip
-    """HEADS heads of TOKENS tokens. SCALES: queries are multiplied by `factor`."""
+    """Compute HEADS heads of TOKENS tokens. SCALES: multiply queries by `factor`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside, row = (token < m)[:, None], token.to(tl.int64)[:, None]
     i, j, c = tl.arange(0, NOPE)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, VALUE)[None, :]
@@ -131,7 +135,7 @@ def backward_kernel(dq_mad, dk_mad, dv_mav, cos, sin, dq_mc, dkv_mc, dk_rotary_m
                     cos_stride_s, cos_stride_b, m, b, a, factor, ROTATES: tl.constexpr, SCALES: tl.constexpr,
                     BF16: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
                     STAGES: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
-    """All heads of TOKENS tokens."""
+    """Compute the gradients of all heads of TOKENS tokens."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside, row = (token < m)[:, None], token.to(tl.int64)[:, None]
     i, j, c = tl.arange(0, NOPE)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, VALUE)[None, :]
@@ -176,7 +180,10 @@ def backward_kernel(dq_mad, dk_mad, dv_mav, cos, sin, dq_mc, dkv_mc, dk_rotary_m
 
 
 def constants(kernel: TritonKernel, n: int, r: int, v: int, rotates: bool, scales: bool, bf16: bool) -> dict[str, Any]:
-    """Constants of the kernel for heads of these widths. `bf16`: in the interpreter, of tensors that stand for bf16."""
+    """Return the kernel's constants for heads of these widths.
+
+    `bf16` is set in the interpreter if fp32 tensors stand for bf16.
+    """
     options = {"TOKENS": _TOKENS, "HEADS": _HEADS, "num_warps": _WARPS}
     if kernel is backward_kernel:
         options = {"TOKENS": _GRAD_TOKENS, "STAGES": _GRAD_STAGES, "num_warps": _GRAD_WARPS}
@@ -187,14 +194,14 @@ def constants(kernel: TritonKernel, n: int, r: int, v: int, rotates: bool, scale
 
 @cache
 def _bound(kernel: TritonKernel, *of_heads: Any) -> BoundKernel:
-    """The kernel with its `constants`."""
+    """Return the kernel with its `constants`."""
     return kernel.bind(**constants(kernel, *of_heads))
 
 
 def forward(
     q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor] | None, heads: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`megafp8.layers.latent_attention.op.forward_reference`; of 16 or 32 bits, contiguous."""
+    """Compute `megafp8.layers.latent_attention.op.forward_reference` for contiguous tensors of 16 or 32 bits."""
     dtype = q_sbc.dtype
     q_sbc, kv_sbc, k_rotary_sbr = kernel_input(q_sbc), kernel_input(kv_sbc), kernel_input(k_rotary_sbr)
     assert q_sbc.is_contiguous()
@@ -217,7 +224,7 @@ def forward(
 def backward(
     dq_sbad: Tensor, dk_sbad: Tensor, dv_sbav: Tensor, rotary: tuple[Tensor, Tensor] | None, r: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`megafp8.layers.latent_attention.op.backward_reference`; of 16 or 32 bits, in any layout."""
+    """Compute `megafp8.layers.latent_attention.op.backward_reference` for tensors of 16 or 32 bits in any layout."""
     dtype = dq_sbad.dtype
     gradients = [_adjacent(kernel_input(x)) for x in (dq_sbad, dk_sbad, dv_sbav)]
     (s, b, a, d), v = dq_sbad.shape, dv_sbav.shape[3]
@@ -234,14 +241,14 @@ def backward(
 
 
 def _adjacent(x: Tensor) -> Tensor:
-    """`x` with the channels of a head next to each other."""
+    """Return `x` with the channels of a head adjacent in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _angle_tensors(
     rotary: tuple[Tensor, Tensor] | None, s: int, b: int
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
-    """Cosines, sines, and the strides of their tokens and samples."""
+    """Return cosines, sines, and the strides of their tokens and samples."""
     if rotary is None:
         return None, None, (0, 0)
     return *rotary, angle_strides(*rotary, s, b)

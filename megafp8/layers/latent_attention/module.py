@@ -6,16 +6,16 @@
 
 Without a query latent, q is a column-parallel product of the residual stream's norm, as in other attention.
 
-A head's query and key have two parts: one without positions, and a rotary one, whose key all heads share. As in
-DeepSeek's models, neighbouring channels are the pairs that are rotated; without rotary embedding (Kimi Linear) nothing
-is, and the shared part of keys stays. `megafp8.layers.latent_attention.op` makes q, k and v of the projections. Values
-may be narrower than keys.
+A head's query and key have two parts: one without positions, and a rotary part with a key that all heads share. As in
+DeepSeek's models, the rotated pairs are neighboring channels. Without rotary embedding (Kimi Linear) nothing is
+rotated, and the shared part of the keys remains. `megafp8.layers.latent_attention.op` computes q, k and v from the
+projections. Values may be narrower than keys.
 
-The latents are sharded along the sequence as the residual stream is; the rotary key is gathered. `down` stays in high
-precision: its outputs are few.
+The latents are sharded along the sequence like the residual stream; the rotary key is gathered. `down` stays in high
+precision, because it has few outputs.
 
-Shapes: s sequence, b micro-batch, h hidden, a heads of this rank, n and r channels of a head without positions and
-rotary, v of its values.
+Shapes: s sequence, b micro-batch, h hidden, a heads of this rank; n channels of a head without positions, r rotary
+channels, v channels of a value.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ from megafp8.spec import ModelSpec
 
 
 class LatentAttention(Mixer):
-    """Multi-head latent attention. It reads the norm's values, whatever `input` could give."""
+    """Multi-head latent attention.
 
-    #: Why the latents' values are needed, not only as FP8 inputs of products; empty if so. Then there is no `kv_up`.
+    It reads the norm's unquantized output, even if `input` could quantize it.
+    """
+
+    #: Reason why a subclass reads the latents' values, not only their FP8 data in products; it then has no `kv_up`.
     reads_latents: ClassVar[str] = ""
 
     def __init__(
@@ -128,7 +131,7 @@ class LatentAttention(Mixer):
         return [rank for rank in self.ranks[:2] if rank]
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor."""
+        """Return the bytes that the layer saves for backward, by tensor."""
         m, e, a, d = batch.tokens, batch.element, self.heads, self.n + self.r
         q_up, kv_up, proj = self.q_up.state, self.kv_up.state, self.proj.state
         # Without a query latent, q is computed from the latents' input.
@@ -140,7 +143,7 @@ class LatentAttention(Mixer):
             "up inputs": batch.saved_input(kv_up) + (0 if shares_input else batch.saved_input(q_up)),
         }
         head_width = 2 * d + self.v
-        if self.recompute:  # what they are made of, and the rotary key of all heads
+        if self.recompute:  # only the projections and the rotary key of all heads
             head_width = d + self.n + self.v
             saved["rotary key"] = m * self.r * e
         saved["q, k, v"] = m * a * head_width * e
@@ -154,19 +157,25 @@ class LatentAttention(Mixer):
         return saved
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Bytes of the projections' outputs, read once, and of q, k and v, written once; the same again in backward."""
+        """Return the bytes of the projections' outputs, read once, and of q, k and v, written once.
+
+        Backward moves the same number of bytes.
+        """
         projected = self.heads * (2 * self.n + self.r + self.v) + self.r
         moved = batch.tokens * (projected + self.heads * (2 * (self.n + self.r) + self.v)) * batch.element
         return KernelWork(moved, moved)
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Return the size of the layer's softmax attention."""
         pairs = pairs_of(batch.length, self.window, causal=self.causal)
         return [AttentionWork(self.heads, self.n + self.r, self.v, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
+        """Return the bytes of this rank's keys and values."""
         return batch.tokens * self.heads * (self.n + self.r + self.v) * batch.element
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
+        """Return the layer's rotary tables, attention core and score settings for these tokens."""
         scores = self.dropout.added_to(Scores(batch_invariant=self.context.batch_invariant), tokens.samples_b)
         scores = recording(scores, self.largest_logits_a)
         core = tokens.attention(layer, self.window, causal=self.causal, positions=scores.depend_on_positions)
@@ -174,7 +183,8 @@ class LatentAttention(Mixer):
         return AttentionInputs(None if self.rope is None else tokens.rotary(self.rope), core, scores, scale)
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:
-        # The rotary key is that of all heads, and stays.
+        """Return the factors of the weight rows of queries and keys for QK-Clip."""
+        # All heads share the rotary key, so it stays, and the rotary part of queries takes the whole factor.
         parts = {
             "q" if self.q_norm is None else "q_up": ((factor_a.sqrt(), self.n), (factor_a, self.r)),
             "kv_up": ((factor_a.sqrt(), self.n), (torch.ones_like(factor_a), self.v)),
@@ -186,13 +196,15 @@ class LatentAttention(Mixer):
 
     @property
     def cache(self) -> tuple[TokenCache]:
+        """Layout of the cached keys and values."""
         return (TokenCache(self.heads, self.n + self.r, self.v),)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+        """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
-        # Each rank's heads use it, so its gradient is their sum.
+        # The heads of every rank use the rotary key, so its gradient is a sum over ranks.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
         parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
@@ -210,7 +222,7 @@ class LatentAttention(Mixer):
         self, q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: tuple[Tensor, Tensor] | None,
         core: CoreAttention, scores: Scores, scale_sb11: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """`[s, b, a, v]`."""
+        """Return the attention output `[s, b, a, v]`."""
         q, k, v = latent_heads(q_sbc, kv_sbc, k_rotary_sbr, rotary, self.heads, self.score_factor)
         q = q if scale_sb11 is None else q * scale_sb11
         return core(q, k, v, None, scores)

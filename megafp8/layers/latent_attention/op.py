@@ -1,10 +1,10 @@
-"""Heads of multi-head latent attention from their projections: split, rotated, and the rotary key repeated.
+"""Heads of multi-head latent attention from their projections: split, rotated, with the rotary key repeated.
 
-On a GPU `megafp8.layers.latent_attention.kernel` computes them in one pass, and their gradients in another; elsewhere,
-and in fp64, the references here do. Nothing is kept for backward but the rotary tables.
+On a GPU, `megafp8.layers.latent_attention.kernel` computes the heads in one pass and their gradients in another. On
+other devices, and in fp64, the references in this module do. Only the rotary tables are saved for backward.
 
-Shapes: s sequence, b micro-batch, a heads; n and r channels of a head without positions and rotary, d = n + r, v of its
-values.
+Shapes: s sequence, b micro-batch, a heads; n channels of a head without positions, r rotary channels, d = n + r; v
+channels of a value.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ Rotary = tuple[Tensor, Tensor]
 def latent_heads(
     q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: Rotary | None, heads: int, score_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k `[s, b, a, d]` and v `[s, b, a, v]`; differentiable.
+    """Return q and k `[s, b, a, d]` and v `[s, b, a, v]`; differentiable.
 
-    `q_sbc` `[s, b, a·d]` has the n and the r channels of each head's query, `kv_sbc` `[s, b, a·(n + v)]` the n channels
-    of its key and its value, `k_rotary_sbr` the rotary channels of the keys of all heads. Neighbouring rotary channels
-    are the pairs that are rotated; the first channels of all pairs come first. `rotary`: None for no rotation, and the
-    channels stay where they are. Queries are multiplied by `score_factor`.
+    Rotated pairs are neighboring rotary channels. In q and k, the first channels of all pairs come first.
+
+    Args:
+        q_sbc: The n and the r channels of each head's query, `[s, b, a·d]`.
+        kv_sbc: The n channels of each head's key, and its value, `[s, b, a·(n + v)]`.
+        k_rotary_sbr: The rotary channels of the keys, shared by all heads.
+        rotary: Cosines and sines; None means no rotation, with all channels in their places.
+        heads: Number of heads, a.
+        score_factor: Factor of the queries.
     """
     return _LatentHeads.apply(q_sbc, kv_sbc, k_rotary_sbr, rotary, heads, score_factor)
 
@@ -60,7 +65,10 @@ class _LatentHeads(Function):
 def forward_reference(
     q_sbc: Tensor, kv_sbc: Tensor, k_rotary_sbr: Tensor, rotary: Rotary | None, heads: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`latent_heads` in PyTorch. Rotations are computed in fp32, or wider, and rounded before queries are scaled."""
+    """Compute `latent_heads` in PyTorch.
+
+    Rotations are computed in fp32 or wider, and rounded before queries are scaled.
+    """
     r = k_rotary_sbr.shape[2]
     q = q_sbc.unflatten(-1, (heads, -1))
     n = q.shape[-1] - r
@@ -73,9 +81,10 @@ def forward_reference(
 def backward_reference(
     dq_sbad: Tensor, dk_sbad: Tensor, dv_sbav: Tensor, rotary: Rotary | None, r: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q_sbc`, `kv_sbc` and `k_rotary_sbr`.
+    """Return the gradients of `q_sbc`, `kv_sbc` and `k_rotary_sbr`.
 
-    That of the rotary key is added up over heads in their order, in fp32 or wider, rounded, and then rotated back.
+    The gradient of the rotary key is summed over heads in their order, in fp32 or wider, rounded, and then rotated
+    back.
     """
     n = dq_sbad.shape[-1] - r
     dq = dq_sbad if factor == 1 else dq_sbad * factor
@@ -90,14 +99,14 @@ def backward_reference(
 
 
 def _rotated(x_sbar: Tensor, rotary: Rotary | None) -> Tensor:
-    """Pairs of neighbours rotated, the first channels of all pairs first."""
+    """Rotate pairs of neighbors and put the first channels of all pairs first."""
     if rotary is None:
         return x_sbar
     return rotate(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary).to(x_sbar.dtype)
 
 
 def _rotated_back(dy_sbar: Tensor, rotary: Rotary | None) -> Tensor:
-    """The gradient of what `_rotated` reads."""
+    """Return the gradient of the input of `_rotated`."""
     if rotary is None:
         return dy_sbar
     cos, sin = rotary

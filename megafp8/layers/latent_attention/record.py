@@ -1,4 +1,4 @@
-"""Multi-head latent attention: its keys and their rules."""
+"""Config keys of multi-head latent attention and their rules."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class LatentAttentionKeys(Section):
-    """The keys of latent attention."""
+    """Config keys of latent attention."""
 
     q_rank: Channels | None = None
-    """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
+    """Width of the latent from which queries are computed (q_lora_rank). null: queries are computed from the residual
     stream (DeepSeek-V2-Lite)."""
     kv_rank: Channels = 512
-    """Width of the latent that keys and values are computed from (kv_lora_rank)."""
+    """Width of the latent from which keys and values are computed (kv_lora_rank)."""
     nope_head_dim: Channels = 128
-    """Channels of a head's query and key without positions (qk_nope_head_dim)."""
+    """Number of channels without positions in a head's query and key (qk_nope_head_dim)."""
     rope_head_dim: Channels = 64
-    """Channels of a head's query, and of the key that all heads share, with rotary positions
-    (qk_rope_head_dim); without any if model.position_embedding is none."""
+    """Number of channels with rotary positions in a head's query and in the key that all heads share
+    (qk_rope_head_dim). If model.position_embedding is none, these channels have no positions."""
     value_head_dim: Channels = 128
-    """Channels of a head's values (v_head_dim)."""
+    """Number of channels of a head's values (v_head_dim)."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of the norms of the latents. Default: model.norm_eps."""
 
@@ -43,15 +43,17 @@ class LatentAttentionConfig(LatentAttentionKeys):
     """Multi-head latent attention (DeepSeek-V2 and V3). Replaces head_dim and num_query_groups."""
 
     q_rank: Channels | None
-    """Width of the latent that queries are computed from (q_lora_rank). null: they are computed from the residual
+    """Width of the latent from which queries are computed (q_lora_rank). null: queries are computed from the residual
     stream (DeepSeek-V2-Lite)."""
     kv_rank: Channels
-    """Width of the latent that keys and values are computed from (kv_lora_rank)."""
+    """Width of the latent from which keys and values are computed (kv_lora_rank)."""
 
 
 class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
-    """Record of latent attention, dense or sparse. Keys that are not given have the values of the section
-    model.latent_attention, or of the model section."""
+    """Record of latent attention, dense or sparse.
+
+    Missing keys have the values of the section model.latent_attention, or of the model section.
+    """
 
     tensor_prefix: ClassVar[str] = "attention"
     hugging_face: ClassVar[Mapping[str, str]] = {
@@ -81,7 +83,8 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
 
     @property
     def shares_context(self) -> bool:
-        return self.longrope is None  # its frequencies depend on the length of the whole sequence
+        """Whether sequences that begin alike can share the keys and values of their beginning."""
+        return self.longrope is None  # LongRoPE's frequencies depend on the length of the whole sequence
 
     @property
     def eps(self) -> float:
@@ -91,7 +94,7 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that are rotated."""
+        """Number of channels of a head that are rotated."""
         return self.rope_head_dim
 
     @property
@@ -100,9 +103,11 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
         return 1.0 if self.yarn is None else self.yarn.score_factor
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the number of heads, which tensor parallelism divides."""
         return {"num_attention_heads": self.num_attention_heads}
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Yield the rules that the keys of this kind of layer break."""
         if model.latent_attention is None and "kv_rank" not in self.given:
             rule = "there is no section model.latent_attention, and the width of the latent is not given"
             yield Problem(
@@ -126,29 +131,31 @@ class LatentMixerConfig(LatentRecord):
     kind: Literal["latent_attention"] = "latent_attention"
     """Multi-head latent attention."""
     sliding_window: Tokens | None = None
-    """Each token attends to this many latest tokens, including itself."""
+    """Number of latest tokens to which each token attends, including itself. Default: model.sliding_window."""
 
     def _section_keys(self, model: ModelSection) -> dict[str, Any]:
         return {"sliding_window": model.sliding_window}
 
     @property
     def no_qk_clip(self) -> str:
+        """Empty: QK-Clip can scale the weights of queries and keys."""
         return ""
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
+        """Names of the projections that LoRA can adapt."""
         return "q" if self.q_rank is None else "q_up", "kv_up", "proj"
 
 
 def latent_attention(m: ModelSection) -> Iterator[Problem]:
-    """Rules about heads of multi-head latent attention."""
+    """Yield the broken rules about heads of multi-head latent attention."""
     latent = m.latent_attention
     if latent is None:
         return
     path, off = "model.latent_attention", "or leave model.latent_attention out"
     unused = {
         "head_dim": "its heads have the widths nope_head_dim, rope_head_dim and value_head_dim",
-        "num_query_groups": "each of its heads has a key and a value of its own",
+        "num_query_groups": "each of its heads has its own key and value",
         "linear_bias": "its layers have no biases",
         "qkv_bias": "its layers have no biases",
         "qk_norm": "it normalizes the latents instead",
@@ -156,8 +163,8 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         "keys_as_values": "keys and values are computed from one latent",
         "attention_sinks": "its heads have no sinks",
         "output_gate": "its heads have no gates",
-        "attention_chunk": "its tokens attend to all earlier ones or those of a window",
-        "attention_scale": "its scores are divided by the root of the width of a key",
+        "attention_chunk": "its tokens attend to all earlier tokens or to a window of tokens",
+        "attention_scale": "its scores are divided by the square root of the width of a key",
         "attention_softcap": "its scores have no soft cap",
         "partial_rotary_factor": "rope_head_dim says which channels are rotated",
         "proportional_rope": "rope_head_dim says which channels are rotated",
@@ -181,5 +188,7 @@ def _latent_rules(record: LatentRecord) -> Iterator[Problem]:
         rule = "rotary embeddings rotate pairs, so it must be even"
         yield Problem(f"{path}.rope_head_dim", record.rope_head_dim, rule, f"try {record.rope_head_dim + 1}")
     if record.value_head_dim > record.channels:
-        rule = f"wider than keys (nope_head_dim + rope_head_dim = {record.channels}), to whose width values are padded"
+        rule = (
+            f"wider than keys (nope_head_dim + rope_head_dim = {record.channels}), but values are padded to this width"
+        )
         yield Problem(f"{path}.value_head_dim", record.value_head_dim, rule, f"try {record.channels} or less")

@@ -1,26 +1,30 @@
-"""Rotary embedding of queries and keys, in place or after norms. Reference: `rotate` in `megafp8.numerics.sources`.
+"""Rotary embedding of queries and keys, in place or after norms.
 
-PyTorch rotates q and k through nine fp32 temporaries, some sixty bytes an element. Four would suffice: each element of
-a q or k head is read and written once. So one kernel rotates both in the output of the qkv linear layer, whose backward
-does not need the values it overwrites, and leaves v alone. Backward has no kernel here: `sources.QKVGrad` gathers the
-gradients of q, k and v, rotates them back and casts them in one.
+The reference is `rotate` in `megafp8.numerics.sources`.
 
-Where q and k have an RMSNorm first, the same kernel normalizes and rotates them into another tensor, as the gradient of
-a norm is computed from its input; the norm's statistics are a head's own, which it computes, or given. The gradient has
-two passes. The first (`norm_grad_kernel`) reads the gradients of q and k and the norms' input, and reduces them: along
-each head, to the number that the gradient of its norm needs, and over tokens, to the gradients of weights, as a partial
-sum for each program. The second is `sources.QKVGrad` again. References: `megafp8.layers.norm.reference`.
+PyTorch rotates q and k through nine fp32 temporaries and moves about sixty bytes per element. Four bytes are enough:
+each element of a q or k head is read and written once. One kernel therefore rotates both in the output of the qkv
+linear layer, and leaves v unchanged. The layer's backward does not need the overwritten values. This module has no
+kernel for backward: `sources.QKVGrad` gathers the gradients of q, k and v, rotates them back and casts them in one
+pass.
 
-A program takes some rows; a row is one head of one token, whose two halves, d/2 apart, are read as two tiles of 16-byte
-accesses. Rows run over tokens and heads, so that any number of heads fills the programs. The heads of a token read the
-same angles, from L1. In `norm_grad_kernel` a program has some heads of many tokens, one tile after the other.
+If q and k have an RMSNorm, the same kernel normalizes and rotates them into another tensor, because the gradient of a
+norm is computed from its input. The norm's statistics belong to one head, and the kernel computes them, or they are
+given. The gradient has two passes. The first (`norm_grad_kernel`) reads the gradients of q and k and the norms' input,
+and reduces them in two ways: along each head to the number that the gradient of the head's norm needs, and over tokens
+to the gradients of the weights, as one partial sum per program. The second pass is again `sources.QKVGrad`. The
+references are in `megafp8.layers.norm.reference`.
 
-Bit for bit the reference, but for the sums over tokens: fp32, products and sums without contraction, one rounding at
-the end; sums along heads are float64. Triton's interpreter misreads and misrounds bf16: there the kernel gets fp32, and
-torch rounds.
+A program processes some rows. A row is one head of one token, and its two halves, d/2 apart, are read as two tiles with
+16-byte accesses. Rows run over tokens and heads, so that any number of heads fills the programs. The heads of a token
+read the same angles, from L1. In `norm_grad_kernel`, a program has some heads of many tokens, one tile after the other.
 
-Shapes: s sequence, b micro-batch, r = s·b tokens, c = (a + 2g)·d channels of a query heads, g key and g value heads of
-width d; h = a + g heads; p programs.
+The results equal the reference bit for bit, except for sums over tokens: fp32, products and sums without contraction,
+one rounding at the end; sums along heads are float64. Triton's interpreter reads and rounds bf16 incorrectly, so there
+the kernel receives fp32, and torch rounds.
+
+Shapes: s sequence, b micro-batch, r = s·b tokens, c = (a + 2g)·d channels of a query heads, g key heads and g value
+heads of width d; h = a + g heads; p programs.
 """
 
 from __future__ import annotations
@@ -37,35 +41,37 @@ from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, kernel_input, next
 from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.layers.norm.reference import EXACT
 
-_PAIRS = 2048  # of a program: 16 a thread, four 16-byte loads in flight
-_NORM_PAIRS = 1024  # with norms
-# Of `norm_grad_kernel`: pairs of a tile, tiles of a program, of which one is loaded while the one before is computed,
-# heads of a tile, at most, which share angles. Measured on an H200 (docs/measurements/2026-11-26-query-key-norms).
+_PAIRS = 2048  # pairs per program: 16 per thread, with four 16-byte loads in flight
+_NORM_PAIRS = 1024  # pairs per program with norms
+# Constants of `norm_grad_kernel`: pairs per tile, tiles per program, pipelining stages (one tile is loaded while the
+# previous one is computed), and the largest number of heads per tile, which share angles. Measured on an H200
+# (docs/measurements/2026-11-26-query-key-norms).
 _GRADIENT_PAIRS, _TILES, _STAGES, _HEADS = 512, 2 if INTERPRETED else 32, 2, 4
 
 
 @triton.jit
 def _halves(x, at, inside, D: tl.constexpr):
-    """Both halves of heads, fp32."""
+    """Load both halves of heads in fp32."""
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     return first, tl.load(x + D // 2 + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _exact_sum(first, second):
-    """Sums along rows of both halves, float64."""
+    """Return the sums along rows of both halves, float64."""
     return tl.sum(first.to(tl.float64) + second.to(tl.float64), axis=1)
 
 
 @triton.jit
 def _square_sum(first, second):
+    """Return the sums of squares along rows of both halves, float64."""
     first, second = first.to(tl.float64), second.to(tl.float64)
     return tl.sum(first * first + second * second, axis=1)
 
 
 @triton.jit
 def _factors(weight_hd, at, inside, D: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """Factors of a norm for both halves of heads: the weights, or one more where they are zero-centered."""
+    """Return a norm's factors for both halves of heads: the weights, or 1 + weights if zero-centered."""
     first, second = _halves(weight_hd, at, inside, D)
     return (1.0 + first, 1.0 + second) if ZERO_CENTERED else (first, second)
 
@@ -74,9 +80,9 @@ def _factors(weight_hd, at, inside, D: tl.constexpr, ZERO_CENTERED: tl.constexpr
 def rotary_kernel(x_sbc, out_sbc, cos, sin, rstd_rh, weight_hd, cos_stride_s, cos_stride_b, rows, b, c, out_c, heads,
                   eps, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                   HALF: tl.constexpr):  # fmt: skip
-    """Rotate some rows of the first `heads` heads of each token; without norms `out_sbc` may be `x_sbc`.
+    """Rotate some rows of the first `heads` heads of each token; without norms, `out_sbc` may be `x_sbc`.
 
-    NORM: "" for none, "heads" to compute and store the statistics, "given" to read them.
+    NORM is "" for no norm, "heads" to compute and store the statistics, or "given" to read them.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // heads
@@ -106,7 +112,7 @@ def rotary_kernel(x_sbc, out_sbc, cos, sin, rstd_rh, weight_hd, cos_stride_s, co
 @TritonKernel
 def square_means_kernel(x_rc, means_rh, rows, c, heads, count, D: tl.constexpr, ROWS: tl.constexpr,
                         HALF: tl.constexpr):  # fmt: skip
-    """Sums of squares of some rows of the first `heads` heads of each token, divided by `count`."""
+    """Compute the sums of squares of some rows of the first `heads` heads of each token, divided by `count`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, HALF)
     at = ((row // heads).to(tl.int64) * c + row % heads * D)[:, None] + j[None, :]
@@ -119,9 +125,9 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
                      cos_stride_b, r, b, c, a, g, count, SHARED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
                      D: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
                      STAGES: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """TILES tiles of TOKENS tokens of HEADS heads, of queries or of keys: `head_gradients` of `norm_reference`.
+    """Compute `norm_reference.head_gradients` for TILES tiles of TOKENS tokens and HEADS heads of queries or keys.
 
-    SHARED: heads share a weight, and a program has one sum of their gradients, else one for each head.
+    SHARED means that heads share a weight: a program then has one sum of their gradients, otherwise one for each head.
     """
     query_programs = tl.cdiv(a, HEADS)
     is_key = tl.program_id(0) >= query_programs
@@ -167,7 +173,7 @@ def norm_grad_kernel(dq_rad, dk_rgd, x_rc, cos, sin, rstd_rh, weight_hd, statist
 
 @cache
 def _bound(kernel: TritonKernel, half: int, pairs: int, **constants: Any) -> tuple[BoundKernel, int]:
-    """The kernel for heads of two halves, and rows of a program."""
+    """Return the kernel for heads with two halves, and the number of rows per program."""
     width = next_power_of_2(half)
     tile = max(1, pairs // width)
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -176,7 +182,7 @@ def _bound(kernel: TritonKernel, half: int, pairs: int, **constants: Any) -> tup
 
 @cache
 def _bound_gradient(half: int, groups: int, shared: bool, zero_centered: bool) -> tuple[BoundKernel, int, int]:
-    """`norm_grad_kernel` for heads of two halves; tokens and heads of a program."""
+    """Return `norm_grad_kernel` for heads with two halves, and the numbers of tokens and heads per program."""
     width = next_power_of_2(half)
     rows = max(1, _GRADIENT_PAIRS // width)
     heads = min(rows, _HEADS, next_power_of_2(groups))
@@ -192,7 +198,8 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
     """Rotate the q and k heads of `qkv_sbc` in place and return it.
 
     `qkv_sbc` `[s, b, (a + 2g)·d]`, contiguous bf16 or fp32, is [q heads | k heads | v heads]; `num_heads` is a. `cos`
-    and `sin` are fp32 `[s, 1 or b, 1, d/2]` in one layout, contiguous in the last dim. Autograd does not notice.
+    and `sin` are fp32 `[s, 1 or b, 1, d/2]` in one layout, contiguous in the last dim. Autograd does not notice the
+    change.
     """
     d = 2 * cos.shape[-1]
     groups = (qkv_sbc.shape[2] // d - num_heads) // 2
@@ -206,7 +213,7 @@ def rotate_qkv_(qkv_sbc: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Te
 
 
 def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The heads `x_sbad`, contiguous, of 16 or 32 bits, rotated. `cos`, `sin`: as of `rotate_qkv_`."""
+    """Return the contiguous heads `x_sbad`, of 16 or 32 bits, rotated; `cos` and `sin` are as in `rotate_qkv_`."""
     x_sbc = kernel_input(x_sbad.flatten(2))
     out_sbc = torch.empty_like(x_sbc)
     _launch(x_sbc, out_sbc, x_sbad.shape[2], cos, sin)
@@ -217,10 +224,10 @@ def norm_and_rotate(
     qkv_sbc: Tensor, heads: int, cos: Tensor, sin: Tensor, weight_hd: Tensor | None, eps: float,
     rstd_rh: Tensor | None = None, *, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The first `heads` heads of `qkv_sbc`, normalized and rotated, `[s, b, h, d]`, and `rstd_rh`.
+    """Return the first `heads` heads of `qkv_sbc`, normalized and rotated, `[s, b, h, d]`, and `rstd_rh`.
 
-    `rstd_rh`: the reciprocal root mean squares, fp32; None: computed for each head. `weight_hd`: of 16 or 32 bits,
-    contiguous; None: one. The others: as of `rotate_qkv_`.
+    `rstd_rh` holds the reciprocal root mean squares, fp32; None computes them for each head. `weight_hd` is contiguous,
+    of 16 or 32 bits; None means a constant one. The other arguments are as in `rotate_qkv_`.
     """
     s, b, _ = qkv_sbc.shape
     d, norm = 2 * cos.shape[-1], "heads" if rstd_rh is None else "given"
@@ -233,7 +240,7 @@ def norm_and_rotate(
 
 
 def square_means(qkv_sbc: Tensor, heads: int, d: int, count: int) -> Tensor:
-    """Sums of squares of each of the first `heads` heads, `[r, h]` fp32, divided by `count`."""
+    """Return the sum of squares of each of the first `heads` heads, divided by `count`, `[r, h]` fp32."""
     x_rc = kernel_input(qkv_sbc).flatten(0, 1)
     rows = len(x_rc) * heads
     means_rh = torch.empty(len(x_rc), heads, dtype=torch.float32, device=x_rc.device)
@@ -247,10 +254,10 @@ def head_gradients(
     dq_sbad: Tensor, dk_sbgd: Tensor, qkv_sbc: Tensor, rstd_rh: Tensor, weight_hd: Tensor | None, cos: Tensor,
     sin: Tensor, count: int, *, shared: bool, zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`norm_reference.head_gradients`, but gradients of weights as float64 partial sums, those of q's and of k's apart.
+    """Compute `norm_reference.head_gradients`, with the gradients of weights as float64 partial sums for q and for k.
 
-    `shared`: all q heads have one weight, and all k heads: `[p, d]`. Otherwise `[a, p, d]` and `[g, p, d]`. dq and dk
-    are contiguous.
+    With `shared`, all q heads share one weight, and all k heads share another: the partial sums are `[p, d]`. Otherwise
+    they are `[a, p, d]` and `[g, p, d]`. dq and dk must be contiguous.
     """
     (s, b, a, d), g = dq_sbad.shape, dk_sbgd.shape[2]
     stride_s, stride_b = angle_strides(cos, sin, s, b)
@@ -274,7 +281,7 @@ def head_gradients(
 
 
 def angle_strides(cos: Tensor, sin: Tensor, s: int, b: int) -> tuple[int, int]:
-    """From an angle to that of the next token, and of the next sample: 0 where samples have the same."""
+    """Return the strides of angles from one token and one sample to the next; 0 if samples share angles."""
     assert cos.dtype == sin.dtype == torch.float32
     stride_s, stride_b, _, stride_d = cos.stride()
     assert cos.stride() == sin.stride()

@@ -1,10 +1,10 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with frequency scaling of Llama 3, YaRN or LongRoPE.
 
-A head's first and second half are the pairs that are rotated (Hugging Face's "rotate half" layout), so most Hugging
-Face weights need no permutation. Where only a part of the pairs is rotated, the others have the frequency zero, so the
-same kernels compute them (`megafp8.conversion.huggingface.names` has the order of their channels). Angles are computed
-in float64 and their cosines stored in fp32: at position 100,000 an fp32 angle is off by up to 0.004 radians, a bf16 one
-by whole rotations, and the table is small.
+Rotated pairs consist of one channel from each half of a head (Hugging Face's "rotate half" layout), so most Hugging
+Face weights need no permutation. If only some pairs are rotated, the other pairs have the frequency zero, so that the
+same kernels compute them (`megafp8.conversion.huggingface.names` defines the order of their channels). Angles are
+computed in float64 and their cosines and sines are stored in fp32. At position 100,000, an fp32 angle is off by up to
+0.004 radians and a bf16 angle by whole rotations, and the table is small.
 
 Shapes: s sequence, b micro-batch, a heads, d head width.
 """
@@ -27,13 +27,21 @@ def inverse_frequencies(
     d: int, theta: float, scaling: Scaling | None, device: torch.device, *, length: int = 0, width: int | None = None,
     proportional: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Radians per position of each pair, `[d/2]` float64.
+    """Return the frequency of each pair in radians per position, `[d/2]` float64.
 
-    `length`: tokens of a sequence, which the frequencies of LongRoPE depend on. `width`: that of heads of which only d
-    channels are rotated; then it is `[width/2]`, and zero for the other pairs. `proportional`: those that are rotated
-    have the frequencies of heads that are rotated whole.
-    With other `scaling`, low frequencies are divided by `factor`, high ones unchanged, and those between interpolated:
-    by wavelength as in Llama 3.1's reference code, or by the number of the pair as in YaRN's.
+    With `scaling` other than LongRoPE, low frequencies are divided by `factor`, high frequencies are unchanged, and
+    frequencies between are interpolated: by wavelength as in Llama 3.1's reference code, or by the index of the pair as
+    in YaRN's.
+
+    Args:
+        d: Number of rotated channels of a head.
+        theta: Base of the frequencies.
+        scaling: Frequency scaling; None means no scaling.
+        device: Device of the result.
+        length: Tokens of a sequence, which determine LongRoPE's frequencies.
+        width: Width of a head with only d rotated channels. The result is then `[width/2]`, with zeros for the other
+            pairs. None means d.
+        proportional: Whether the rotated pairs have the frequencies that they would have if all pairs were rotated.
     """
     whole = width if proportional and width is not None else d
     frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=device) / whole)
@@ -48,7 +56,7 @@ def _scaled(frequencies: Tensor, d: int, theta: float, scaling: Scaling | None, 
     original = scaling.original_max_position_embeddings
     if isinstance(scaling, YarnConfig):
         pairs = torch.arange(d // 2, dtype=torch.float64, device=frequencies.device)
-        # The pairs of beta_fast and beta_slow rotations in the original context.
+        # Indices of the pairs that make beta_fast and beta_slow rotations in the original context.
         fast, slow = (
             d * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
             for rotations in (scaling.beta_fast, scaling.beta_slow)
@@ -68,9 +76,9 @@ def _scaled(frequencies: Tensor, d: int, theta: float, scaling: Scaling | None, 
 def rotary_table(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """`factor` times cos and sin of every angle for `positions` `[s]` or `[b, s]`: each `[s, 1 or b, 1, d/2]`.
+    """Return `factor` times cos and sin of every angle at `positions` `[s]` or `[b, s]`, each `[s, 1 or b, 1, d/2]`.
 
-    Those of frequency zero, which are not rotated, are 1 and 0. In fp32, or float64 if `dtype` is.
+    Pairs of frequency zero, which are not rotated, have 1 and 0. The tables are fp32, or float64 if `dtype` is.
     """
     positions_sb = positions.unsqueeze(-1) if positions.dim() == 1 else positions.transpose(0, 1)
     angles = positions_sb[:, :, None, None].double() * frequencies
@@ -82,10 +90,14 @@ def rotary_table(
 
 
 class RotaryEmbedding:
-    """The rotary tables of a kind of layer.
+    """Rotary tables of one kind of layer.
 
-    `channels`: of a head, that are rotated; `width`: of a head whose other channels are in the tables, too; None: those
-    that are rotated stand alone.
+    Args:
+        keys: Config keys of the rotary embedding.
+        channels: Number of rotated channels of a head.
+        width: Width of the heads that the tables cover, including channels that are not rotated. None means that the
+            tables cover only the rotated channels.
+        context: Device and dtype of the tables, and the cache of frequencies.
     """
 
     def __init__(self, keys: RotaryKeys, channels: int, width: int | None, context: BuildContext) -> None:
@@ -97,7 +109,7 @@ class RotaryEmbedding:
         )  # fmt: skip
 
     def table(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """`rotary_table` of tokens at `positions`, `[s]` or `[b, s]`, of sequences of `length` tokens."""
+        """Return the `rotary_table` of tokens at `positions`, `[s]` or `[b, s]`, in sequences of `length` tokens."""
         constants, key = self.context.constants, (self.key, length)
         if key not in constants:
             frequencies = inverse_frequencies(

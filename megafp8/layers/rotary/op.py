@@ -1,9 +1,9 @@
-"""Rotary embedding of the packed q, k and v, after norms or in place, or of heads.
+"""Rotary embedding of packed q, k and v (in place, or after norms), or of separate heads.
 
-In backward of the packed ones it is fused with the cast of their gradient.
+The backward of packed q, k and v is fused with the cast of their gradient.
 
-Shapes: s sequence, b micro-batch, r = s·b tokens, a query heads, g key-value heads of width d; h = a + g;
-c = (a + 2g)·d.
+Shapes: s sequence, b micro-batch, r = s·b tokens, a query heads, g key-value heads of width d; h = a + g; c = (a +
+2g)·d.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class _RotateAndSplit(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.handoff = handoff
-        # The linear layer needs its output for nothing; were it kept by another, autograd would complain.
+        # The output is overwritten. The linear layer does not need it, and autograd raises an error if another
+        # function has saved it.
         increment_version(qkv_sbc)
         qkv_sbc = qkv_sbc.detach()
         return _rotated_and_split(qkv_sbc, heads, groups, cos, sin)
@@ -57,9 +58,15 @@ class _RotateAndSplit(Function):
 class QKNorms:
     """RMSNorm of query and key heads before their rotation.
 
-    `q_weight`, `k_weight`: `[d]`, that of every head, or None for one; where the norm is of all heads together, those
-    of this rank's channels. `zero_centered`: multiplies by 1 + weight. `sizes`: channels of all query heads and of all
-    key heads on all ranks of `group`, each of which has one norm; None: each head has its own.
+    Attributes:
+        q_weight: Weight of query heads, None for a constant one. Shape `[d]`, shared by all heads, or the weights of
+            this rank's channels if one norm covers all heads together.
+        k_weight: Weight of key heads, in the same form.
+        eps: Epsilon of the norms.
+        zero_centered: Multiply by `1 + weight` instead of `weight`.
+        sizes: Numbers of channels of all query heads and of all key heads on all ranks of `group`, if one norm covers
+            all query heads and another all key heads. None means a separate norm for each head.
+        group: Tensor-parallel ranks over which a norm of all heads together is computed.
     """
 
     q_weight: Tensor | None
@@ -70,16 +77,16 @@ class QKNorms:
     group: ProcessGroup | None = None
 
     def of_heads(self, q_weight: Tensor | None, k_weight: Tensor | None, heads: int, groups: int) -> Tensor | None:
-        """The weights of each head, `[h, d]`, from the values of both."""
+        """Return the weights of each query and key head, `[h, d]`, or None without weights."""
         if q_weight is None or k_weight is None:
             return None
         sized = ((q_weight.detach(), heads), (k_weight.detach(), groups))
         return torch.cat([x.expand(n, -1) if self.sizes is None else x.view(n, -1) for x, n in sized])
 
     def means(self, sums_rh: Tensor, heads: int) -> Tensor:
-        """Means over all channels of a norm, of sums over those of each head, for each head, `[r, h]`.
+        """Return the means over all channels of a norm, repeated for each head, `[r, h]`.
 
-        Only for norms of all heads together.
+        `sums_rh` holds sums over the channels of each head. Requires norms of all heads together (`sizes`).
         """
         assert self.sizes is not None
         groups = sums_rh.shape[1] - heads
@@ -89,7 +96,7 @@ class QKNorms:
         return torch.cat([x.expand(-1, n) for x, n in zip(means, (heads, groups), strict=True)], dim=1)
 
     def deliver(self, dq_weight: Tensor, dk_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Give the gradients of weights, or partial sums, as `deliver_sums` does."""
+        """Deliver the gradients of the weights, or their partial sums, as `deliver_sums` does."""
         if self.q_weight is None or self.k_weight is None:
             return None, None
         return deliver_sums(self.q_weight, dq_weight), deliver_sums(self.k_weight, dk_weight)
@@ -103,7 +110,7 @@ class _NormRotateAndSplit(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, rstd_rh = _normed_rotated_and_split(qkv_sbc.detach(), heads, groups, cos, sin, norms)
         ctx.save_for_backward(qkv_sbc, rstd_rh, q_weight, k_weight, cos, sin)
-        ctx.norms, ctx.handoff = norms, handoff  # its weights have their sinks, which saved tensors may lack
+        ctx.norms, ctx.handoff = norms, handoff  # the norms' weights have gradient sinks, which saved tensors may lack
         return q, k, v
 
     @staticmethod
@@ -138,10 +145,11 @@ def rotate_and_split(
     qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, handoff: QuantizedGradHandoff | None,
     norms: QKNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q `[s, b, a, d]` and k `[s, b, g, d]`, rotated, and v `[s, b, g, d]`, from the packed heads [q | k | v].
+    """Return q `[s, b, a, d]` and k `[s, b, g, d]`, rotated, and v `[s, b, g, d]`, from packed heads [q | k | v].
 
-    They are views of `qkv_sbc`, which is overwritten; with `norms`, of q and k before their rotation, v alone is, and
-    `qkv_sbc`, which is contiguous, stays as it is. cos and sin are `[s, 1 or b, 1, d/2]`. `handoff`: as for `swiglu`.
+    Without `norms`, all three are views of `qkv_sbc`, which is overwritten. With `norms`, which apply to q and k before
+    the rotation, only v is a view, and `qkv_sbc`, which must be contiguous, is not changed. cos and sin are `[s, 1 or
+    b, 1, d/2]`. `handoff` is used as in `swiglu`.
     """
     if norms is not None:
         if runs_unfused(qkv_sbc):
@@ -156,7 +164,7 @@ def rotate_and_split(
 def _normed_rotated_and_split(
     qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, norms: QKNorms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and k, views of one tensor, v, a view of `qkv_sbc`, and the reciprocal root mean squares `[r, h]`."""
+    """Return q and k (views of one tensor), v (a view of `qkv_sbc`), and the reciprocal root mean squares `[r, h]`."""
     d, h = 2 * cos.shape[-1], heads + groups
     weight_hd = norms.of_heads(norms.q_weight, norms.k_weight, heads, groups)
     rstd_rh: Tensor | None = None
@@ -194,7 +202,7 @@ def _kernels() -> ModuleType:
 def _rotated_and_split(
     qkv_sbc: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of `qkv_sbc`, rotated in place."""
+    """Rotate q and k in `qkv_sbc` in place, and return q, k and v as views of it."""
     d = 2 * cos.shape[-1]
     if _has_kernel(qkv_sbc, cos):
         _kernels().rotate_qkv_(qkv_sbc, heads, cos, sin)
@@ -227,12 +235,15 @@ def _rotated(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_heads(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[s, b, a, d]`, rotated; computed in fp32, or x's dtype if wider. cos and sin are `[s, 1 or b, 1, d/2]`."""
+    """Rotate heads `[s, b, a, d]` in fp32 or wider; cos and sin are `[s, 1 or b, 1, d/2]`."""
     return _RotateHeads.apply(x_sbad, cos, sin)
 
 
 def rotated_neighbors(x_sbar: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Pairs of neighbouring channels rotated; the first channels of all pairs come first. As it is without tables."""
+    """Rotate pairs of neighboring channels, and put the first channels of all pairs first.
+
+    Without `rotary`, `x_sbar` is returned unchanged.
+    """
     if rotary is None:
         return x_sbar
     return rotate_heads(x_sbar.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *rotary)

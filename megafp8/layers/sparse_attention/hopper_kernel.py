@@ -1,19 +1,20 @@
-"""Attention to chosen keys on Hopper's warpgroup tensor cores, in Gluon. Same functions in
-`layers.sparse_attention.kernel`.
+"""Gluon kernels for attention to chosen keys on Hopper's warpgroup tensor cores.
 
-Triton copies the keys of a tile when it has multiplied the tile before, and waits for their positions first. These
-kernels, in the language below Triton, say when what is copied:
+`layers.sparse_attention.kernel` has the same functions in Triton. Triton copies the keys of a tile only after it has
+multiplied the previous tile, and first waits for their positions. These kernels are written in Gluon, the language
+below Triton, and control when each copy happens:
 
-    attend      two tiles of keys are in shared memory. While one is multiplied, the other's rows arrive, and the
-                positions of the one after it. Sums of probabilities stay with the threads until the last tile
-    queries     one tile, beside queries and output gradients: scores, their gradients and dq in one pass, so that keys
-                are gathered once. Probabilities and gradients of scores go to memory from shared memory, in 16 bytes
+    attend      Two tiles of keys are in shared memory. While one is multiplied, the rows of the other and the
+                positions of the next one arrive. Sums of probabilities stay in the threads until the last tile.
+    queries     Shared memory holds one tile, the queries and the output gradients. One pass computes scores, their
+                gradients and dq, so that keys are gathered once. Probabilities and gradients of scores go from shared
+                to global memory in 16-byte accesses.
 
-A program has 64 heads of a query: the smallest side of such a product, and what registers hold of `[64, V]` in fp32.
-All its 8 warps do the same; each half of them has half of the keys, or of the channels.
+A program has 64 heads of a query: 64 is the smallest side of such a product, and registers can hold `[64, V]` in fp32.
+All 8 warps do the same work, and each half of them has half of the keys or of the channels.
 
-Shapes as in `layers.sparse_attention.kernel`. V is 256 or 512; R is 0 or a power of two from 16 to 128; heads are a
-multiple of 64 (`takes`).
+Shapes are as in `layers.sparse_attention.kernel`. V is 256 or 512; R is 0 or a power of two from 16 to 128; the
+number of heads is a multiple of 64 (`takes`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megafp8.kernels.launch import TritonKernel
 
-# Gluon's names before Triton 3.9, and since.
+# Gluon renamed both functions in Triton 3.9.
 _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 HEADS = 64
-"""Heads of a query that a program computes."""
+"""Number of heads of a query that a program computes."""
 _KEYS = 64
-"""Keys that a program multiplies at a time."""
+"""Number of keys that a program multiplies at a time."""
 _SHARED_BYTES = 227 * 1024
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
@@ -46,7 +47,10 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.constexpr_function
 def _rows(width):
-    """How 8 warps copy rows of `width` numbers of 16 bits: 16 bytes a thread, a row by as few warps as it fills."""
+    """Return the layout in which 8 warps copy rows of `width` 16-bit numbers.
+
+    Each thread copies 16 bytes, and as few warps as possible share a row.
+    """
     lanes = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [8, 1], [1, 0])
 
@@ -58,13 +62,13 @@ def _shared(width):
 
 @gluon.constexpr_function
 def _sums(width):
-    """How 8 warps hold the sums of a product `[64, width]`."""
+    """Return the layout in which 8 warps hold the sums of a product `[64, width]`."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, width // 2, 16])
 
 
 @gluon.jit
 def _copy_rows(to, rows, row, first, STRIDE: gl.constexpr, W: gl.constexpr):
-    """W numbers from `first` on of each `row` of `[..., STRIDE]`."""
+    """Copy W numbers, from column `first` on, of each `row` of `[..., STRIDE]`."""
     c = first + gl.arange(0, W, layout=gl.SliceLayout(0, _rows(W)))
     at = gl.expand_dims(row.to(gl.int64) * STRIDE, 1) + gl.expand_dims(c, 0)
     _copy_async(to, rows + at)
@@ -72,14 +76,14 @@ def _copy_rows(to, rows, row, first, STRIDE: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _positions(chosen, first, count, N: gl.constexpr, W: gl.constexpr):
-    """Positions of N keys from `first` on, as `_copy_rows` takes them; key 0 where there are no more."""
+    """Load the positions of N keys from `first` on, in the layout of `_copy_rows`; missing keys become key 0."""
     lane = first + gl.arange(0, N, layout=gl.SliceLayout(1, _rows(W)))
     return gl.load(chosen + lane, mask=lane < count, other=0)
 
 
 @gluon.jit
 def _store_rows(to, tile, row, first, stop, STRIDE, M: gl.constexpr, N: gl.constexpr):
-    """A tile `[M, N]` of shared memory as columns `first` to `stop` of rows of `[..., STRIDE]`."""
+    """Store a tile `[M, N]` of shared memory as columns `first` to `stop` of rows of `[..., STRIDE]`."""
     i = gl.arange(0, M, layout=gl.SliceLayout(1, _rows(N)))
     j = first + gl.arange(0, N, layout=gl.SliceLayout(0, _rows(N)))
     at = gl.expand_dims((row + i) * STRIDE, 1) + gl.expand_dims(j, 0)
@@ -88,7 +92,7 @@ def _store_rows(to, tile, row, first, stop, STRIDE, M: gl.constexpr, N: gl.const
 
 @gluon.jit
 def _store_sums(to, sums, row, first, STRIDE: gl.constexpr, M: gl.constexpr, W: gl.constexpr):
-    """Sums `[M, W]` as columns from `first` on of rows of `[..., STRIDE]`."""
+    """Store sums `[M, W]` as columns from `first` on of rows of `[..., STRIDE]`."""
     i = gl.arange(0, M, layout=gl.SliceLayout(1, _sums(W)))
     c = first + gl.arange(0, W, layout=gl.SliceLayout(0, _sums(W)))
     at = gl.expand_dims((row + i) * STRIDE, 1) + gl.expand_dims(c, 0)
@@ -97,7 +101,7 @@ def _store_sums(to, sums, row, first, STRIDE: gl.constexpr, M: gl.constexpr, W: 
 
 @gluon.jit
 def _visible():
-    """Wait for the copies of all threads; what was written to shared memory is seen by products from here on."""
+    """Wait for the copies of all threads, and make shared memory visible to the products that follow."""
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -108,7 +112,7 @@ def attend_kernel(
     q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, s, t, k, a, scale,
     V: gl.constexpr, R: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """M heads of a query. `scale`: of scores in base 2."""
+    """Compute M heads of a query. `scale` is the factor of scores in base 2."""
     C: gl.constexpr = V + R
     dtype: gl.constexpr = q_bsac.dtype.element_ty
     row = (gl.program_id(0) // (a // M)).to(gl.int64)
@@ -177,7 +181,10 @@ def queries_backward_kernel(
     do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, p_bsak, ds_bsak, dq_bsac, s, t, k, a, scale,
     V: gl.constexpr, R: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """dq of M heads of a query, their probabilities, and gradients of their scores. `scale`: of scores."""
+    """Compute dq of M heads of a query, their probabilities, and the gradients of their scores.
+
+    `scale` is the factor of scores.
+    """
     C: gl.constexpr = V + R
     dtype: gl.constexpr = q_bsac.dtype.element_ty
     row = (gl.program_id(0) // (a // M)).to(gl.int64)
@@ -255,7 +262,7 @@ OPTIONS = {"M": HEADS, "N": _KEYS, "num_warps": 8}
 
 
 def takes(q_bsac: Tensor, value_width: int) -> bool:
-    """Whether these kernels compute attention of such queries on their device."""
+    """Return whether these kernels support attention with such queries on their device."""
     heads, r = q_bsac.shape[2], q_bsac.shape[3] - value_width
     fits = value_width in (256, 512) and r in (0, 16, 32, 64, 128) and heads % HEADS == 0
     bytes_of_row = 2 * max(3 * (value_width + r) + _KEYS, 3 * value_width + 2 * r + 2 * _KEYS)
@@ -268,7 +275,10 @@ def takes(q_bsac: Tensor, value_width: int) -> bool:
 def attend(
     q_bsac: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor, lse_bsa: Tensor, scale: float
 ) -> None:
-    """Writes outputs and log-sum-exps. Contiguous tensors; `count_bs`: int32, chosen keys of each query."""
+    """Write outputs and log-sum-exps.
+
+    All tensors are contiguous. `count_bs`, int32, is the number of chosen keys of each query.
+    """
     (b, s, a, c), v = q_bsac.shape, o_bsav.shape[3]
     _attend.bind(V=v, R=c - v, **OPTIONS).launch(
         (b * s * (a // HEADS), 1), (q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa),
@@ -280,7 +290,7 @@ def queries_backward(
     do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor,
     lse_bsa: Tensor, p_bsak: Tensor, ds_bsak: Tensor, dq_bsac: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Writes probabilities and gradients of scores, of the tiles that have chosen keys, and gradients of queries."""
+    """Write probabilities and score gradients, for tiles that have chosen keys, and the gradients of queries."""
     (b, s, a, c), v = q_bsac.shape, o_bsav.shape[3]
     tensors = (do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, p_bsak, ds_bsak, dq_bsac)
     _queries_backward.bind(V=v, R=c - v, **OPTIONS).launch(

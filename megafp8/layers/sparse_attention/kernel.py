@@ -1,25 +1,25 @@
 """DeepSeek Sparse Attention: scores of an indexer, the choice of keys, attention to chosen keys, the indexer's loss.
 
-Reference: `megafp8.layers.sparse_attention.reference`.
+The reference is `megafp8.layers.sparse_attention.reference`.
 
-*Scores* of a block of queries are a tile of queries and keys in registers, to which one head of the indexer after the
-other adds its part; products of bf16 are summed in fp32.
+*Scores* of a block of queries form a tile of queries and keys in registers. The heads of the indexer add their parts to
+the tile one after the other. Products of bf16 are summed in fp32.
 
-*The choice* is exact and deterministic: the k-th largest score is found by its bits, 8 of them in a pass over the row
-(radix select), and a last pass writes the positions of all greater scores and of the first ones that equal it, in
-order.
+*The choice* is exact and deterministic. The k-th largest score is found from its bits, 8 bits per pass over the row
+(radix select). A last pass writes the positions of all greater scores, and of the first scores equal to it, in order.
 
-*Attention.* All heads of a query attend to the same keys, so they are the rows of the products with a tile of these,
-which a program gathers by their positions: M heads of a query, N keys after N keys. Forward has a running maximum and
-sum. Backward recomputes probabilities from the log-sum-exps and writes them and the gradients of scores to memory, of
-some queries at a time, and multiplies these with the keys; a last kernel multiplies them with queries and output
-gradients. So no program has more sums than registers hold. On Hopper, for 64 heads or multiples, forward and the first
-part of backward are `layers.sparse_attention.hopper_kernel`. What a key gets from a query is added to fp32 sums in
-memory by atomic additions, whose order differs from run to run; where torch.use_deterministic_algorithms is on, it is
-written for each pair of a query and a key instead, and torch adds it up in a fixed order.
+*Attention.* All heads of a query attend to the same keys. They are the rows of the products with a tile of these keys,
+which a program gathers by their positions: M heads of a query with N keys at a time. Forward has a running maximum and
+sum. Backward first recomputes probabilities from the log-sum-exps and writes them to memory together with the gradients
+of scores, for some queries at a time. It then multiplies them with the keys, and a last kernel multiplies them with
+queries and output gradients. No program therefore has more sums than registers can hold. On Hopper, with a multiple of
+64 heads, forward and the first part of backward are in `layers.sparse_attention.hopper_kernel`. A query's contribution
+to a key is added to fp32 sums in memory by atomic additions, in an order that differs between runs. If
+torch.use_deterministic_algorithms is on, the contributions are written for each pair of a query and a key instead, and
+torch adds them up in a fixed order.
 
-Shapes: b sequences, s queries of a block, t keys, k chosen keys of a query; a heads of c = v + r channels, of which the
-first v are the value's; i heads of the indexer of d channels.
+Shapes: b sequences, s queries of a block, t keys, k chosen keys of a query; a heads of c = v + r channels, the first v
+of them the value; i heads of the indexer with d channels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megafp8.layers.sparse_attention.reference import Index, Keys
 
 _LOG2E = 1 / math.log(2)
 _PAIR_BYTES = 1 << 29
-"""Of the numbers of pairs of a query and a key, and of heads or channels, that are in memory at once."""
+"""Bytes in memory at once of tensors with one number per query, key, and head or channel."""
 
 # --- the indexer ------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def scores_kernel(
     q_bsid, k_btd, weights_bsi, first_bs, stop_bs, scores_bst, s, t, heads,
     D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """M queries and N keys; tiles without a pair of a query and a key of its range are not written."""
+    """Compute the scores of M queries and N keys; skip tiles in which no key is in the range of a query."""
     sample = tl.program_id(1)
     columns = tl.cdiv(t, N)
     m, n = tl.program_id(0) // columns * M, tl.program_id(0) % columns * N
@@ -73,7 +73,7 @@ def scores_kernel(
 
 @triton.jit
 def _ordered(x):
-    """Unsigned integers in the order of fp32 numbers; minus zero is as zero."""
+    """Map fp32 numbers to unsigned integers in the same order; minus zero counts as zero."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
@@ -81,13 +81,13 @@ def _ordered(x):
 def choose_kernel(
     scores_bst, first_bs, stop_bs, chosen_bsk, t, k, BLOCK: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr
 ):
-    """The k largest of a row, of equal ones the first; -1 fills up the end."""
+    """Write the positions of a row's k largest scores, the first ones of equal scores; -1 pads the end."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(first_bs + row).to(tl.int32)
     stop = tl.load(stop_bs + row).to(tl.int32)
     scores = scores_bst + row * t
     lane, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    wanted = tl.minimum(k, stop - first)  # of the keys whose bits so far are those of the threshold
+    wanted = tl.minimum(k, stop - first)  # number of keys still to choose among those that match the threshold's bits
     threshold = tl.full([], 0, tl.uint32)
     if stop - first > k:
         for step in tl.static_range(32 // BITS):
@@ -128,7 +128,10 @@ def index_loss_kernel(
     q_bsid, k_btd, weights_bsi, chosen_bsk, count_bs, p_bsk, factor, dq_bsid, dk, dweights_bsi, loss_bs, s, t, k, heads,
     ATOMIC: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One query: the divergence of the softmax of its scores from p, and gradients. M is at least the heads."""
+    """Compute one query's divergence of the softmax of its scores from p, and the gradients.
+
+    M is at least the number of heads.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = row // s * t
     i, c, lane = tl.arange(0, M), tl.arange(0, WIDTH), tl.arange(0, N)
@@ -181,7 +184,10 @@ def index_loss_kernel(
 
 @triton.jit
 def _inside(keep, c, END: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows to keep and columns c below END; where all columns are, nothing is kept for each of them in registers."""
+    """Return the mask of the rows to keep and columns c below END.
+
+    If all columns are below END, the mask has one column, so that registers hold nothing per column.
+    """
     if END == WIDTH:
         return keep[:, None]
     else:
@@ -192,7 +198,7 @@ def attend_kernel(
     q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, s, t, k, a, scale,
     V: tl.constexpr, R: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """M heads of a query. `scale`: of scores in base 2."""
+    """Compute M heads of a query. `scale` is the factor of scores in base 2."""
     blocks = tl.cdiv(a, M)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head, c, r, lane = (
@@ -238,8 +244,10 @@ def scores_backward_kernel(
     s, t, k, a, scale, scale2,
     V: tl.constexpr, R: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of M heads of a query, and gradients of their scores. `scale`: of scores; `scale2`: of scores in
-    base 2."""
+    """Compute the probabilities of M heads of a query, and the gradients of their scores.
+
+    `scale` is the factor of scores, and `scale2` the factor of scores in base 2.
+    """
     blocks = tl.cdiv(a, M)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -275,7 +283,7 @@ def queries_backward_kernel(
     kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsac, s, t, k, a,
     C: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """W of the C channels of dq, of M heads of a query."""
+    """Compute W of the C channels of dq for M heads of a query."""
     parts, blocks = tl.cdiv(C, W), tl.cdiv(a, M)
     row = (tl.program_id(0) // (parts * blocks)).to(tl.int64)
     head = tl.program_id(0) // parts % blocks * M + tl.arange(0, M)
@@ -301,9 +309,12 @@ def keys_backward_kernel(
     do_bsav, q_bsac, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, p_bsk, s, t, k, a,
     ATOMIC: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N keys from one query, W channels at a time: sums over its heads, whose probabilities and gradients
-    of scores are read once; M heads at a time. `dkv`: of keys, or of pairs of a query and a key. `p_bsk`: sums of
-    probabilities over heads."""
+    """Compute the gradients of N keys from one query, W channels at a time.
+
+    They are sums over its heads, M heads at a time, and the probabilities and score gradients of the heads are read
+    once. `dkv` has a row for each key, or for each pair of a query and a key. `p_bsk` receives the probabilities summed
+    over heads.
+    """
     tiles = tl.cdiv(k, N)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     n = tl.program_id(0) % tiles * N
@@ -358,7 +369,7 @@ ATTEND: dict[str, Any] = {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3}
 SCORES_BACKWARD: dict[str, Any] = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 3}
 QUERIES_BACKWARD: dict[str, Any] = {"M": 128, "N": 64, "W": 128, "num_warps": 8, "num_stages": 3}
 KEYS_BACKWARD: dict[str, Any] = {"M": 128, "N": 64, "W": 64, "num_warps": 4, "num_stages": 2}
-"""Tiles and Triton's options of each kernel, for an H200; heads are fewer in a tile where a query has fewer."""
+"""Tiles and Triton's options of each kernel, tuned on an H200; `_heads` limits M to the heads of a query."""
 
 
 def _heads(options: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -370,18 +381,18 @@ def _wide(width: int) -> int:
 
 
 def _counts(keys: Keys) -> Tensor:
-    """Chosen keys of each query, int32."""
+    """Return the number of chosen keys of each query, int32."""
     assert keys.chosen is not None
     return (keys.stop - keys.first).clamp(max=keys.chosen.shape[-1]).int().contiguous()
 
 
 def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """As `sparse_attention_reference.select`."""
+    """Compute `reference.select`."""
     return choose(index_scores(index, first_bs, stop_bs), first_bs, stop_bs, top_k)
 
 
 def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
-    """Scores fp32 `[b, s, t]` of the keys in the queries' ranges; others are anything."""
+    """Return fp32 scores `[b, s, t]` of the keys in the queries' ranges; other elements are undefined."""
     (b, s, heads, d), t = index.q.shape, index.k.shape[1]
     q, k = (kernel_input(x.contiguous()) for x in (index.q, index.k))
     first, stop = first_bs.int().contiguous(), stop_bs.int().contiguous()
@@ -393,7 +404,7 @@ def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
 
 
 def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """The choice of `select` by these scores."""
+    """Return the choice of `select` for these scores."""
     b, s, t = scores_bst.shape
     chosen_bsk = torch.empty(b, s, top_k, dtype=torch.int32, device=scores_bst.device)
     bound = _choose.bind(BINS=1 << CHOOSE["BITS"], **CHOOSE)
@@ -403,7 +414,7 @@ def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) ->
 
 
 def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As `sparse_attention_reference.attend`, of chosen keys."""
+    """Compute `reference.attend` for chosen keys."""
     (b, s, a, c), t, v = q_bsac.shape, kv_btc.shape[1], value_width
     assert keys.chosen is not None
     q, kv = kernel_input(q_bsac.contiguous()), kernel_input(kv_btc)
@@ -426,7 +437,7 @@ def attend_backward(
     do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
     dkv_btc: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `sparse_attention_reference.attend_backward`, of chosen keys."""
+    """Compute `reference.attend_backward` for chosen keys."""
     (b, s, a, c), t, v = q_bsac.shape, kv_btc.shape[1], do_bsav.shape[-1]
     assert keys.chosen is not None
     top_k = keys.chosen.shape[-1]
@@ -465,7 +476,7 @@ def _queries_backward_by_triton(
     do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor,
     lse_bsa: Tensor, p_bsak: Tensor, ds_bsak: Tensor, dq_bsac: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """As `sparse_attention_hopper.queries_backward`."""
+    """Compute `hopper_kernel.queries_backward` in Triton."""
     (b, s, a, c), v = q_bsac.shape, do_bsav.shape[3]
     numbers = s, kv_btc.shape[1], chosen_bsk.shape[2], a
     delta_bsa = torch.linalg.vecdot(do_bsav.float(), o_bsav.float())
@@ -482,7 +493,7 @@ def _queries_backward_by_triton(
 
 
 def _add_rows(into_btc: Tensor, chosen_bsk: Tensor, rows_bskc: Tensor) -> None:
-    """Add rows to those of chosen keys; deterministic where torch is to be."""
+    """Add rows to the rows of chosen keys; deterministic if torch is in deterministic mode."""
     b, t, c = into_btc.shape
     sample = torch.arange(b, device=rows_bskc.device).view(b, 1, 1) * t
     into_btc.view(b * t, c).index_add_(0, (chosen_bsk.clamp(min=0) + sample).flatten().long(), rows_bskc.reshape(-1, c))
@@ -491,7 +502,7 @@ def _add_rows(into_btc: Tensor, chosen_bsk: Tensor, rows_bskc: Tensor) -> None:
 def index_loss_backward(
     index: Index, keys: Keys, p_bsk: Tensor, factor: Tensor, dk_btd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sparse_attention_reference.index_loss_backward`, of chosen keys."""
+    """Compute `reference.index_loss_backward` for chosen keys."""
     (b, s, heads, d), t = index.q.shape, index.k.shape[1]
     assert keys.chosen is not None
     top_k = keys.chosen.shape[-1]

@@ -1,21 +1,23 @@
 """Latent attention to chosen tokens (DeepSeek Sparse Attention, DeepSeek-V3.2, arXiv:2512.02556).
 
-A small indexer scores all earlier tokens for each token, and its heads attend to the top_k of them. How that is
-computed, and how the indexer learns, is in `layers.sparse_attention.op`. The parts of the indexer:
+For each token, a small indexer scores all earlier tokens, and the token's heads attend to the top_k tokens.
+`layers.sparse_attention.op` describes the computation and how the indexer learns. The indexer has these parts:
 
     index_q          norm of the query latent -> queries of its heads
-    index_k          residual stream's norm -> a key of all its heads; a LayerNorm follows
+    index_k          residual stream's norm -> one key for all its heads, followed by a LayerNorm
     index_weights    residual stream's norm -> weights of its heads
 
-The first rope channels of its queries and keys are rotated. Nothing that it reads gets a gradient from it, and its only
-gradient is that of its loss. Its products stay in high precision and are whole on every tensor-parallel rank, which
-computes those of its own tokens. Scores and choices are divided over the ranks by queries.
+The first rope channels of its queries and keys are rotated. The inputs of the indexer get no gradient from it, and the
+indexer's only gradient is the gradient of its loss. Its products stay in high precision and are whole on every
+tensor-parallel rank; each rank computes them for its own tokens. Scores and choices are divided over the ranks by
+queries.
 
-All heads share one key, the latent and the rotary key: a head's part of `latent_up`, from which other latent attention
-computes its keys and values, is applied to its query and to its output instead. A chosen key is thereby read once for
-all heads, and generation keeps only the latent and the indexer's key of a token. These products are in high precision.
+All heads share one key, which consists of the latent and the rotary key. Other latent attention computes keys and
+values from the latent with `latent_up`. Here each head's part of `latent_up` is applied to its query and to its output
+instead. A chosen key is thus read once for all heads, and generation caches only the latent and the indexer's key of a
+token. These products are in high precision.
 
-Shapes: as in `layers.sparse_attention.op`.
+Shapes are as in `layers.sparse_attention.op`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,13 @@ _INDEX_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """Inputs of sparse attention besides hidden states: rotary tables, how tokens reach keys, and the padding mask."""
+    """Inputs of sparse attention in addition to the residual stream.
+
+    Attributes:
+        rotary: Rotary cosines and sines.
+        to_keys: Function that runs attention over the tokens.
+        padding_bs: Whether each token is padding, bool; None if no token is padding.
+    """
 
     rotary: tuple[Tensor, Tensor]
     to_keys: AttendToKeys
@@ -56,11 +64,15 @@ class SparseInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors among these inputs."""
         return [*self.rotary, *self.to_keys.tensors, *([] if self.padding_bs is None else [self.padding_bs])]
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to the tokens that an indexer chooses. `index_loss`: what its backward passes add up."""
+    """Latent attention to the tokens that an indexer chooses.
+
+    `index_loss` sums the indexer's losses over the backward passes.
+    """
 
     reads_latents: ClassVar[str] = "the indexer and attention to chosen tokens read the latents' values"
 
@@ -103,15 +115,17 @@ class SparseLatentAttention(LatentAttention):
         self.attend = SparseAttention(None if record.warmup else record.top_k, scale, context.tensor, loss)
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
+        """Return the rotary tables, attention function and padding mask for these tokens."""
         assert self.rope is not None
         return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer), tokens.padding_bs)
 
     @property
     def cache(self) -> tuple[TokenCache]:
-        """The latent with its rotary key, and the indexer's key."""
+        """Layout of the cached latent with its rotary key, and of the indexer's cached key."""
         return (TokenCache(1, self.ranks[1] + self.r, self.sparse.index_head_dim),)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor:
+        """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         assert isinstance(x_sbh, Tensor)
         q, kv, k_rotary = linear(x_sbh, self.down, self.down_state).split(self.ranks, dim=-1)
         assert self.q_norm is not None
@@ -121,13 +135,14 @@ class SparseLatentAttention(LatentAttention):
         index_k, index_weights = index_kw.split([self.sparse.index_head_dim, self.sparse.index_heads], dim=-1)
         index = torch.cat([index_q, self.index_k_norm(index_k), index_weights], dim=-1)
         latent = torch.cat([normalized(self.kv_norm, kv.contiguous()), k_rotary], dim=-1)
-        # Each rank's heads use the latents, and each computes the indexer's loss of other queries: gradients are sums.
+        # Gradients are sums over ranks: the heads of every rank use the latents, and each rank computes the indexer's
+        # loss for other queries.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         shared = (share(x, self.context.tensor) for x in (latent, index))
         return self.proj(self._run(self._choose_and_attend, self.q_up(q_latent), *shared, inputs).flatten(-2))
 
     def _choose_and_attend(self, q_sbc: Tensor, latent_sbc: Tensor, index_sbc: Tensor, inputs: SparseInputs) -> Tensor:
-        """`[s, b, a, v]`."""
+        """Return the attention output `[s, b, a, v]`."""
         rotary, (heads, d) = inputs.rotary, (self.sparse.index_heads, self.sparse.index_head_dim)
         q, q_rotary = q_sbc.unflatten(-1, (self.heads, -1)).split([self.n, self.r], dim=-1)
         latent, k_rotary = latent_sbc.split([self.ranks[1], self.r], dim=-1)
@@ -143,15 +158,15 @@ class SparseLatentAttention(LatentAttention):
     def _attend_to(
         self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
     ) -> Tensor:
-        """As `megafp8.layers.mixer.AttendTo`."""
+        """Implement `megafp8.layers.mixer.AttendTo`: attend to the chosen keys among these keys."""
         (q, index_q, weights), (kv, index_k) = queries, keys
         weights = weights.to(wide(weights)) * (self.sparse.index_head_dim * self.sparse.index_heads) ** -0.5
         return self.attend(q, kv, Index(index_q, index_k, weights), self.latent_up, first_bs, stop_bs)
 
-    # --- what it keeps and computes ---------------------------------------------------------------------------------
+    # --- memory and compute -----------------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor."""
+        """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
         heads, d, q_rank = self.sparse.index_heads, self.sparse.index_head_dim, self.ranks[0]
         shares_latent = q_up.plan.saved == "high" and m == own_tokens
@@ -173,44 +188,54 @@ class SparseLatentAttention(LatentAttention):
         return saved
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Rotation of queries and keys, and reads and writes of index scores."""
+        """Return the traffic of rotating queries and keys, and of writing and reading index scores."""
         channels = self.heads * (self.n + self.r) + (self.sparse.index_heads + 1) * self.sparse.index_head_dim
         moved = 4 * batch.tokens * channels * batch.element
         scores = 0.0 if self.sparse.warmup else 6 * self._scored(batch) * batch.tokens * 4
         return KernelWork(moved + scores, moved)
 
     def _scored(self, batch: MicroBatch) -> float:
-        """Keys that this rank scores for a query, on average."""
+        """Return the mean number of keys that this rank scores per query."""
         return pairs_of(batch.length, None, causal=True) / batch.length / self.context.tensor.size()
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
-        """Of chosen keys, as wide as the latent: what a query sees of a window of top_k tokens."""
+        """Return the size of attention to chosen keys, which are as wide as the latent.
+
+        A query sees the same number of keys as with a window of top_k tokens.
+        """
         pairs = pairs_of(batch.length, self.attend.top_k, causal=True)
         latent = self.ranks[1]
         return [AttentionWork(self.heads, latent + self.r, latent, batch.length, pairs, modified=False)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
+        """Return the bytes of this rank's latents, rotary keys and index keys."""
         return batch.tokens * (self.ranks[1] + self.r + self.sparse.index_head_dim) * batch.element
 
     def flops(self, batch: MicroBatch) -> float:
-        """Products with `latent_up`, and index scores, a third of them: they have no backward."""
+        """Return the FLOPs of products with `latent_up`, and a third of the index scores' FLOPs.
+
+        Index scores have no backward.
+        """
         scores = 2.0 * self.sparse.index_heads * self.sparse.index_head_dim * self._scored(batch)
         return batch.tokens * (2.0 * self.latent_up.numel() + scores / 3)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Gradients of queries, of keys in fp32, and what a block of queries needs."""
+        """Return the bytes of the gradients of queries, of keys in fp32, and of the tensors of one block of queries."""
         heads, d = self.sparse.index_heads, self.sparse.index_head_dim
         queries = (self.heads * (self.n + self.r) + heads * d) * batch.element
         keys = (self.ranks[1] + self.r + d) * batch.statistic
-        whole = batch.sequences * batch.length  # on all context-parallel ranks
+        whole = batch.sequences * batch.length  # tokens of all context-parallel ranks
         return batch.tokens * queries + whole * keys + BLOCK_BYTES
 
 
 def without_padding(weights_sbi: Tensor, padding_bs: Tensor | None) -> Tensor:
-    """Weights of the indexer's heads, zero in queries that are padding, so that its loss has no gradient from these."""
+    """Return the weights of the indexer's heads with zeros for padding queries.
+
+    Padding then adds nothing to the gradient of the indexer's loss.
+    """
     return weights_sbi if padding_bs is None else weights_sbi.masked_fill(padding_bs.t().unsqueeze(-1), 0.0)
 
 
 def _rotated_halves(x_sbad: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Channels of the two halves rotated as pairs."""
+    """Rotate pairs of channels from the two halves."""
     return rotate_heads(x_sbad, *rotary)

@@ -1,24 +1,26 @@
 """Attention to keys that an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556), in blocks of queries.
 
-All heads share one key, the latent with its rotary key (`layers.sparse_attention.module`). So the heads of a query are
-the rows of a matrix product with the keys that the query has chosen: attention costs k keys a query, however long the
-sequence is. What a block of queries needs beside this is made for the block and freed: index scores of all keys,
-queries as wide as the latent, probabilities. Backward computes it again, but for the choice. So no memory grows with
-the square of the length.
+All heads share one key, which consists of the latent and its rotary key (`layers.sparse_attention.module`). The heads
+of a query are therefore the rows of one matrix product with the keys that the query has chosen. A query costs attention
+to k keys, however long the sequence is. The other tensors of a block of queries are created for the block and then
+freed: index scores of all keys, queries as wide as the latent, and probabilities. Backward recomputes them, except for
+the choice of keys. Thus no memory grows with the square of the sequence length.
 
 *The indexer's loss* is the divergence of the softmax of its scores from the mean of the heads' probabilities, over the
-chosen keys, or over all in the dense warm-up. Attention's backward has these probabilities anyway. There the loss is
-computed and its gradient added, as `layers.experts.router` adds those of routers, whatever the gradient of the output
-is. It reaches the indexer only, which has no other.
+chosen keys, or over all keys in the dense warm-up. The backward of attention has these probabilities anyway. It
+computes the loss and adds the loss's gradient, independent of the gradient of the output, as `layers.experts.router`
+does for routers. This gradient reaches only the indexer, and it is the indexer's only gradient.
 
-*Tensor parallelism.* Ranks have different heads, and the same indexer and keys. Of a block, each chooses the keys of
-its part of the queries, and all ranks gather these; in backward the probabilities are summed over ranks, and each
-computes the indexer's gradient of its part of the queries, which the mixer sums over ranks.
+*Tensor parallelism.* Ranks have different heads, but the same indexer and keys. For each block, a rank chooses the keys
+of its part of the queries, and all ranks gather the choices. In backward the probabilities are summed over ranks. Each
+rank computes the indexer's gradient for its part of the queries, and the mixer sums these gradients over ranks.
 
-Kernels: `layers.sparse_attention.kernel` for bf16 and fp16 on CUDA, elsewhere `layers.sparse_attention.reference`.
+The kernels are in `layers.sparse_attention.kernel` for bf16 and fp16 on CUDA, otherwise in
+`layers.sparse_attention.reference`.
 
-Shapes: s queries, t keys, b sequences, a heads of this rank, n and r channels of a head's query without and with rotary
-positions, c of the latent, v of a head's value; i heads of the indexer of d channels; k chosen keys of a query.
+Shapes: s queries, t keys, b sequences, a heads of this rank; n channels of a head's query without positions, r rotary
+channels, c channels of the latent, v channels of a head's value; i heads of the indexer with d channels; k chosen keys
+of a query.
 """
 
 from __future__ import annotations
@@ -39,16 +41,21 @@ from megafp8.linear.grad_sink import deliver, wgrad_dtype
 from megafp8.parallel import collectives
 
 BLOCK_BYTES = 1 << 29
-"""Of a block of queries' index scores, in fp32."""
+"""Bytes of the fp32 index scores of one block of queries."""
 MOST_QUERIES = 4096
 REFERENCE_BYTES = 1 << 26
-"""Of these, and the probabilities of heads or the rows of keys that are gathered, without kernels."""
+"""Bytes of one block's index scores and of its probabilities or gathered keys, if the reference computes them."""
 
 
 @dataclass(frozen=True)
 class IndexLoss:
-    """The loss of a layer's indexer. `weight`: of the divergence of one query. `grad`: fp32 `[]`, what its gradient is
-    multiplied by besides; None: 1. `total`: float64 `[1]`, to which backward adds this rank's part of the loss."""
+    """Loss of a layer's indexer.
+
+    Attributes:
+        weight: Weight of one query's divergence.
+        grad: Additional factor of the gradient, fp32 `[]`; None means 1.
+        total: Sum of this rank's part of the loss, float64 `[1]`, to which backward adds.
+    """
 
     weight: float
     grad: Tensor | None
@@ -57,8 +64,14 @@ class IndexLoss:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Attention of a layer. `top_k`: keys that a query chooses; None: all. `scale`: of scores. `group`: the
-    tensor-parallel ranks."""
+    """Attention of one layer to chosen keys.
+
+    Attributes:
+        top_k: Number of keys that a query chooses; None means all keys.
+        scale: Factor of the scores.
+        group: Tensor-parallel ranks.
+        loss: Loss of the indexer.
+    """
 
     top_k: int | None
     scale: float
@@ -68,9 +81,16 @@ class SparseAttention:
     def __call__(
         self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor
     ) -> Tensor:
-        """`[s, b, a, v]`. `q_sbad`: n + r channels; `kv_tbc`: c + r. `up`: the weight `[a (n + v), c]` by which keys
-        and values come from latents. `index`: of sequence-first tensors. `first_bs`, `stop_bs`: int64 `[1 or b, s]`,
-        the first key that a query may choose, and the one after the last."""
+        """Return the attention output `[s, b, a, v]`.
+
+        Args:
+            q_sbad: Queries of n + r channels.
+            kv_tbc: Latents with rotary keys, of c + r channels.
+            index: The indexer's queries, keys and weights, sequence-first.
+            up: Weight `[a (n + v), c]` that maps latents to keys and values.
+            first_bs: First key that each query may choose, int64 `[1 or b, s]`.
+            stop_bs: Key after the last key that each query may choose, int64 `[1 or b, s]`.
+        """
         return _SparseAttention.apply(q_sbad, kv_tbc, *index, up, first_bs, stop_bs, self)
 
 
@@ -88,7 +108,7 @@ class _SparseAttention(Function):
             o_bsac, _ = call.attend(call.absorbed(rows), call.keys(rows, chosen_bsk))
             o_sbav[rows] = torch.einsum("bsac,avc->sbav", o_bsac, call.values)
         ctx.save_for_backward(q_sbad, kv_tbc, index_q, index_k, index_weights, up, first_bs, stop_bs, chosen_bsk)
-        ctx.up, ctx.options = up, options  # saved tensors may come back as other objects, without their sink
+        ctx.up, ctx.options = up, options  # saved tensors may come back as other objects without a gradient sink
         return o_sbav
 
     @staticmethod
@@ -121,7 +141,7 @@ class _SparseAttention(Function):
 
 
 class _Call:
-    """The tensors of a call as blocks of queries read them, and where they are computed."""
+    """Tensors of a call in the form that blocks of queries read, and the module that computes them."""
 
     def __init__(
         self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor,
@@ -138,7 +158,7 @@ class _Call:
         self.indexer = Indexer(index, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
-        """Parts of the queries whose tensors fit into a block."""
+        """Return ranges of queries with tensors that fit into one block."""
         b, t, c = self.kv_btc.shape
         bytes_of_query, block_bytes = 4 * b * t, BLOCK_BYTES
         if self.functions is reference:
@@ -153,7 +173,7 @@ class _Call:
         return Keys(chosen, self.first_bs[:, rows], self.stop_bs[:, rows])
 
     def absorbed(self, rows: slice) -> Tensor:
-        """Queries as wide as the keys that all heads share, `[b, s, a, c + r]`."""
+        """Return queries as wide as the keys that all heads share, `[b, s, a, c + r]`."""
         q, n = self.q_sbad[rows], self.keys_up.shape[1]
         latent = torch.einsum("sban,anc->bsac", q[..., :n], self.keys_up)
         return torch.cat([latent, q[..., n:].transpose(0, 1)], dim=-1)
@@ -170,21 +190,21 @@ class _Call:
 
 
 class IndexGrads(NamedTuple):
-    """Gradients of an `Index`; of keys batch-first, in fp32 or wider."""
+    """Gradients of an `Index`; gradients of keys are batch-first, in fp32 or wider."""
 
     q_sbid: Tensor
     k_btd: Tensor
     weights_sbi: Tensor
 
     def finished(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """As the tensors are: sequence-first, keys in `dtype`."""
+        """Return the gradients in the layout of the tensors: sequence-first, keys in `dtype`."""
         return self.q_sbid, self.k_btd.transpose(0, 1).to(dtype), self.weights_sbi
 
 
 class Indexer:
-    """The indexer of a call: which keys its queries choose, and the gradient of its loss.
+    """Indexer of a call: the choice of keys for its queries, and the gradient of its loss.
 
-    `index`: of sequence-first tensors. Each tensor-parallel rank computes its part of a block's queries.
+    Each tensor-parallel rank computes its part of a block's queries. The tensors of `index` are sequence-first.
     """
 
     def __init__(
@@ -199,13 +219,13 @@ class Indexer:
         return Index(q, self.k_btd, weights)
 
     def _part(self, rows: slice) -> tuple[slice, int]:
-        """This rank's part of a block's queries, and how many any rank has at most."""
+        """Return this rank's part of a block's queries, and the largest number of queries of any rank."""
         size = -(-(rows.stop - rows.start) // self.ranks)
         at = min(rows.start + self.group.rank() * size, rows.stop)
         return slice(at, min(at + size, rows.stop)), size
 
     def choose(self, blocks: list[slice], top_k: int) -> Tensor:
-        """The keys that each query chooses, int32 `[b, s, k]`."""
+        """Return the keys that each query chooses, int32 `[b, s, k]`."""
         s, b = self.q_sbid.shape[:2]
         chosen = torch.empty(b, s, top_k, dtype=torch.int32, device=self.q_sbid.device)
         for rows in blocks:
@@ -220,14 +240,14 @@ class Indexer:
         return chosen
 
     def zeros(self) -> IndexGrads:
-        """Gradients before those of the first block."""
+        """Return zero gradients, to which blocks add."""
         q, weights = torch.zeros_like(self.q_sbid), torch.zeros_like(self.weights_sbi)
         return IndexGrads(q, torch.zeros_like(self.k_btd, dtype=wide(self.q_sbid)), weights)
 
     def loss_backward(self, rows: slice, keys: Keys, p_bsk: Tensor, grads: IndexGrads) -> None:
-        """Add the gradients of the loss of this rank's part of a block, and the loss itself.
+        """Add the gradients of the loss of this rank's part of a block, and add the loss to its total.
 
-        `p_bsk`: the keys' probabilities, summed over this rank's heads.
+        `p_bsk` holds the probabilities of the keys, summed over this rank's heads.
         """
         loss, (own_rows, size) = self.loss, self._part(rows)
         if self.ranks > 1:
@@ -248,7 +268,7 @@ class Indexer:
 
 
 def functions_for(q_sbad: Tensor) -> Any:
-    """The module that computes such tensors with chosen keys: its functions are those of the reference."""
+    """Return the module that computes such tensors with chosen keys; it has the same functions as the reference."""
     if not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
         return reference
     from megafp8.layers.sparse_attention import (

@@ -1,4 +1,4 @@
-"""Sparse attention of latent attention (DeepSeek Sparse Attention): its keys and their rules."""
+"""Config keys of sparse latent attention (DeepSeek Sparse Attention) and their rules."""
 
 from __future__ import annotations
 
@@ -12,40 +12,46 @@ from megafp8.spec import ModelSection, RunConfig
 
 
 class SparseAttentionKeys(Section):
-    """The keys of an indexer."""
+    """Config keys of an indexer."""
 
     index_heads: Heads = 64
     """Number of the indexer's heads (index_n_heads)."""
     index_head_dim: Channels = 128
-    """Channels of their queries, and of the key that they share (index_head_dim). The first rope_head_dim are
-    rotated."""
+    """Number of channels of the indexer's queries and of the key that its heads share (index_head_dim). The first
+    rope_head_dim channels are rotated."""
     top_k: Chosen = 2048
-    """Tokens that each token attends to (index_topk). Of equal scores the earlier token is chosen."""
+    """Number of tokens to which each token attends (index_topk). Among tokens with equal scores, the earlier ones are
+    chosen."""
     index_rope: Literal["halves", "neighbors"] = "halves"
-    """Which channels of the indexer are rotated as pairs: those of the two halves (DeepSeek-V3.2), or neighbouring ones
-    (GLM-5)."""
+    """Layout of the indexer's rotated pairs of channels: halves pairs the two halves (DeepSeek-V3.2), neighbors pairs
+    neighboring channels (GLM-5)."""
     kl_loss: NonNegative = 1.0
-    """Weight of the indexer's loss, its only gradient: the divergence of its scores' softmax over the chosen tokens
-    from the mean of the heads' attention probabilities. A mean over tokens, added up over layers; it is differentiated,
-    not reported in the loss."""
+    """Weight of the indexer's loss, from which the indexer gets its only gradient. The loss is the divergence of the
+    softmax of the indexer's scores over the chosen tokens from the mean of the heads' attention probabilities. It is
+    averaged over tokens and summed over layers. It adds gradients but is not part of the reported loss."""
     warmup: bool = False
-    """Dense warm-up: tokens attend to all earlier tokens, and the indexer learns from that, for a model that was
-    trained without one."""
+    """Dense warm-up for a model that was trained without an indexer: tokens attend to all earlier tokens, and the
+    indexer learns from these probabilities."""
 
 
 class SparseAttentionConfig(SparseAttentionKeys):
-    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556), of a model with latent_attention: a small indexer
-    scores all earlier tokens, and each token attends to the top_k of them only."""
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556) in a model with latent_attention.
+
+    A small indexer scores all earlier tokens, and each token attends only to the top_k tokens with the highest scores.
+    """
 
     index_heads: Heads
     """Number of the indexer's heads (index_n_heads)."""
     top_k: Chosen
-    """Tokens that each token attends to (index_topk). Of equal scores the earlier token is chosen."""
+    """Number of tokens to which each token attends (index_topk). Among tokens with equal scores, the earlier ones are
+    chosen."""
 
 
 class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
-    """Multi-head latent attention to the tokens that an indexer chooses. Keys of the indexer that are not given have
-    the values of the section model.sparse_attention."""
+    """Multi-head latent attention to the tokens that an indexer chooses.
+
+    Missing keys of the indexer have the values of the section model.sparse_attention.
+    """
 
     module: ClassVar[str] = "megafp8.layers.sparse_attention.module:SparseLatentAttention"
     hugging_face: ClassVar[Mapping[str, str]] = {
@@ -63,22 +69,27 @@ class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
 
     @property
     def no_qk_clip(self) -> str:
+        """Reason why QK-Clip is not supported: the logits are not recorded."""
         return "sparse attention does not record its logits"
 
     @property
     def index_loss(self) -> float | None:
+        """Weight of the indexer's loss."""
         return float(self.kl_loss)
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
+        """Names of the projections that LoRA can adapt."""
         return "q_up", "proj"
 
     def run_problems(self, config: RunConfig, path: str) -> Iterator[Problem]:
+        """Yield the broken rule that attention to earlier tokens excludes prefixes."""
         if config.data.prefix_lm is not None:
-            rule = "the indexer of model.sparse_attention scores earlier tokens only, and a prefix sees later ones"
+            rule = "the indexer of model.sparse_attention scores only earlier tokens, but a prefix sees later tokens"
             yield Problem("data.prefix_lm", "set", rule, "leave it out")
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Yield the rules that the keys of this kind of layer break."""
         if model.sparse_attention is None and not {"index_heads", "top_k"} <= self.given.keys():
             rule = "there is no section model.sparse_attention, and the indexer's heads and top_k are not given"
             yield Problem(f"{path}.kind", self.kind, rule, "give model.sparse_attention")
@@ -95,7 +106,7 @@ def sparse_attention(m: ModelSection) -> Iterator[Problem]:
     path = "model.sparse_attention"
     if m.latent_attention is None:
         works = f"give model.latent_attention, or leave {path} out"
-        yield Problem(path, "set", "its keys are those of latent attention", works)
+        yield Problem(path, "set", "it needs latent attention", works)
         return
     yield from _indexer_rules(SparseLatentMixerConfig().resolved(m), m, path)
 
@@ -104,19 +115,19 @@ def _indexer_rules(record: SparseLatentMixerConfig, m: ModelSection, path: str) 
     """Yield the rules that a complete record of sparse attention breaks; its keys are at `path`."""
     off = f"or leave {path} out"
     if record.q_rank is None:
-        rule = f"{path} is set, whose indexer reads the query latent"
+        rule = f"{path} is set, and its indexer reads the query latent"
         yield Problem("model.latent_attention.q_rank", None, rule, f"give a width, {off}")
     if record.index_head_dim < record.rope_head_dim:
-        rule = f"below model.latent_attention.rope_head_dim ({record.rope_head_dim}), the channels that are rotated"
+        rule = f"below model.latent_attention.rope_head_dim ({record.rope_head_dim}), the number of rotated channels"
         yield Problem(f"{path}.index_head_dim", record.index_head_dim, rule, f"try {record.rope_head_dim} or more")
     if m.sliding_window is not None:
         rule = f"{path} is set, and it chooses among all earlier tokens"
         yield Problem("model.sliding_window", m.sliding_window, rule, f"try null, {off}")
     if record.position_embedding == "none":
-        rule = f"{path} is set, whose heads and indexer have rotary positions"
+        rule = f"{path} is set, and its heads and indexer have rotary positions"
         yield Problem("model.position_embedding", "none", rule, f"try rope, {off}")
     if record.query_scaling is not None:
-        rule = f"{path} is set, whose queries are not scaled by position"
+        rule = f"{path} is set, and its queries are not scaled by position"
         yield Problem("model.query_scaling", "set", rule, f"leave it out, {off}")
     if m.attention_dropout:
         rule = f"{path} is set, and its probabilities have no dropout"

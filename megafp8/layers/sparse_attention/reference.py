@@ -1,15 +1,15 @@
-"""DeepSeek Sparse Attention in plain PyTorch, for a block of queries: the reference of its kernels.
+"""Reference of the kernels of DeepSeek Sparse Attention: PyTorch code for one block of queries.
 
-Queries have a range of keys, `first <= key < stop`, of which an indexer chooses at most k:
+Each query has a range of keys, `first <= key < stop`, from which an indexer chooses at most k:
 
     index score of query s and key t    I = Σ_i w_i · relu(q_i · k)    over the indexer's heads i; one key for all heads
 
-Sums are in fp32 or wider. Of equal scores the key of lower position is chosen, so the choice depends on scores only.
-Attention is in the form in which all heads share one key, the latent and its rotary key, whose first channels are the
-value.
+Sums are in fp32 or wider. Among keys with equal scores, the key at the lower position is chosen, so the choice depends
+only on scores. Attention has the form in which all heads share one key. This key consists of the latent and its rotary
+key, and its first channels are the value.
 
-Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t where none are chosen; a heads of c
-channels, of which v are the value's; i heads of the indexer of d channels.
+Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t if no keys are chosen; a heads of c
+channels, the first v of them the value; i heads of the indexer with d channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch import Tensor
 
 
 class Index(NamedTuple):
-    """What the indexer says of queries and keys: `q` `[b, s, i, d]`, `k` `[b, t, d]`, `weights` `[b, s, i]`."""
+    """Tensors from which the indexer's scores are computed.
+
+    Attributes:
+        q: Queries, `[b, s, i, d]`.
+        k: Keys, `[b, t, d]`.
+        weights: Weights of the heads, `[b, s, i]`.
+    """
 
     q: Tensor
     k: Tensor
@@ -30,9 +36,13 @@ class Index(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of each query: `chosen`, int32 `[b, s, k]`, -1 where there are fewer; None: all of a range.
+    """Keys to which each query attends.
 
-    `first`, `stop`: int64 `[b, s]`, the range.
+    Attributes:
+        chosen: Positions of the chosen keys, int32 `[b, s, k]`, with -1 at the end if a query has fewer than k keys.
+            None means all keys of the range.
+        first: First key of the range, int64 `[b, s]`.
+        stop: Key after the last key of the range, int64 `[b, s]`.
     """
 
     chosen: Tensor | None
@@ -40,14 +50,14 @@ class Keys(NamedTuple):
     stop: Tensor
 
     def visible(self, t: int) -> Tensor:
-        """Which of the k keys there are, or of all t, bool `[b, s, k]`."""
+        """Return which of the k entries, or of all t keys, are keys of the query, bool `[b, s, k]`."""
         if self.chosen is not None:
             return self.chosen >= 0
         j = torch.arange(t, device=self.first.device)
         return (j >= self.first.unsqueeze(-1)) & (j < self.stop.unsqueeze(-1))
 
     def gather_rows(self, x_btc: Tensor) -> Tensor:
-        """The keys' rows, `[b, s, k, c]`, or all of them `[b, 1, t, c]`."""
+        """Return the rows of the keys, `[b, s, k, c]`, or all rows `[b, 1, t, c]`."""
         if self.chosen is None:
             return x_btc.unsqueeze(1)
         b, s, k = self.chosen.shape
@@ -55,9 +65,9 @@ class Keys(NamedTuple):
         return x_btc.gather(1, rows).view(b, s, k, -1)
 
     def add(self, into_btc: Tensor, *products: tuple[Tensor, Tensor]) -> None:
-        """Add to the keys' rows the sums over heads of `x_bsak` times `y_bsac`, of each of the `products`.
+        """Add to the rows of the keys the sum over heads of `x_bsak` times `y_bsac`, for each of the `products`.
 
-        Those of fewer channels are added to the first ones. x is zero where there is no key.
+        A product with fewer channels is added to the first channels. x must be zero where there is no key.
         """
         if self.chosen is None:
             for x_bsak, y_bsac in products:
@@ -73,12 +83,12 @@ class Keys(NamedTuple):
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """fp32, or float64 if x is."""
+    """Return float64 if `x` is float64, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def index_scores(index: Index) -> Tensor:
-    """Scores of all keys `[b, s, t]`, one head of the indexer after the other."""
+    """Return the scores of all keys, `[b, s, t]`, summed one head of the indexer after the other."""
     dtype = wide(index.q)
     k_bdt = index.k.to(dtype).mT
     total = index.q.new_zeros(*index.q.shape[:2], index.k.shape[1], dtype=dtype)
@@ -88,7 +98,7 @@ def index_scores(index: Index) -> Tensor:
 
 
 def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """The `top_k` keys of the greatest scores in the order of positions, int32 `[b, s, k]`; -1 fills up the end."""
+    """Return the `top_k` keys with the greatest scores, int32 `[b, s, k]`, in order of position; -1 pads the end."""
     t = index.k.shape[1]
     visible = Keys(None, first_bs, stop_bs).visible(t)
     scores = index_scores(index).masked_fill(~visible, -math.inf)
@@ -99,14 +109,17 @@ def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tenso
 
 
 def _probabilities(q_bsac: Tensor, rows: Tensor, visible_bsk: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Of keys of each query `[b, s, a, k]`, and log-sum-exps `[b, s, a]`; zeros and -inf of queries without keys."""
+    """Return the probabilities of each query's keys `[b, s, a, k]`, and the log-sum-exps `[b, s, a]`.
+
+    Queries without keys have zeros and -inf.
+    """
     x = (q_bsac @ rows.mT * scale).masked_fill(~visible_bsk.unsqueeze(2), -math.inf)
     lse = x.logsumexp(-1)
     return (x - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp(), lse
 
 
 def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
+    """Return the outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
     dtype, rows = wide(q_bsac), keys.gather_rows(kv_btc)
     p, lse = _probabilities(q_bsac.to(dtype), rows.to(dtype), keys.visible(kv_btc.shape[1]), scale)
     return (p @ rows[..., :value_width].to(dtype)).to(q_bsac.dtype), lse
@@ -116,7 +129,10 @@ def attend_backward(
     do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
     dkv_btc: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq `[b, s, a, c]`, and the sum over heads of the probabilities, `[b, s, k]`; adds to `dkv_btc`, fp32 or wider."""
+    """Return dq `[b, s, a, c]` and the probabilities summed over heads `[b, s, k]`, and add to `dkv_btc`.
+
+    `dkv_btc` is fp32 or wider.
+    """
     dtype, v = wide(q_bsac), do_bsav.shape[-1]
     rows, visible = keys.gather_rows(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
     q, do = q_bsac.to(dtype), do_bsav.to(dtype)
@@ -130,10 +146,13 @@ def attend_backward(
 def index_loss_backward(
     index: Index, keys: Keys, p_bsk: Tensor, factor: Tensor, dk_btd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the divergence of the softmax of index scores over the keys from `p_bsk`, which adds up to 1.
+    """Compute the gradients of the indexer's loss, and add the gradient of keys to `dk_btd`, fp32 or wider.
 
-    dq `[b, s, i, d]`, dweights `[b, s, i]`, and the sum of all queries' divergences; adds to `dk_btd`, fp32 or wider.
-    `factor`: what gradients are multiplied by.
+    The loss is the divergence of the softmax of index scores over the keys from `p_bsk`, which sums to 1. `factor`
+    multiplies the gradients.
+
+    Returns:
+        dq `[b, s, i, d]`, dweights `[b, s, i]`, and the sum of all queries' divergences, without `factor`.
     """
     dtype = wide(index.q)
     rows, visible = keys.gather_rows(index.k).to(dtype), keys.visible(index.k.shape[1])

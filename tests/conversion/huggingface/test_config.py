@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "longrope without frequencies": (P3 | {"rope_scaling": {"type": "longrope"}}, "rope_scaling has no key short_fac"),
     "longrope with too few": (
         P3 | {"rope_scaling": LONG, "max_position_embeddings": 8192},
-        r"longrope.short_factor = \[1.0, 2.0\]: 2 numbers, where 4 pairs of channels",
+        r"longrope.short_factor = \[1.0, 2.0\]: 2 numbers, but 4 pairs of channels",
     ),
     "longrope with a length that one release reads": (
         Q2 | {"rope_scaling": LONG, "original_max_position_embeddings": 16},
