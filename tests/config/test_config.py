@@ -370,7 +370,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: none, ffn: none}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a = 'mixer: none, ffn: none': neither a mixer nor a feed-forward network; give one of them"),
     (["model.moe={num_experts: 4, latent_size: 16}", "model.linear_bias=true"], 1,
-     "model.moe.latent_size = 16: model.linear_bias is true, and the projections of the latents have no biases; leave"),
+     "model.moe.latent_size = 16: model.linear_bias is true, and latent projections have no biases; leave"),
     (["optimizer.qk_clip=100", "model.qk_norm=true"], 1,
      "optimizer.qk_clip = 100.0: with qk_norm: true logits do not depend on the size of query and key weights; leave"),
     (["optimizer.qk_clip=100", f"model.layer_kinds={{a: {{mixer: {{{NET}}}}}}}", "model.pattern=[a]"], 1,
@@ -386,7 +386,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
 EIGHT = "model.moe={num_experts: 8}"
 EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4, top_k: 5}"], 1,
-     "model.moe.top_k = 5: a token goes to different experts, and model.moe.num_experts is 4; try 4 or less"),
+     "model.moe.top_k = 5: the experts of a token must be different, and model.moe.num_experts is 4; try 4 or less"),
     (["model.moe={num_experts: 8, first_dense_layers: 4}"], 1,
      "model.moe.first_dense_layers = 4: none of the 4 layers has experts; try 0, or leave model.moe out"),
     (["model.moe={num_experts: 8, layer_interval: 5}"], 1,
@@ -398,7 +398,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 8, num_groups: 2, top_groups: 3}"], 1,
      "model.moe.top_groups = 3: model.moe.num_groups is 2; try 2 or less"),
     (["model.moe={num_experts: 8, num_groups: 4, top_groups: 1, top_k: 3}"], 1,
-     "model.moe.top_groups = 1: so many groups have 2 experts, and model.moe.top_k is 3; try 2 or more"),
+     "model.moe.top_groups = 1: these groups have 2 experts, and model.moe.top_k is 3; try 2 or more"),
     (["model.moe={num_experts: 8, shared_ffn_hidden_size: 33}", "parallel.tensor=2"], 2,
      "parallel.tensor = 2: model.moe.shared_ffn_hidden_size (33) is not a multiple of it"),
     (["parallel.expert=2"], 2, "parallel.expert = 2: the model has no experts; try 1, or set model.moe"),
@@ -415,7 +415,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
     ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),
     (["model.moe={num_experts: 8, ffn_hidden_size: 33}"], 1,
-     "model.moe.ffn_hidden_size = 33: GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns; try"),
+     "model.moe.ffn_hidden_size = 33: grouped GEMMs of experts need bf16 matrices with a multiple of 8 columns; try"),
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
      "parallel.fsdp_replicas = 2: the shards of parallel.fsdp are replicated over equal parts of 2 data-parallel "
      "ranks, and those of experts over equal parts of the 1 that hold the same experts; try 1"),

@@ -1,4 +1,4 @@
-"""The absent part of a layer that has a mixer only, or a feed-forward network only (Nemotron-H): `none` in YAML."""
+"""Records for a layer that has only a mixer or only a feed-forward network (Nemotron-H): `none` in YAML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NoMixerConfig(PartRecord):
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """None: the layer is a feed-forward network."""
+    """Kind of mixer: the layer has none and is a feed-forward network alone."""
 
 
 class NoFfnConfig(PartRecord):
@@ -26,4 +26,4 @@ class NoFfnConfig(PartRecord):
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """None: the layer is a mixer."""
+    """Kind of feed-forward network: the layer has none and is a mixer alone."""
