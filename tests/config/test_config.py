@@ -450,7 +450,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([LATENT, SPARSE, "model.attention_dropout=0.1"], 1, "model.attention_dropout = 0.1: model.sparse_attention is"),
     ([LATENT, SPARSE, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': the indexer of model.sparse_att"),
     (["model.hyper_connections={}", "model.mtp_num_layers=1"], 1,
-     "model.mtp_num_layers = 1: model.hyper_connections is set, and with it this is not offered; try 0"),
+     "model.mtp_num_layers = 1: model.hyper_connections is set and does not support it; try 0"),
     (["model.hyper_connections={streams: 1}"], 1, "model.hyper_connections.streams = 1"),
     (["model.moe={num_experts: 4}", "model.layer_kinds={a: {ffn: {kind: moe, routing: hash}}}", "model.pattern=[a]",
       "model.mtp_num_layers=1"], 1, "model.layer_kinds.a.ffn.routing = 'hash': layers of multi-token prediction are"),
