@@ -15,9 +15,9 @@ from megafp8.spec import ModelSection
 class HyperConnectionsConfig(Section):
     """Manifold-constrained hyper-connections (Xie et al. 2025, arXiv:2512.24880; DeepSeek-V4).
 
-    Each mixer and feed-forward network reads a weighted sum of the streams. A doubly stochastic matrix then mixes the
-    streams, and the output of the part is added to each with a weight. All weights are functions of the token's
-    streams.
+    The model has several residual streams. Each mixer and feed-forward network reads a weighted sum of them. A doubly
+    stochastic matrix then mixes the streams, and the output of the part is added to each with a weight. All weights are
+    functions of the token's streams.
     """
 
     streams: Annotated[int, Field(ge=2, le=8), INTEGER] = 4
