@@ -26,7 +26,7 @@ class NextToken:
     Args:
         seq_length: Number of tokens of a sample, s.
         reset_at_documents: Whether attention and positions restart at each document.
-        mask_eod_loss: Whether labels across the ends of documents do not count.
+        mask_eod_loss: Whether to ignore labels that begin a document, because nothing predicts them.
     """
 
     seq_length: int

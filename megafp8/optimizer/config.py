@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     groups: list[ParamGroup] = []
     """Groups of weights with a separate learning rate or weight decay. Default: no groups."""
     learning_rate: PositiveFloat
-    """Peak learning rate."""
+    """Peak learning rate, reached at the end of the warm-up."""
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
     beta2: Decay = 0.95
     """Decay rate of Adam's second moment."""
     eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
+    """Adam's epsilon, added to the root of the second moment."""
     clip_grad_norm: NonNegative = 1.0
     """Maximum global gradient norm. Larger gradients are scaled down to it. 0 turns clipping off."""
     qk_clip: PositiveFloat | None = None
@@ -84,7 +84,7 @@ class OptimizerConfig(Section):
         chosen = values.get(choice, cls.model_fields[choice].default)
         if choice == "schedule":
             return {"constant": (), "wsd": ("decay_until", "decay_steps")}.get(chosen, ("decay_until",))
-        update = cls.model_fields[chosen].default if chosen in cls.model_fields else None  # adamw's have no section
+        update = cls.model_fields[chosen].default if chosen in cls.model_fields else None  # adamw has no section
         chosen_options = () if update is None else (chosen,)
         return (
             chosen_options

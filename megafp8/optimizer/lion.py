@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Lion(Update):
-    """Lion (Chen et al. 2023), which updates all weights by signs."""
+    """Lion (Chen et al. 2023), which updates every weight by a sign times the learning rate."""
 
     moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
     beta1: Decay = 0.9

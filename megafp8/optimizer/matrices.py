@@ -142,7 +142,7 @@ def matrix_exchange(batch: Sequence[OwnedMatrix], rank: int) -> MatrixExchange:
     own_matrices = [matrix for matrix in batch if matrix.owner == rank]
 
     def by_rank(transfers: Iterable[tuple[int, MatrixPart]]) -> Transfers:
-        return sorted(transfers, key=lambda transfer: transfer[0])  # stable
+        return sorted(transfers, key=lambda transfer: transfer[0])  # the sort is stable
 
     return MatrixExchange(
         {matrix.name: matrix.shape for matrix in own_matrices},
@@ -260,7 +260,7 @@ class MatrixOptimizer(Optimizer):
 
     def _transform(self, exchange: MatrixExchange, received: Tensor) -> dict[str, Tensor]:
         """Return the updates of the matrices that this rank owns, from the received parts of their directions."""
-        if [part.name for _, part in exchange.from_senders] == list(exchange.owned):  # whole matrices, in order
+        if [part.name for _, part in exchange.from_senders] == list(exchange.owned):  # whole matrices in order
             flat = received
         else:
             flat = self._empty(sum(map(math.prod, exchange.owned.values())))

@@ -141,7 +141,7 @@ class MixedPrecisionOptimizer:
         self.shards = list(shards)
         self.released = released
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
+        self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master and state name
         rounded: list[FlatShard] = []
         in_fp32 = all(sum_dtype(shard.param.dtype) == torch.float32 for shard in shards)
         fits = in_fp32 and config.moments_dtype != "fp8"  # required by `Update.updates_stored`
@@ -274,7 +274,7 @@ class MixedPrecisionOptimizer:
     def stored_tensors(self, shard: FlatShard) -> dict[str, tuple[Tensor, ...]]:
         """Return the live tensors that hold a shard's `master` and moments between steps."""
         stored = {key: storage.tensors for key, storage in self.storage[self._masters[shard.param]].items()}
-        if shard.param in self.released:  # also where it is fp32
+        if shard.param in self.released:  # even if it is fp32
             stored["master"] = (self.master_of(shard),)
         return stored
 

@@ -100,7 +100,7 @@ class Muon(MatrixUpdate):
     def flops(self, shape: Shape) -> int:
         """Return the FLOPs of `gram_newton_schulz`, which computes only half of each symmetric product."""
         short, long = sorted(shape)
-        products = sum(4 * count - 3 for count in SPANS)  # of polynomials
+        products = sum(4 * count - 3 for count in SPANS)  # products of Gram matrices
         return short * short * (3 * len(SPANS) * long + products * short)
 
     def hidden_learning_rate_scale(self, learning_rate: float, width: float) -> float:

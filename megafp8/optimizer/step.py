@@ -182,7 +182,7 @@ class OptimizerStep:
         partial = [gradient_of(shard) for shard in shards if spec_of(shard.param).reduce_over_tp]
         collectives.coalesced_all_reduce(partial, self.tensor_group)
         shared = [gradient_of(shard) for param in self.shared_params for shard in shards if shard.param is param]
-        if len(self.shared_params) == 2:  # sharded alike
+        if len(self.shared_params) == 2:  # both sides are sharded in the same way
             sides = len(shared) // 2
             for first, last in zip(shared[:sides], shared[sides:], strict=True):
                 last.copy_(first.add_(last))

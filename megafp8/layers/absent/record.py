@@ -8,7 +8,7 @@ from megafp8.spec import PartRecord
 
 
 class NoMixerConfig(PartRecord):
-    """No mixer: the layer is a feed-forward network."""
+    """Missing mixer of a layer that is a feed-forward network alone."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoMixer"
     tensor_prefix: ClassVar[str] = "no_mixer"
@@ -19,7 +19,7 @@ class NoMixerConfig(PartRecord):
 
 
 class NoFfnConfig(PartRecord):
-    """No feed-forward network: the layer is a mixer."""
+    """Missing feed-forward network of a layer that is a mixer alone."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoFeedForward"
     tensor_prefix: ClassVar[str] = "no_ffn"

@@ -119,7 +119,7 @@ def in_chunks(
 
     system = (beta * products(k)).tril(-1)
     right = torch.cat([beta * v, beta * before * k], dim=-1)
-    # `unitriangular` takes the diagonal as 1 and does not read it.
+    # `unitriangular=True` takes the diagonal as 1 and does not read it.
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores, q, k = products(q), q * before, k * after
@@ -222,7 +222,7 @@ def _forgetting(decay: Tensor, starts_sb: Tensor | None) -> Tensor:
 class InKernels(Function):
     """Delta rule computed by `megafp8.layers.delta_rule.kernel`, with a decay per channel and without documents.
 
-    There are as many key heads as value heads.
+    The number of key heads equals the number of value heads.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ from megafp8.kernels.launch import TritonKernel
 
 MOST_COLUMNS = 1024
 """Largest number of columns. More would not fit into registers."""
-_ELEMENTS = 512  # of a program, which is one warp: maxima need no shared memory
+_ELEMENTS = 512  # per program. A program is one warp, so that maxima need no shared memory
 
 
 @TritonKernel

@@ -22,14 +22,14 @@ from megafp8.layers.experts.permute_op import Permutation, by_expert
 
 MARGIN = 1.25
 """Room of a CUDA graph as a multiple of the most rows that a layer had before."""
-_MULTIPLE = 128  # of rows
+_MULTIPLE = 128  # the room is a multiple of this number of rows
 
 
 class RowBound:
     """Number of rows for which a rank allocates expert buffers in each layer."""
 
     def __init__(self, device: torch.device) -> None:
-        self._largest: dict[str, int] = {}  # by layer
+        self._largest: dict[str, int] = {}  # most rows so far, by layer
         self._is_fixed = False
         self.exceeded = torch.zeros((), dtype=torch.int32, device=device)
         """Number of times that a layer had more rows than room, int32 `[]`; the caller resets it to zero."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
-_BYTES, _WARPS = 2048, 4  # of a row, for a program of the sum: 16 bytes a thread
+_BYTES, _WARPS = 2048, 4  # bytes of a row per program of the sum, 16 per thread
 
 
 @TritonKernel

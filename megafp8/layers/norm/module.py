@@ -124,7 +124,7 @@ class Norm(nn.Module):
 
 
 class RMSNormPart(Norm):
-    """`x / √(mean of squares + eps) · weight`."""
+    """RMSNorm: `x / √(mean of squares + eps) · weight`."""
 
     statistics = 1
     has_bias = False
@@ -134,7 +134,7 @@ class RMSNormPart(Norm):
 
 
 class LayerNormPart(Norm):
-    """`(x - mean) / √(variance + eps) · weight + bias`."""
+    """LayerNorm: `(x - mean) / √(variance + eps) · weight + bias`."""
 
     statistics = 2
     has_bias = True

@@ -111,7 +111,7 @@ class LayerTail(nn.Module):
         return saved | {"per-layer tail": inputs + self.norm.saved(batch), **self.kept(batch)}
 
     def kept(self, batch: MicroBatch) -> dict[str, int]:
-        """Return the bytes saved by `PerLayerEmbedding` for this layer, even where the layer is recomputed."""
+        """Return the bytes saved by `PerLayerEmbedding` for this layer, even if the layer is recomputed."""
         if not self.width:
             return {}
         return {"per-layer embedding": batch.own_tokens * (3 * self.width * batch.element + batch.statistic)}

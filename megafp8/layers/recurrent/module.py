@@ -78,7 +78,7 @@ class RecurrentMixer(Mixer):
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition | None:
         """Return the map of S by all these tokens together; None without S.
 
-        S in `state` is zero, so that it can serve as the state that gives `Transition.added`.
+        S in `state` is zero, so that the state after the tokens is `Transition.added`.
         """
         assert not self.state_shape, "a mixer with S says how it is mapped"
         return None

@@ -134,7 +134,7 @@ class Rwkv7(RecurrentMixer):
         sharded = self.context.sequence_sharded
         whole_sbh = gather_from_sequence_parallel(x_sbh, self.context.tensor) if sharded else x_sbh
         before_sbh = inputs.recurrence(TokenShift(self), (whole_sbh,))
-        if sharded:  # a view, whose gradient the gather sums over ranks
+        if sharded:  # the gather sums the gradient of this view over ranks
             before_sbh = collectives.own_slice(before_sbh, self.context.tensor)
         difference_sbh = before_sbh - x_sbh
         r, k, v, decay, rate, gate = (torch.addcmul(x_sbh, difference_sbh, mu_h) for mu_h in self.shift)

@@ -94,7 +94,7 @@ def in_chunks(
         return ((x.unsqueeze(-2) * y.unsqueeze(-3)) * decays).sum(-1)
 
     right = torch.cat([products(removal, k, before) @ v, removal_of_state], dim=-1)
-    # `unitriangular` takes the diagonal as 1 and does not read it.
+    # `unitriangular=True` takes the diagonal as 1 and does not read it.
     solved = torch.linalg.solve_triangular(products(removal, replaced, before), right, upper=False, unitriangular=True)
     written, read = solved.split([v.shape[-1], removal.shape[-1]], dim=-1)
     value_outputs, removal_scores = products(r, k, within) @ v, products(r, replaced, within)
