@@ -36,7 +36,7 @@ from megafp8.objectives.next_token import next_token
 class WithPlaces:
     """Objective that adds the places of tokens to the rows and micro-batches of `objective`.
 
-    The last row of each part has the places, with which precomputed logits are found.
+    The last row of each part has the places. They locate the precomputed logits of tokens.
     """
 
     objective: Objective

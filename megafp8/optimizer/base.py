@@ -85,7 +85,7 @@ class MatrixUpdate(Update):
     """Decay rate of the momentum."""
 
     def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
-        """Return the dtype in which ranks send momentum and results, given the dtype of the masters."""
+        """Return the dtype of momentum and results in communication, given the dtype of the masters."""
         raise NotImplementedError
 
     def accumulate(

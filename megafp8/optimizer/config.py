@@ -34,7 +34,7 @@ class OptimizerConfig(Section):
     warmup_steps: Steps = 0
     """Number of steps of linear warm-up."""
     warmup_from: NonNegative = 0.0
-    """Learning rate from which the warm-up rises. To continue after a schedule has ended, set it, for example, to that
+    """Learning rate at the start of the warm-up. To continue after a schedule has ended, set it, for example, to that
     schedule's min_learning_rate."""
     schedule_from: Steps = 0
     """Step at which the schedule begins with its warm-up. Earlier steps have the learning rate of this step. Set it for
@@ -60,10 +60,10 @@ class OptimizerConfig(Section):
     scaled down after the update so that this logit would have been equal to the limit. It costs a second product of
     queries and keys in forward (docs/optimizers.md). Default: no clipping and no extra cost."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which data-parallel ranks send gradients to each other. bf16 halves the traffic; sums over ranks are
+    """Dtype of gradients in communication between data-parallel ranks. bf16 halves the traffic; sums over ranks are
     then rounded to 8 bits, while sums over a rank's micro-batches stay fp32."""
     moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Dtype in which Adam's two moments are stored. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
+    """Storage dtype of Adam's two moments. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
     block of 128 and stochastic rounding. A resumed run can change it only between bf16 and fp8."""
     store_param_remainders: bool = False
     """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks. This saves 2 bytes per parameter

@@ -124,7 +124,7 @@ def batches(matrices: Sequence[OwnedMatrix], ranks: int, elements: int) -> list[
 
 
 Transfers = Sequence[tuple[int, MatrixPart]]
-"""Parts with the ranks to which they are sent or from which they come, in the order of the ranks."""
+"""Parts with their receivers or senders, in the order of these ranks."""
 
 
 class MatrixExchange(NamedTuple):

@@ -39,7 +39,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 """Number of Newton-Schulz iterations."""
 EPS = 1e-7
-"""Lower limit of the norm by which a matrix is divided."""
+"""Lower limit of the norm that divides a matrix."""
 SPANS = (3, 2)
 """Number of iterations before each product with the matrix itself in `gram_newton_schulz`."""
 

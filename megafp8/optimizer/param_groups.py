@@ -39,10 +39,10 @@ class ParamRates(NamedTuple):
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a matrix of a block, which Muon updates and for which muP scales the learning rate.
+    """Return whether a parameter is a matrix of a block.
 
-    Matrices before or after the blocks, such as the output layer, are not hidden matrices. Neither are matrices with
-    one row or one column.
+    Muon updates these matrices, and muP scales their learning rate. Matrices before or after the blocks, such as the
+    output layer, are not hidden matrices. Neither are matrices with one row or one column.
     """
     return spec.matrix and all(
         shard.name.startswith("layers.") and min(shard.global_shape) > 1 for shard in spec.shards

@@ -44,7 +44,7 @@ class _Absent(LayerPart):
 
 
 class NoMixer(_Absent, Mixer):
-    """Mixer of a layer that is a feed-forward network alone."""
+    """Placeholder mixer of a layer with only a feed-forward network."""
 
     def inputs(self, layer: int, tokens: Tokens) -> NoInputs:
         """Return empty inputs."""
@@ -61,7 +61,7 @@ class NoMixer(_Absent, Mixer):
 
 
 class NoFeedForward(_Absent, FeedForward):
-    """Feed-forward network of a layer that is a mixer alone."""
+    """Placeholder feed-forward network of a layer with only a mixer."""
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> NoReturn:
         """Raise an AssertionError, because the block must not call this part."""

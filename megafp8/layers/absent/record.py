@@ -8,22 +8,22 @@ from megafp8.spec import PartRecord
 
 
 class NoMixerConfig(PartRecord):
-    """Missing mixer of a layer that is a feed-forward network alone."""
+    """Record of a layer without a mixer: the layer has only a feed-forward network."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoMixer"
     tensor_prefix: ClassVar[str] = "no_mixer"
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """Kind of mixer: the layer has none and is a feed-forward network alone."""
+    """Kind of mixer: no mixer, only a feed-forward network."""
 
 
 class NoFfnConfig(PartRecord):
-    """Missing feed-forward network of a layer that is a mixer alone."""
+    """Record of a layer without a feed-forward network: the layer has only a mixer."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoFeedForward"
     tensor_prefix: ClassVar[str] = "no_ffn"
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """Kind of feed-forward network: the layer has none and is a mixer alone."""
+    """Kind of feed-forward network: no feed-forward network, only a mixer."""

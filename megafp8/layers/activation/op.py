@@ -74,9 +74,9 @@ def activation(
         kind: Name of the activation in `megafp8.layers.activation.record.ACTIVATIONS`.
         x: `[gate | up]`, `[..., 2f]`, if the activation is gated; otherwise `[..., f]`.
         bias: Bias `[f]` added to `x`, only for activations that are not gated.
-        form: Format in which the next layer takes its input; None for values.
-        handoff: Handoff through which the layer that computed `x` takes the gradient quantized; None for values. No
-            other operation may use `x`.
+        form: Input format of the next layer; None for values.
+        handoff: Handoff that passes a quantized gradient to the layer that computed `x`; None to pass values. No other
+            operation may use `x`.
 
     Returns:
         The activation `[..., f]` in the format `form`.

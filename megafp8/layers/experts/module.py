@@ -140,7 +140,7 @@ class Experts(nn.Module):
         )
 
     def input_format(self, x: Tensor, groups: RowGroups) -> InputFormat | None:
-        """Return the format in which the experts take their rows; None for values.
+        """Return the input format of the experts' rows; None for values.
 
         Only the device and dtype of `x` matter.
         """
@@ -496,8 +496,8 @@ class MoE(FeedForward):
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
-        # Gather the weights after the tokens. Backward then reduces the gradients of the weights, for which the router
-        # waits, before the gradients of the tokens.
+        # Gather the weights after the tokens. Backward then reduces the gradients of the weights before the gradients
+        # of the tokens; the router's backward waits only for the former.
         weights = gather_from_sequence_parallel(routing.weights, self.group)
         permutation, ends_e = own_rows(
             chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name, drops=self.drops

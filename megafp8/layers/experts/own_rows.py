@@ -26,7 +26,7 @@ _MULTIPLE = 128  # the room is a multiple of this number of rows
 
 
 class RowBound:
-    """Number of rows for which a rank allocates expert buffers in each layer."""
+    """Sizes of a rank's expert buffers in each layer, in rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._largest: dict[str, int] = {}  # most rows so far, by layer

@@ -222,7 +222,7 @@ def combine(
         rows_mh: Rows sorted by expert.
         weights_nk: Weight of each row, float32 or wider.
         permutation: Permutation that produced the rows.
-        handoff: Handoff through which the layer that computed the rows takes their gradient quantized; None for values.
-            No other operation may use the rows.
+        handoff: Handoff that passes a quantized gradient to the layer that computed the rows; None to pass values. No
+            other operation may use the rows.
     """
     return _Combine.apply(rows_mh, weights_nk, permutation, handoff)

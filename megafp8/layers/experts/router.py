@@ -298,7 +298,7 @@ class Router(nn.Module):
             padding_n: Whether each token is padding and does not count, bool; None if no token is.
 
         Returns:
-            Routing with weights through which the router's losses reach its gradient.
+            Routing. Backward through its weights adds the gradients of the router's losses.
         """
         if self.scale is not None:
             h = len(self.scale)

@@ -8,8 +8,8 @@ functions of the weights use one thread per token, which holds the token's matri
 no communication between threads. Backward recomputes the iterations and keeps their sums; multiplying by the sums
 undoes each iteration.
 
-All sums have a fixed order. Tensor cores compute the products, in the dtype of the streams in forward and in TF32 in
-backward. With fp32 streams they compute in full fp32.
+All sums have a fixed order. Tensor cores compute the products in the dtype of the streams in forward, and in TF32 in
+backward. Products of fp32 streams are computed in full fp32.
 
 Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products, or n. Small tensors have tokens last.
 """

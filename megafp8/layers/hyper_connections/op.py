@@ -1,10 +1,10 @@
 """Autograd functions of hyper-connections: they compute weights from the residual streams, and read and write them.
 
 A token has n streams of h channels, concatenated into `x` with k = n·h numbers. `x` is divided by its root mean square
-and multiplied by the m rows of `fn`; the products, times a scale and plus a base, are the logits of the weights. There
-are n weights with which the streams are summed (`pre`), n weights with which an output is added to the streams
-(`post`), and a matrix `[n, n]` that mixes the streams (`comb`). Sinkhorn iterations make the matrix doubly stochastic;
-they end with its columns.
+and multiplied by the m rows of `fn`; the products, times a scale and plus a base, are the logits of the weights. The
+weights are `pre` (n weights of the streams in a part's input), `post` (n weights of the part's output in the streams),
+and `comb` (a matrix `[n, n]` that mixes the streams). Sinkhorn iterations make the matrix doubly stochastic; they end
+with its columns.
 
     connect     x -> Σ pre_j · x_j, post, comb
     mix         x, y, post, comb -> post_k · y + Σ_j comb_jk · x_j

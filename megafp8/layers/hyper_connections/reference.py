@@ -35,9 +35,9 @@ class Weights(NamedTuple):
     """Weights of the streams, or their gradients. `post` and `comb` are empty for `collapse`."""
 
     pre: Tensor
-    """Weights with which a part reads the streams, `[r, n]`."""
+    """Weights of the streams in a part's input, `[r, n]`."""
     post: Tensor
-    """Weights with which the part's output is added to the streams, `[r, n]`."""
+    """Weights of the part's output in each stream, `[r, n]`."""
     comb: Tensor
     """Matrices that mix the streams, `[r, n, n]`."""
 

@@ -35,8 +35,8 @@ class Mamba2Config(ConvolvedConfig):
     state_size: Channels = 128
     """Number of state values per channel (ssm_state_size, mamba_d_state)."""
     num_groups: Heads = 8
-    """Number of groups of neighboring heads (n_groups). The heads of a group share B and C, the vectors with which
-    tokens write to and read from states. Their channels are normalized together before the output projection."""
+    """Number of groups of neighboring heads (n_groups). The heads of a group share B and C, the vectors that tokens use
+    to write to and read from states. Their channels are normalized together before the output projection."""
     conv_bias: bool = True
     """Add biases to the convolution (use_conv_bias)."""
     min_step: NonNegative = 0.0

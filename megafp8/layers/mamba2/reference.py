@@ -33,8 +33,8 @@ def recurrence(
         x_sbaw: Inputs of the heads.
         step_sba: Step of each token and head.
         rate_a: Decay rate of each head, negative.
-        b_sbgd: Vectors with which tokens write to the states (keys).
-        c_sbgd: Vectors with which tokens read the states (queries).
+        b_sbgd: Vectors that tokens use to write to the states (keys).
+        c_sbgd: Vectors that tokens use to read the states (queries).
         skip_a: Weight of the input in the output.
         state_badw: State before the first token.
         starts_sb: Tokens that begin a document, before which the state is set to zero, bool.

@@ -70,7 +70,7 @@ class MLP(FeedForward):
 
     @property
     def input_format(self) -> InputFormat | None:
-        """Format in which the first linear layer takes its input; None for values."""
+        """Input format of the first linear layer; None for values."""
         return self.up.state.input_format
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:

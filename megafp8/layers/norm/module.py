@@ -103,7 +103,7 @@ class Norm(nn.Module):
         Args:
             x: Residual stream.
             branch: Output of the previous sublayer, in the shape of `x`; None in the first block.
-            form: Format in which the next layer takes its input; None for values in the dtype of `x`.
+            form: Input format of the next layer; None for values in the dtype of `x`.
             dropout: Dropout applied to `branch` before the addition.
 
         Returns:

@@ -153,7 +153,7 @@ def norm(
         weight: `[c]`.
         bias: `[c]`, or None.
         eps: Number added to the variance.
-        form: Format in which the next layer takes its input; None for values.
+        form: Input format of the next layer; None for values.
         dropout: Dropout applied to `branch` before the addition.
         zero_centered: Multiply by `1 + weight` instead of `weight`.
 

@@ -35,7 +35,7 @@ class Transition(NamedTuple):
 
 
 class RecurrentRule(Protocol):
-    """Functions with which a layer's tokens advance a state.
+    """Rule that says how a layer's tokens advance a state.
 
     `megafp8.layers.recurrent.module.RecurrentMixer` documents and implements them.
     """

@@ -35,7 +35,7 @@ def recurrence(
     """Run the recurrence token by token. This is the specification of `in_chunks`.
 
     Args:
-        r_sbad: Receptances, with which tokens read the state.
+        r_sbad: Receptances, which tokens use to read the state.
         decay_sbad: Logarithms g of decays.
         k_sbad: Keys.
         v_sbad: Values.

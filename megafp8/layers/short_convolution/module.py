@@ -64,7 +64,7 @@ class ShortConvolution(ConvolvedMixer):
 
     @property
     def input_format(self) -> InputFormat | None:
-        """Format in which the projection takes its input; None for values."""
+        """Input format of the projection; None for values."""
         return self.projection.state.input_format
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
