@@ -1,12 +1,12 @@
-"""What a model is trained to predict, one file each: from a sample of the data sets to a micro-batch.
+"""Training objectives, one file each: they turn samples of the data sets into micro-batches.
 
-An objective makes of a sample a row of integers (`row`), in the process that reads it, and rows into a `Batch`
-(`batch`). A row is a function of the seed and of the sample's number in the run, so a resumed run, or one in another
-layout, trains on the same batches.
+An objective turns a sample into a row of integers (`row`), in the process that reads the sample, and rows into a
+`Batch` (`batch`). A row is a function of the seed and of the sample's number in the run. So a resumed run, or a run in
+another layout, trains on the same batches.
 
 To add an objective, add its keys to the section `data` in `megafp8/config/schema.py`, with the rules about them as
-`problems` of an `ObjectiveConfig`, and a file here that defines `OBJECTIVE = ObjectiveRecord(applies, build)`; the
-registry (`host/registry.py`) finds it. This package has what such a file imports.
+`problems` of an `ObjectiveConfig`, and a file here that defines `OBJECTIVE = ObjectiveRecord(applies, build)`. The
+registry (`host/registry.py`) finds it. This package exports the names that such a file imports.
 """
 
 from __future__ import annotations
@@ -41,48 +41,56 @@ __all__ = [
 
 
 class ObjectiveLoss(Protocol):
-    """What is minimized where it is not the mean cross entropy of labels that count.
-
-    `metrics`: names of what it reports beside the loss. `reads_logits`: the last stage's output is this rank's logits
-    `[s, b, v/t]`, not the losses of tokens `[s, b]`.
-    """
+    """Loss of an objective that does not minimize the mean cross entropy of counted labels."""
 
     metrics: tuple[str, ...]
+    """Names of the metrics that it reports in addition to the loss."""
     reads_logits: bool = False
+    """Whether the last stage's output is this rank's logits `[s, b, v/t]` instead of token losses `[s, b]`."""
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of losses of a micro-batch, and a report, float64: `[sum of losses, their number, sum of each
-        metric]`.
+        """Compute the loss of a micro-batch.
 
-        `output`: of the last stage. `batch`: with the tokens of this context-parallel rank. The sums of the reports of
-        all ranks that share sequences are those of whole ones, and so are the sums of their gradients.
+        The reports of ranks that share sequences add up to the report for whole sequences, and so do their gradients.
+
+        Args:
+            output: Output of the last stage.
+            batch: Micro-batch with the tokens of this context-parallel rank.
+
+        Returns:
+            Sum of the losses, and a float64 report: `[sum of losses, number of losses, sum of each metric]`.
         """
         ...
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
-        """What `Batch.reference` is to hold, from the output of a frozen model's last stage."""
+        """Return the tensor for `Batch.reference` from the output of a frozen model's last stage."""
         ...
 
     def count(self, batch: Batch) -> Tensor:
-        """Number of losses of a micro-batch of whole sequences, float64 `[]`."""
+        """Return the number of losses of a micro-batch of whole sequences, float64 `[]`."""
         ...
 
 
 class LossMemory(NamedTuple):
-    """Bytes on a rank of the last stage, beside the logits of a micro-batch: `reference`: `Batch.reference` of one
-    micro-batch, which is held for all of a step; `computed`: at the peak of the loss."""
+    """Bytes of a loss on a rank of the last stage, in addition to the logits of a micro-batch."""
 
     reference: int = 0
+    """Bytes of `Batch.reference` of one micro-batch, which is held for a whole step."""
     computed: int = 0
+    """Bytes at the peak of the computation of the loss."""
 
 
 @dataclass(frozen=True)
 class ObjectiveRecord:
-    """When a config has an objective, and how it is made.
+    """Registry entry of an objective.
 
-    `build(config, tokenizer, source)` raises ConfigError, about a config that was read from `source`, if a token or a
-    property of the tokenizer is missing. `applies`: of at most one objective. `loss`: None for cross entropy.
-    `memory(config, tokens)`: of that loss for a micro-batch of so many tokens on a rank, if it is worth counting.
+    Args:
+        applies: Function that returns whether a config has this objective. At most one objective applies to a config.
+        build: Function of config, tokenizer and config source that builds the objective. It raises ConfigError if a
+            token or a property of the tokenizer is missing.
+        loss: Function that builds the loss; None for cross entropy.
+        memory: Function that returns the memory of the loss for a micro-batch with a number of tokens per rank; None
+            if it is negligible.
     """
 
     applies: Callable[[Config], bool]
@@ -92,7 +100,7 @@ class ObjectiveRecord:
 
 
 def generator_of(seed: int, index: int) -> np.random.Generator:
-    """Random numbers of sample number `index` of a run."""
+    """Return the random generator of sample number `index` of a run."""
     return np.random.Generator(np.random.Philox(key=np.array([seed & (2**64 - 1), index], np.uint64)))
 
 
@@ -104,9 +112,18 @@ def special_ids(
     names: Mapping[str, Sequence[str]],
     section: str = "data.special_tokens",
 ) -> dict[str, int]:
-    """Ids of special tokens: those `given`, else of the first of the `names` that the tokenizer has.
+    """Return the ids of special tokens by key.
 
-    `names`: by key of `section`. Raises ConfigError naming those that are missing.
+    Args:
+        config: Config of the run.
+        tokenizer: Tokenizer of the data, if there is one.
+        source: Source of the config, for errors.
+        given: Ids that the config sets, by key. They take precedence.
+        names: Possible names of the token in the tokenizer, by key. The first name that the tokenizer has is used.
+        section: Config section of the keys, for errors.
+
+    Raises:
+        ConfigError: Tokens are missing, or their ids are not below `model.vocab_size`.
     """
     problems, ids_by_role = [], {}
     size = config.spec.stem.vocab_size
@@ -116,7 +133,7 @@ def special_ids(
         number = next((i for i in ids if i is not None), None)
         if number is None:
             rule = f"not given, and data.tokenizer has neither {' nor '.join(candidates)}"
-            works = f"give the id of a token for it below model.vocab_size ({size}), which may be enlarged for it"
+            works = f"set it to a token id below model.vocab_size ({size}), which you may enlarge for it"
             problems.append(Problem(f"{section}.{key}", None, rule, works))
         elif number >= size:
             rule = f"model.vocab_size is {size}"

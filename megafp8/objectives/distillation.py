@@ -1,12 +1,12 @@
-"""Distillation: the student's distribution of the next token becomes the teacher's (Hinton et al. 2015).
+"""Distillation: the student learns the teacher's distribution of the next token (Hinton et al. 2015, arXiv:1503.02531).
 
     loss of a token    weight · T² · KL(teacher ‖ student) + (1 - weight) · cross entropy
 
-(arXiv:1503.02531; the gradient of the divergence falls with T², which the factor undoes.) Samples, and which tokens
-count, are those of the objective without a teacher. With `top_k` the teacher's distribution is that of its likeliest
-tokens alone, the student's that of the whole vocabulary.
+The gradient of the divergence falls with T², and the factor T² compensates for this. Samples and counted tokens are the
+same as in the objective without a teacher. With `top_k`, the teacher's distribution covers only its k likeliest tokens,
+while the student's distribution covers the whole vocabulary.
 
-Shapes: s sequence, b micro-batch, v vocabulary, k likeliest tokens, t tensor-parallel size.
+Shapes: s sequence length, b micro-batch size, v vocabulary size, k likeliest tokens, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from megafp8.objectives.next_token import next_token
 
 @dataclass(frozen=True)
 class WithPlaces:
-    """The rows and micro-batches of `objective`, with the numbers of tokens that the parts have last."""
+    """Objective that adds the places of tokens to the rows and micro-batches of `objective`.
+
+    The last row of each part has the places. They locate the precomputed logits of tokens.
+    """
 
     objective: Objective
     seq_length: int
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
+        """Return the rows of `objective`, followed by the row of places."""
         plain = [part[0] if len(part) == 2 else part[:-1] for part in parts]
         places = padded([part[-1] for part in parts], self.seq_length + 1)
         return np.concatenate([np.atleast_2d(self.objective.row(plain, index)), places[None]])
 
     def batch(self, rows: Tensor) -> Batch:
+        """Return the micro-batch of `objective` with `places`."""
         return replace(self.objective.batch(rows[:, :-1]), places=rows[:, -1, :-1].contiguous())
 
 
 class DistillationLoss(ObjectiveLoss):
-    """The loss of tokens, from this rank's logits.
+    """Distillation loss of tokens from this rank's logits.
 
-    `Batch.reference`: the teacher's logits, `[s, b, v/t]`, or of its likeliest tokens the logits and ids, the same on
-    all ranks, `[2, s, b, k]`.
+    `Batch.reference` holds the teacher's logits `[s, b, v/t]`. With `top_k` it holds the logits and ids of the
+    teacher's likeliest tokens, `[2, s, b, k]`, the same on all ranks.
     """
 
     metrics = ("divergence", "cross_entropy")
@@ -65,13 +70,14 @@ class DistillationLoss(ObjectiveLoss):
         self.vocab_size, self.group = vocab_size, parallel.tensor.group
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return the teacher's logits, or the logits and ids of its likeliest tokens, for `Batch.reference`."""
         if self.top_k is None:
             return output.detach()
         logits, ids = vocab_parallel_top_k(output, self.top_k, self.group, vocab_size=self.vocab_size)
         return torch.stack([logits, ids.to(logits.dtype)])  # ids below 2²⁴ are exact
 
     def _teacher(self, reference: Tensor, columns: int) -> Tensor:
-        """Probabilities of this rank's columns, `[s, b, v/t]`."""
+        """Return the teacher's probabilities of this rank's columns of the vocabulary, `[s, b, v/t]`."""
         if self.top_k is None:
             return vocab_parallel_log_softmax(
                 reference, self.group, vocab_size=self.vocab_size, temperature=self.temperature
@@ -84,6 +90,7 @@ class DistillationLoss(ObjectiveLoss):
         return p_sbv.scatter_add_(-1, local_sbk.masked_fill(foreign_sbk, 0), p_sbk.masked_fill(foreign_sbk, 0.0))
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss of a micro-batch; see `ObjectiveLoss`."""
         assert batch.reference is not None
         labels_sb, size = batch.labels.transpose(0, 1).contiguous(), self.vocab_size
         p_sbv = self._teacher(batch.reference, output.shape[-1])
@@ -99,6 +106,7 @@ class DistillationLoss(ObjectiveLoss):
         return loss, torch.stack([x.detach().double() for x in sums])
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of counted labels, float64 `[]`."""
         counted = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
         return counted.sum(dtype=torch.float64)
 
@@ -120,8 +128,11 @@ def _build(config: Config, *_: object) -> Objective:
 
 
 def _memory(config: Config, tokens: int) -> LossMemory:
-    """Logits of the teacher, in `top_k` also ids; and where the divergence is summed, its distribution, the student's
-    and two temporary tensors, with a mask."""
+    """Return the memory of the loss.
+
+    The reference holds the teacher's logits, with `top_k` also ids. The peak has the distributions of teacher and
+    student, two temporary tensors and a mask.
+    """
     options, dtype = config.data.distillation, DTYPES[config.training.precision]
     assert options is not None
     compute, columns = sum_dtype(dtype).itemsize, config.spec.stem.rows // config.parallel.tensor

@@ -1,15 +1,16 @@
-"""Fill in the middle: documents are rearranged, so that a causal model learns to restore a span from both of its sides.
+"""Fill in the middle: documents are rearranged so that a causal model learns to restore a span from both sides.
 
     document    p p p m m m m s s s s s s <end>
     PSM         <prefix> p p p <suffix> s s s <middle> m m m m <end>
     SPM         <prefix> <suffix> s s s <middle> p p p m m m m <end>
 
-(Bavarian et al. 2022, arXiv:2207.14255, at the level of contexts: what is rearranged are the documents of a sample, or
-the parts of them that it has.) Where the middle begins and ends is drawn at random, in tokens. All tokens are predicted
-as in next-token prediction. The end of a document stays at its end, where it tells that the middle is complete.
+The source is Bavarian et al. 2022, arXiv:2207.14255, at the level of contexts: it rearranges the documents of a sample,
+or the parts of documents that the sample has. The beginning and the end of the middle are drawn at random, in tokens.
+All tokens are predicted as in next-token prediction. The end token of a document stays at its end, where it shows that
+the middle is complete.
 
-A document keeps its length: the last three tokens of its suffix make room for the marks. One whose suffix has fewer is
-not rearranged.
+A document keeps its length: the three marks replace the last three tokens of its suffix. A document with a shorter
+suffix is not rearranged.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ from megafp8.objectives import Config, ObjectiveRecord, Parts, Tokenizer, genera
 from megafp8.objectives.next_token import NextToken, next_token
 
 MARKS = 3
+"""Number of marks in a rearranged document."""
 
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """`next_token` of documents each of which is rearranged with probability `rate`, and as SPM with `spm_rate` then.
+    """Next-token objective with documents rearranged at random.
 
-    `prefix`, `middle`, `suffix`: ids of the marks. `eod_id`: ends documents; None if nothing does. `start_ids`: begin
-    documents. Both stay in their places. Which documents are rearranged, and where, depends on the seed and on the
-    sample's number in the run only.
+    The choice of documents and of their middles depends only on the seed and on the sample's number in the run.
+
+    Args:
+        next_token: Objective for the rearranged documents.
+        seed: Seed of the run.
+        rate: Probability that a document is rearranged.
+        spm_rate: Probability that a rearranged document has the order suffix, prefix, middle.
+        prefix: Id of the prefix mark.
+        middle: Id of the middle mark.
+        suffix: Id of the suffix mark.
+        eod_id: Id of the token that ends documents and stays in place; None if there is none.
+        start_ids: Ids of the tokens that begin documents and stay in place.
     """
 
     next_token: NextToken
@@ -47,7 +58,7 @@ class FillInTheMiddle:
     start_ids: tuple[int, ...] = ()
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """The row of `next_token`."""
+        """Return the row of `next_token` for the rearranged documents."""
         generator = generator_of(self.seed, index)
         return self.next_token.row([self._rearranged(part, generator) for part in parts], index)
 
@@ -65,13 +76,14 @@ class FillInTheMiddle:
         return np.concatenate([start, *pieces, middle, end])
 
     def batch(self, rows: Tensor) -> Batch:
+        """Return the micro-batch of rows."""
         return self.next_token.batch(rows)
 
 
 _NAMES = {
     mark: (f"<|fim_{mark}|>", f"<fim_{mark}>", f"▁<{mark[:3].upper()}>") for mark in ("prefix", "middle", "suffix")
 }
-"""The marks of the tokenizers of Qwen, StarCoder and Code Llama."""
+"""Names of the marks in the tokenizers of Qwen, StarCoder and Code Llama."""
 
 
 def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> FillInTheMiddle:

@@ -1,20 +1,22 @@
-"""Group relative policy optimization (GRPO; Shao et al. 2024, arXiv:2402.03300): advantages and the loss of texts.
+"""Group relative policy optimization (GRPO; Shao et al. 2024, arXiv:2402.03300): advantages and loss of texts.
 
-Of each prompt several texts are sampled, a *group*, each with a reward r. A text's advantage is how much better it is
-than its group, in standard deviations of the group; all its tokens have it:
+Several texts are sampled for each prompt. They form a *group*, and each text has a reward r. The advantage of a text
+says how much better it is than its group, in standard deviations of the group. All tokens of the text have the same
+advantage:
 
     A = (r - mean(r)) / std(r)
     loss[t] = -min(ratio[t] · A, clip(ratio[t], 1 - low, 1 + high) · A) + beta · kl[t]             equations 3 and 4
     ratio[t] = p(token t) / p_sampled(token t)        kl[t] = q - log q - 1,  q = p_reference(token t) / p(token t)
 
-`kl` is an unbiased estimate of the divergence from a reference model, and never negative. Texts that were sampled with
-the weights that are trained have ratio 1 before the first update, and then the gradient is that of -A · log p. Ratios
-of a step's only update differ from 1 where generation and training round otherwise, for which they correct.
+`kl` is an unbiased estimate of the divergence from a reference model, and it is never negative. If texts were sampled
+with the weights that are trained, their ratio is 1 before the first update, and the gradient is the gradient of
+-A · log p. Even in the first update ratios may differ from 1, because generation and training round differently; the
+ratios correct for this.
 
-The loss is the mean over the texts of a global batch of the mean over each one's tokens. Texts are documents of
-samples, each with its prompt. p is the distribution that is sampled: that of logits / temperature.
+The loss is the mean over the tokens of each text, averaged over the texts of a global batch. Texts are documents of
+samples, each with its prompt. p is the distribution from which texts are sampled: the softmax of logits / temperature.
 
-Shapes: p prompts (groups), g texts of each; b micro-batch, s sequence, n tokens of a text.
+Shapes: p prompts (groups), g texts per prompt; b micro-batch size, s sequence length, n tokens of a text.
 """
 
 from __future__ import annotations
@@ -33,22 +35,25 @@ from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelS
 from megafp8.objectives.answers import Answers
 
 _LEAST_STD = 1e-4
-"""Added to the standard deviation, as in TRL: rewards that are equal give advantages of 0."""
+"""Number added to the standard deviation, as in TRL, so that equal rewards give advantages of 0."""
 
 
 class TokenLosses(NamedTuple):
-    """`loss_bs`: to be differentiated. Without gradient: `clipped_bs`, where the ratio's gradient is cut off, and
-    `kl_bs`, 0 without a reference."""
+    """Losses of tokens, and values for metrics."""
 
     loss_bs: Tensor
+    """Loss of each token, differentiable."""
     clipped_bs: Tensor
+    """Whether clipping removes the gradient of a token's ratio, bool."""
     kl_bs: Tensor
+    """Divergence from the reference, without gradient; 0 without a reference."""
 
 
 def group_advantages(rewards_pg: Tensor) -> Tensor:
-    """The advantages of texts in their groups, `[p, g]`, with the sample's standard deviation (g - 1).
+    """Return the advantages of texts in their groups, `[p, g]`, with the sample standard deviation (g - 1).
 
-    ValueError for groups of one text, which have nothing to be compared with.
+    Raises:
+        ValueError: Groups have one text, so there is nothing to compare it with.
     """
     if rewards_pg.shape[1] < 2:
         raise ValueError(
@@ -68,8 +73,17 @@ def token_losses(
     high: float = 0.2,
     beta: float = 0.0,
 ) -> TokenLosses:
-    """The loss of each token, from log-probabilities of the model that is trained, of the one that sampled, and of the
-    reference."""
+    """Compute the loss of each token from log-probabilities of the tokens.
+
+    Args:
+        logprobs_bs: Log-probabilities under the model in training.
+        sampled_logprobs_bs: Log-probabilities under the model that sampled the tokens.
+        advantages_bs: Advantage of each token's text.
+        reference_logprobs_bs: Log-probabilities under the reference model; None for no divergence term.
+        low: Lower clipping range of the ratio: it is clipped at 1 - low.
+        high: Upper clipping range of the ratio: it is clipped at 1 + high.
+        beta: Weight of the divergence from the reference.
+    """
     ratio_bs = (logprobs_bs - sampled_logprobs_bs.detach()).exp()
     gain_bs = ratio_bs * advantages_bs.detach()
     clipped_gain_bs = ratio_bs.clamp(1 - low, 1 + high) * advantages_bs.detach()
@@ -82,17 +96,23 @@ def token_losses(
 
 
 def _divergence(log_q: Tensor) -> Tensor:
-    """q - log q - 1, 0 where log q is."""
+    """Return q - log q - 1, which is 0 if log q is 0."""
     return log_q.expm1() - log_q
 
 
 def text_part(
     tokens: NDArray[np.int64], prompt: int, logprobs: NDArray[np.float64], advantage: float
 ) -> NDArray[np.int64]:
-    """A text as a part of a sample, `[6, n]`: its tokens, which of them were sampled, and as bits of float64 the
-    values of `Batch.sampled` of each.
+    """Encode a text as a part of a sample.
 
-    `prompt`: its first tokens, which were not sampled; `logprobs`: of the others.
+    Args:
+        tokens: Tokens of prompt and answer.
+        prompt: Number of tokens of the prompt, which were not sampled.
+        logprobs: Log-probabilities of the sampled tokens.
+        advantage: Advantage of the text.
+
+    Returns:
+        Array `[6, n]`: tokens, whether each was sampled, and the four values of `Batch.sampled` as bits of float64.
     """
     values_4n, sampled_n = np.zeros((4, len(tokens))), np.arange(len(tokens)) >= prompt
     values_4n[:, prompt:] = np.stack(np.broadcast_arrays(logprobs, advantage, 1 / len(logprobs), 0.0))
@@ -101,43 +121,51 @@ def text_part(
 
 
 class _Sampled(NamedTuple):
-    """Columns of `Batch.sampled`, for each label: its log-probability when it was sampled, the advantage of its text,
-    one over the number of that text's sampled tokens, and 1 for the first of them."""
+    """Columns of `Batch.sampled`, with one value for each label."""
 
     logprobs_bs: Tensor
+    """Log-probability of the label when it was sampled."""
     advantages_bs: Tensor
+    """Advantage of the label's text."""
     weights_bs: Tensor
+    """Reciprocal of the number of sampled tokens in the label's text."""
     firsts_bs: Tensor
+    """1 for the first sampled token of a text, otherwise 0."""
 
     @classmethod
     def from_batch(cls, batch: Batch) -> _Sampled:
+        """Return the columns of `batch.sampled`."""
         assert batch.sampled is not None
         return cls(*batch.sampled.unbind(2))
 
 
 @dataclass(frozen=True)
 class SampledTexts:
-    """Texts with what is known of each of their tokens (`text_part`)."""
+    """Objective for sampled texts, with the sampling data of each token (`text_part`)."""
 
     answers: Answers
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """The row of `answers`, and the bits of `Batch.sampled`: `[7, s + 1]`."""
+        """Return the row of `answers` and the bits of `Batch.sampled`, `[7, s + 1]`."""
         row = self.answers.row([part[:2] for part in parts], index)
         bits = np.concatenate([part[2:] for part in parts], axis=1)
         return np.concatenate([row, np.pad(bits, ((0, 0), (0, row.shape[1] - bits.shape[1])))])
 
     def batch(self, rows: Tensor) -> Batch:
+        """Return the micro-batch of rows, with `sampled`."""
         values_b4s = rows[:, 3:, 1:].contiguous().view(torch.float64)
         return replace(self.answers.batch(rows[:, :3]), sampled=values_b4s.transpose(1, 2).contiguous())
 
 
 class GrpoLoss(ObjectiveLoss):
-    """The loss of sampled texts. Metrics are means over texts of the mean over each one's tokens.
+    """GRPO loss of sampled texts.
 
-    `clip_ratio`: tokens whose ratio's gradient is cut off. `rollout_kl`, `rollout_difference`: an estimate of the
-    divergence of the trained model from the one that sampled, and the difference of their log-probabilities; 0 where
-    all of them are equal. `kl`: divergence from the reference, if there is one.
+    Each metric is averaged over the tokens of each text, and then over texts:
+
+    - `clip_ratio`: share of tokens for which clipping removes the gradient of the ratio.
+    - `rollout_kl`: estimated divergence of the model in training from the model that sampled.
+    - `rollout_difference`: absolute difference of the log-probabilities of these two models.
+    - `kl`: divergence from the reference, if there is one.
     """
 
     def __init__(
@@ -149,13 +177,14 @@ class GrpoLoss(ObjectiveLoss):
         self.reads_logits = temperature != 1
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
-        """Log-probabilities of labels, float64 `[b, s]`."""
+        """Return the log-probabilities of labels, float64 `[b, s]`."""
         if self.reads_logits:
             logits_sbv, labels_sb = at_temperature(output, self.temperature), batch.labels.transpose(0, 1).contiguous()
             output = vocab_parallel_cross_entropy(logits_sbv, labels_sb, self.group, vocab_size=self.vocab_size)
         return -output.transpose(0, 1).double()
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss of a micro-batch; see `ObjectiveLoss`."""
         assert batch.loss_mask is not None
         sampled, counts_bs = _Sampled.from_batch(batch), batch.loss_mask > 0
         logprobs_bs, reference_bs = self.reference_output(output, batch).where(counts_bs, 0.0), None
@@ -178,6 +207,7 @@ class GrpoLoss(ObjectiveLoss):
         return loss, torch.stack([loss.detach(), sampled.firsts_bs.sum(), *means])
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of texts, float64 `[]`."""
         return _Sampled.from_batch(batch).firsts_bs.sum()
 
 

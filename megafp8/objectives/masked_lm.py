@@ -1,19 +1,19 @@
-"""Masked language modelling: some tokens of a sample are replaced, and the model predicts them (BERT, RoBERTa).
+"""Masked language modeling: some tokens of a sample are replaced, and the model predicts them (BERT, RoBERTa).
 
     text of documents        [CLS] t t t t t t t t t [SEP]
     pairs of sentences       [CLS] A A A A [SEP] B B B [SEP] [PAD] [PAD]
                                0   0 0 0 0   0   1 1 1   1     0     0       token types
 
-Of the tokens that may be masked, all but special ones and ends of documents, a share is chosen at random (Devlin et al.
-2018, arXiv:1810.04805): 80% of these become [MASK], 10% a random token and 10% stay. Whole words are chosen if
-`word_starts` says where words begin, as long as they do not exceed the share.
+All tokens except special tokens and ends of documents may be masked. A share of them is chosen at random (Devlin et al.
+2018, arXiv:1810.04805): 80% of the chosen tokens become [MASK], 10% become a random token, and 10% stay. With
+`word_starts`, whole words are chosen, as long as their tokens do not exceed the share.
 
-A pair is a run of sentences of one document that is divided after one of them. In half of the samples the two parts are
-swapped, and the binary head tells which (sentence-order prediction, as Megatron-LM trains its binary head).
+A pair is a run of sentences of one document, divided after one of the sentences. In half of the samples the two parts
+are swapped, and the binary head predicts whether they are (sentence-order prediction, as in Megatron-LM's binary head).
 
-Padding is a segment of its own (`Batch.cu_seqlens`), so no other token attends to it.
+Padding is a separate segment (`Batch.cu_seqlens`), so no other token attends to it.
 
-Shapes: b micro-batch, s sequence, n tokens that are no padding.
+Shapes: b micro-batch size, s sequence length, n tokens without padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megafp8.objectives import (
 )
 
 MASKED, RANDOM = 0.8, 0.1
-"""Shares of the chosen tokens that become [MASK], and a random token."""
+"""Shares of the chosen tokens that become [MASK] and that become a random token."""
 
 
 class SpecialIds(NamedTuple):
@@ -53,11 +53,17 @@ class SpecialIds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskedLM:
-    """Samples of `seq_length` tokens for a masked language model.
+    """Objective of a masked language model.
 
-    `vocab_size`: random tokens are below it. `eod_id`: ends documents, and is never masked; None if there is none.
-    `probability`: share of the tokens to predict. `word_starts`: by token id, whether it begins a word; None: tokens
-    are chosen, not words. `pairs`: samples are pairs of sentences.
+    Args:
+        seq_length: Number of tokens of a sample, s.
+        seed: Seed of the run.
+        special: Ids of special tokens.
+        vocab_size: Upper limit of the ids of random tokens.
+        eod_id: Id of the token that ends documents, which is never masked; None if there is none.
+        probability: Share of the tokens to predict.
+        word_starts: Whether each token id begins a word; None to choose single tokens instead of words.
+        pairs: Whether samples are pairs of sentences.
     """
 
     seq_length: int
@@ -70,7 +76,10 @@ class MaskedLM:
     pairs: bool = False
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """Tokens, labels, which labels count, and token types, `[4, s + 1]`; last n, whether swapped, and zeros."""
+        """Return tokens, labels, loss mask and token types, `[4, s + 1]`.
+
+        The last column holds n, whether the pair is swapped, and two zeros.
+        """
         generator = generator_of(self.seed, index)
         cls, sep, _, pad = self.special
         texts, swapped = [np.concatenate(parts).astype(np.int64)], False
@@ -92,7 +101,7 @@ class MaskedLM:
         return row
 
     def _pair(self, parts: Parts, generator: np.random.Generator) -> tuple[list[NDArray[np.int64]], bool]:
-        """The two parts of a pair, and whether they are swapped. A single sentence is divided in the middle."""
+        """Return the two parts of a pair, and whether they are swapped. Divide a single sentence in the middle."""
         sentences = [part.astype(np.int64) for part in parts]
         if sentences[-1][-1] == self.eod_id:
             sentences[-1] = sentences[-1][:-1]
@@ -107,7 +116,7 @@ class MaskedLM:
         return pair[::-1] if swapped else pair, swapped
 
     def _chosen(self, labels: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """Places of the tokens to predict."""
+        """Return the indices of the tokens to predict."""
         special = [*self.special, -1 if self.eod_id is None else self.eod_id]
         candidates = np.flatnonzero(~np.isin(labels, special))
         count = min(len(candidates), max(1, round(self.probability * len(candidates))))
@@ -134,8 +143,11 @@ class MaskedLM:
         return tokens
 
     def batch(self, rows: Tensor) -> Batch:
-        """With pairs, labels and mask `[2b, s]`: the second half has those of the binary head in its first column,
-        where a sample counts as often as it has tokens to predict."""
+        """Return the micro-batch of rows.
+
+        With pairs, labels and mask are `[2b, s]`. The first column of their second half belongs to the binary head. The
+        mask there is the number of the sample's tokens to predict.
+        """
         tokens, labels, counts, types = (rows[:, i, :-1].contiguous() for i in range(4))
         mask = counts.float()
         if not self.pairs:
@@ -155,7 +167,7 @@ class MaskedLM:
 
 
 _NAMES = {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}
-"""Special tokens of the tokenizers of BERT, and of RoBERTa."""
+"""Names of special tokens in the tokenizers of BERT and RoBERTa."""
 
 
 def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> MaskedLM:

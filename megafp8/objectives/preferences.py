@@ -1,17 +1,17 @@
-"""Direct preference optimization: of two answers the preferred one becomes more likely (Rafailov et al. 2023).
+"""Direct preference optimization (DPO): the preferred answer of each pair becomes more likely (Rafailov et al. 2023).
 
     documents of a sample     chosen 0, rejected 0, chosen 1, rejected 1, ..., padding
-    log-probability           of the answer of each, the sum over its tokens: policy - reference
-    margin                    beta · (that of chosen - that of rejected)
+    log-ratio of an answer    log-probability under the policy - log-probability under the reference, summed over tokens
+    margin                    beta · (log-ratio of chosen - log-ratio of rejected)
     loss of a pair            -(1 - e) · log sigmoid(margin) - e · log sigmoid(-margin), e = label_smoothing
 
-(arXiv:2305.18290, equation 7; conservative DPO: Mitchell 2023.) Both answers of a pair are documents of one sample,
-each with its prompt, so that they are in one micro-batch in any layout. The loss is the mean over the pairs of a global
-batch.
+Sources: arXiv:2305.18290, equation 7; conservative DPO: Mitchell 2023. Both answers of a pair are documents of one
+sample, each with its prompt, so that they are in one micro-batch in any layout. The loss is the mean over the pairs of
+a global batch.
 
-Log-probabilities under the reference are those of `Batch.reference`: of the data, or of a frozen model's forward pass.
+`Batch.reference` has the log-probabilities under the reference, from the data or from a frozen model's forward pass.
 
-Shapes: b micro-batch, s sequence, n documents of a sample, p = n / 2 pairs.
+Shapes: b micro-batch size, s sequence length, n documents per sample, p = n / 2 pairs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from megafp8.parallel.tensor.mappings import reduce_from_tensor_parallel
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs of documents with a loss mask, and with the reference's log-probabilities if the parts have them."""
+    """Objective for pairs of documents with a loss mask.
+
+    The parts of a sample may have the reference's log-probabilities.
+    """
 
     answers: Answers
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """The row of `answers`; if they are known, also the bits of log-probabilities: `[3 or 4, s + 1]`."""
+        """Return the row of `answers`, `[3, s + 1]`, or `[4, s + 1]` with the bits of known log-probabilities."""
         row = self.answers.row([part[:2] for part in parts], index)
         if len(parts[0]) == 2:
             return row
@@ -45,6 +48,7 @@ class Preferences:
         return np.concatenate([row, np.pad(bits, (0, row.shape[1] - len(bits)))[None]])
 
     def batch(self, rows: Tensor) -> Batch:
+        """Return the micro-batch of rows, with `documents`, and with `reference` if the rows have it."""
         batch, documents = self.answers.batch(rows), rows[:, 1, :-1].contiguous()
         if rows.shape[1] == 3:
             return replace(batch, documents=documents)
@@ -54,7 +58,7 @@ class Preferences:
 
 
 class PreferenceLoss(ObjectiveLoss):
-    """The loss of pairs. Where sequences are cut over ranks, each of them has that of whole answers."""
+    """DPO loss of pairs. With context parallelism, every rank computes the loss of whole answers."""
 
     metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
@@ -62,10 +66,11 @@ class PreferenceLoss(ObjectiveLoss):
         self.beta, self.label_smoothing, self.context = beta, label_smoothing, parallel.context
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
-        """Log-probability of each document's answer, float64 `[b, n]`, from the losses of tokens `[s, b]`."""
+        """Return the log-probability of each document's answer, float64 `[b, n]`, from token losses `[s, b]`."""
         return -self._of_documents(output.transpose(0, 1), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss of a micro-batch; see `ObjectiveLoss`."""
         assert batch.reference is not None
         ratio_bpa = (self.reference_output(output, batch) - batch.reference).unflatten(1, (-1, 2))
         pairs_bp = self._pairs(self._of_documents(torch.ones_like(output.transpose(0, 1)), batch))
@@ -79,6 +84,7 @@ class PreferenceLoss(ObjectiveLoss):
         return loss, report if self.context.is_first else torch.zeros_like(report)
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of pairs, float64 `[]`."""
         ones_bs = torch.ones_like(batch.tokens, dtype=torch.float64)
         return self._pairs(_sums(ones_bs, batch)).sum(dtype=torch.float64)
 
@@ -87,12 +93,12 @@ class PreferenceLoss(ObjectiveLoss):
 
     @staticmethod
     def _pairs(counts_bn: Tensor) -> Tensor:
-        """Which pairs there are, bool `[b, p]`: both answers have tokens."""
+        """Return which pairs exist, bool `[b, p]`. Both answers of a pair must have tokens."""
         return (counts_bn.unflatten(1, (-1, 2)) > 0).all(2)
 
 
 def _sums(x_bs: Tensor, batch: Batch) -> Tensor:
-    """Sums over the tokens of this rank that count, by document: float64 `[b, n]`, the same in every run."""
+    """Sum over this rank's counted tokens by document, deterministically; return float64 `[b, n]`."""
     assert batch.documents is not None
     assert batch.loss_mask is not None
     documents_n = torch.arange(batch.room, device=x_bs.device)

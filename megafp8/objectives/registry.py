@@ -1,4 +1,4 @@
-"""The objectives of `objectives/`, and which of them a config has."""
+"""Registry of the objectives in this package."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
 
 
 def objective_of(config: Config, tokenizer: Tokenizer | None, source: str) -> Objective:
-    """What the model is trained to predict. Raises ConfigError if a token or a property of the tokenizer is missing."""
+    """Build the objective of `config`.
+
+    Raises:
+        ConfigError: A token or a property of the tokenizer is missing.
+    """
     return _record_of(config).build(config, tokenizer, source)
 
 
 def loss_of(config: Config, parallel: ParallelState) -> ObjectiveLoss | None:
-    """What a run of `config` minimizes; None for the mean cross entropy of labels that count."""
+    """Build the loss of `config`, or return None for the mean cross entropy of counted labels."""
     make = _record_of(config).loss
     return None if make is None else make(config, parallel)
 
 
 def loss_memory(config: Config, tokens: int) -> LossMemory:
-    """Memory of the loss of a micro-batch of so many tokens on a rank."""
+    """Return the memory of the loss for a micro-batch with `tokens` tokens on a rank."""
     memory = _record_of(config).memory
     return LossMemory() if memory is None else memory(config, tokens)
 

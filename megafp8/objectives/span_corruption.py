@@ -1,15 +1,15 @@
-"""Span corruption: spans of a text are replaced by sentinels, and the decoder restores them (T5).
+"""Span corruption: sentinels replace spans of a text, and the decoder restores the spans (T5).
 
     text      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9
     encoder   t0 t1 <0> t4 t5 t6 <1> t8 t9 </s>
     decoder   [PAD] <0> t2 t3 <1> t7                     reads
     labels    <0> t2 t3 <1> t7 </s>                      predicts
 
-The number of tokens in spans, and of spans, is that of Raffel et al. (2019, arXiv:1910.10683) for the text's length, so
-all samples have the same lengths; which spans is drawn at random. The decoder's samples are padded at their end, where
-no label counts: its attention is causal, so no token sees the padding.
+The number of spans and the number of tokens in spans follow Raffel et al. (2019, arXiv:1910.10683). They depend only on
+the length of the text, so all samples have the same lengths. The spans are drawn at random. The decoder's samples are
+padded at the end, where no label counts. The decoder's attention is causal, so no token sees the padding.
 
-Shapes: b micro-batch, s and d tokens of the encoder and the decoder.
+Shapes: b micro-batch size, s and d tokens of the encoder and the decoder.
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ from megafp8.objectives import (
 
 @dataclass(frozen=True, eq=False)
 class SpanCorruption:
-    """Samples of s tokens for the encoder and d for the decoder, of texts with `noise` tokens in `spans` spans.
+    """Objective that restores spans of a text.
 
-    `sentinels`: marks of the spans, at least as many. `end_id` ends both, `pad_id` fills up and begins the decoder's.
+    Args:
+        seq_length: Number of tokens of the encoder, s.
+        decoder_length: Number of tokens of the decoder, d.
+        seed: Seed of the run.
+        noise: Number of tokens in the spans of a text.
+        spans: Number of spans of a text.
+        sentinels: Ids of the marks of spans, at least `spans`.
+        end_id: Id of the token that ends the encoder's tokens and the labels.
+        pad_id: Id of the token that pads samples and begins the decoder's tokens.
     """
 
     seq_length: int
@@ -51,7 +59,7 @@ class SpanCorruption:
     pad_id: int
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """The encoder's tokens, the decoder's, its labels, and which count, one after the other: `[s + 3d]`."""
+        """Return the encoder's tokens, the decoder's tokens, its labels and its loss mask, concatenated, `[s + 3d]`."""
         text = np.concatenate(parts).astype(np.int64)
         generator, rest = generator_of(self.seed, index), len(text) - self.noise
         lengths = np.stack([_divided(n, self.spans, generator) for n in (rest, self.noise)], axis=1).flatten()
@@ -75,13 +83,14 @@ class SpanCorruption:
         return row
 
     def batch(self, rows: Tensor) -> Batch:
+        """Return the micro-batch of rows."""
         d = self.decoder_length
         tokens, decoder, labels, counts = (x.contiguous() for x in rows.split([self.seq_length, d, d, d], dim=1))
         return Batch(tokens, labels, counts.float(), decoder_tokens=decoder)
 
 
 def _divided(total: int, parts: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths of `parts` parts of `total`, none empty, all divisions equally likely."""
+    """Divide `total` into `parts` lengths, none of them zero, with all divisions equally likely."""
     cuts = np.sort(generator.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(cuts, prepend=0, append=total)
 
@@ -99,7 +108,11 @@ def _build(config: Config, tokenizer: Tokenizer | None, source: str) -> SpanCorr
 
 
 def _sentinels(config: Config, tokenizer: Tokenizer | None, spans: int, source: str) -> list[int]:
-    """Ids of the tokens that mark spans. Raises ConfigError if there are too few."""
+    """Return the ids of the tokens that mark spans.
+
+    Raises:
+        ConfigError: There are fewer valid ids than spans.
+    """
     size, count = config.spec.stem.vocab_size, config.data.special_tokens.sentinels
     assert size is not None
     if count is not None:

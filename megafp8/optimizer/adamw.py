@@ -1,4 +1,4 @@
-"""AdamW: own kernel on GPUs, torch's on CPUs, or NVIDIA apex's `FusedAdam` where it is installed."""
+"""AdamW: our kernel on GPUs, PyTorch's on CPUs, or NVIDIA apex's `FusedAdam` if it is installed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class AdamW(Update):
 
     @property
     def decay_rates(self) -> Mapping[str, float]:
+        """Decay rates of both moments, by config key."""
         return {"optimizer.beta1": self.beta1, "optimizer.beta2": self.beta2}
 
     def updates_stored(self, device: torch.device) -> bool:
+        """Return whether `FusedAdamW` runs: on CUDA, unless apex is installed."""
         return device.type == "cuda" and _apex_fused_adam()[0] is None
 
     def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
+        """Build `FusedAdamW` if `stored`, otherwise the optimizer that `choose_adam` chooses."""
         import torch
 
         from megafp8.optimizer.fused_adamw import FusedAdamW
@@ -41,13 +44,17 @@ class AdamW(Update):
         return chosen(groups, **options)
 
     def describe(self, device: torch.device, *, stored: bool) -> str:
+        """Return the implementation and the reason for its choice, for the log."""
         if stored:
             return f"AdamW in one pass: {_apex_fused_adam()[1]}"
         return choose_adam(device)[1]
 
 
 def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
-    """NVIDIA apex's `FusedAdam` if it can run here, and what was found. PyPI's `apex` is an unrelated package."""
+    """Return NVIDIA apex's `FusedAdam` if it can run here, otherwise None, and a text about the installation.
+
+    PyPI's `apex` is an unrelated package.
+    """
     try:
         from apex.multi_tensor_apply import multi_tensor_applier
         from apex.optimizers import FusedAdam
@@ -61,8 +68,7 @@ def _apex_fused_adam() -> tuple[type[Optimizer] | None, str]:
 
 
 def choose_adam(device: torch.device) -> tuple[type[Optimizer], str]:
-    """The optimizer class for fp32 or float64 state on `device`, and the choice with its reason in one line for the
-    log."""
+    """Return the optimizer class for fp32 or float64 state on `device`, and its name and reason for the log."""
     import torch
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What an optimizer is to everything else: its options, the state that it keeps, what it costs, and how it is made."""
+"""Interface of optimizers: their options, their state, their cost, and how to build them."""
 
 from __future__ import annotations
 
@@ -15,61 +15,69 @@ if TYPE_CHECKING:  # configs are read without torch
 
 
 class TensorOptimizer(Protocol):
-    """An optimizer of flat fp32 tensors with the interface of torch's, as far as it is used here."""
+    """Optimizer of flat fp32 tensors, with the part of PyTorch's optimizer interface that is used here."""
 
     param_groups: list[dict[str, Any]]
     state: Any
 
     @property
-    def step(self) -> Callable[..., object]: ...
+    def step(self) -> Callable[..., object]:
+        """Function that updates the weights once."""
 
 
 class Update(Section):
-    """Options of an update of weights, which describes itself. One file each, named in `OptimizerConfig`.
+    """Options of an update rule, with methods that describe and build its optimizer.
 
-    `moments`: names of the fp32 tensors of a weight's size that are its state, each with whether it has signs.
+    Each rule has one file and is a key of `OptimizerConfig`.
     """
 
     moments: ClassVar[Mapping[str, bool]]
+    """Names of the state tensors, which have the size of a weight, each with whether its values are signed."""
 
     def updates_stored(self, device: torch.device) -> bool:
-        """Whether it has an optimizer for `device` that updates weights and state as they are stored between steps:
-        fp32 masters or remainders, moments in fp32 or bf16 (`FusedAdamW`)."""
+        """Return whether an optimizer for `device` updates weights and state in their stored form.
+
+        The stored form is fp32 masters or remainders, and moments in fp32 or bf16 (`FusedAdamW`).
+        """
         return False
 
     def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
-        """An optimizer of parameter groups, each with its `weight_decay`; `lr` and state are set by the caller.
+        """Build an optimizer of parameter groups.
 
-        `stored`: one that updates weights and state as they are stored, else all that it is given is fp32 or float64.
+        Args:
+            groups: PyTorch parameter groups, each with a `weight_decay`. The caller sets `lr` and the state.
+            device: Device of the parameters.
+            stored: Whether the optimizer updates weights and state in their stored form. Otherwise all tensors are fp32
+                or float64.
         """
         raise NotImplementedError
 
     def describe(self, device: torch.device, *, stored: bool) -> str:
-        """The implementation and why it was chosen, for the log."""
+        """Return the implementation and the reason for its choice, for the log."""
         return type(self).__name__
 
     @property
     def decay_rates(self) -> Mapping[str, float]:
-        """Decay rates of the moments that may be stored in less than fp32, by key of the config."""
+        """Decay rates of the moments that may be stored with less precision than fp32, by config key."""
         return {}
 
     def flops(self, shape: Shape) -> int:
-        """FLOPs of matrix products in the update of a matrix of `shape`."""
+        """Return the FLOPs of matrix products in the update of a matrix of `shape`."""
         return 0
 
     def hidden_learning_rate_scale(self, learning_rate: float, width: float) -> float:
-        """What `learning_rate` is multiplied by for hidden matrices of a model `width` times as wide as muP's base.
+        """Return the factor of `learning_rate` for hidden matrices of a model `width` times as wide as muP's base.
 
-        Under muP updates must have a spectral norm that does not depend on the width (Yang et al. 2023,
-        arXiv:2310.17813). That of updates whose elements have the same size in any width grows with it.
+        Under muP, the spectral norm of updates must not depend on the width (Yang et al. 2023, arXiv:2310.17813). If
+        the elements of an update have the same size at any width, its spectral norm grows with the width.
         """
         return 1 / width
 
 
 class MatrixUpdate(Update):
-    """An update of whole hidden matrices by a function of their momentum (`matrices`), with fp32 state.
+    """Update of whole hidden matrices by a function of their momentum (`matrices`), with fp32 state.
 
-    AdamW updates all other weights, what is no hidden matrix (`param_groups.is_hidden_matrix`).
+    AdamW updates all weights that are not hidden matrices (`param_groups.is_hidden_matrix`).
     """
 
     moments: ClassVar[Mapping[str, bool]] = {"momentum_buffer": True}
@@ -77,25 +85,29 @@ class MatrixUpdate(Update):
     """Decay rate of the momentum."""
 
     def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
-        """The dtype in which momentum and result travel between ranks, given that of the masters."""
+        """Return the dtype of momentum and results in communication, given the dtype of the masters."""
         raise NotImplementedError
 
     def accumulate(
         self, momentum_n: Tensor, gradient_n: Tensor, direction_n: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Update the momentum, flat and in place, and write what is transformed, elementwise, into `direction_n`.
+        """Update the momentum in place, and write the direction of the update.
 
-        Where `skip`, a bool scalar on the device, is true, the momentum stays as it is.
+        Args:
+            momentum_n: Flat momentum.
+            gradient_n: Flat gradient.
+            direction_n: Output for the elementwise direction that `transform` takes; None if it is not needed.
+            skip: Bool scalar on the device. If true, the momentum does not change.
         """
         raise NotImplementedError
 
     def transform(self, x_bnm: Tensor) -> Tensor:
-        """The updates of whole matrices but for their scale, from their directions, in the same dtype.
+        """Return the unscaled updates of whole matrices from their directions, in the same dtype.
 
-        A matrix has the same bits alone and among others.
+        The result of a matrix is bitwise the same alone and in a batch.
         """
         raise NotImplementedError
 
     def scale(self, shape: Shape) -> float:
-        """Factor of the update of a matrix of `shape`."""
+        """Return the factor of the update of a matrix of `shape`."""
         raise NotImplementedError

@@ -1,29 +1,30 @@
-"""Adam's moments in FP8: one byte an element and a power-of-two scale for every 128 neighbours.
+"""Adam's moments in FP8: one byte per element, and a power-of-two scale per block of 128 neighbors.
 
-*Range.* Elements of a block may differ by orders of magnitude, and those of the second moment, being squares, by twice
-as many. The first moment is E4M3. The second has no sign, so that bit extends the exponent: E5M3, the upper byte of a
-positive fp16 number without its sign. Both have four significant bits.
+*Range.* Elements of a block may differ by orders of magnitude; elements of the second moment, which are squares, differ
+by twice as many. The first moment is E4M3. The second moment has no sign, so the sign bit extends the exponent. The
+result is E5M3, the upper byte of a positive fp16 number without its sign. Both formats have four significant bits.
 
-*No zeros.* Adam divides by the root of the second moment, so that is never rounded to zero but to the smallest value:
-at worst an update that is too small, of an element whose gradients are 1e-5 of its block's largest.
+*No zeros.* Adam divides by the root of the second moment. So the second moment is never rounded to zero, but to the
+smallest value. At worst, this makes the update too small for an element with gradients of 1e-5 of the largest in its
+block.
 
-*Stochastic rounding.* Neighbouring values differ by 1/16 to 1/8, and a second moment decays by 1/20 a step at beta2 =
-0.95: rounded to nearest it would soon stop decaying (at 1.25 · 2^i). So both moments are rounded up with the
-probability that makes the mean right. The noise is a function of seed, update, tensor and position in the shard
+*Stochastic rounding.* Neighboring values differ by 1/16 to 1/8, and at beta2 = 0.95 a second moment decays by 1/20 per
+step. Rounded to nearest, it would soon stop decaying (at 1.25 · 2^i). So both moments are rounded up with the
+probability that keeps the mean exact. The noise is a function of seed, update, tensor and position in the shard
 (`megafp8.numerics.stochastic_rounding`), the same on all ranks that hold the same shard.
 
-*The cost* is that noise. A rounding adds about 0.0013 x² to the variance of x (a step is 1/11 of the value in the mean
-square, and the mean of f (1 - f) is 1/6), and a moment remembers 1 / (1 - beta²) of them: 11% of noise for the second
-moment at beta2 = 0.95, 26% at 0.99, 80% at 0.999. So betas are at most 1 - 1/128. The second moment at 0.95 itself, an
-average over some 40 gradients, has a noise of 22%.
+*Cost.* The cost is noise. Each rounding adds about 0.0013 x² to the variance of x: a step is 1/11 of the value in the
+mean square, and the mean of f (1 - f) is 1/6. A moment remembers 1 / (1 - beta²) roundings, which gives the second
+moment a noise of 11% at beta2 = 0.95, 26% at 0.99, and 80% at 0.999. So betas are at most 1 - 1/128. For comparison,
+the second moment at 0.95 is an average over about 40 gradients and has a noise of 22% anyway.
 
-*Checkpoints* hold the values in bf16, exactly, so one of a run with bf16 moments loads too. Representable values are
-stored unchanged, whatever the noise: resuming in the same layout is exact. In another layout blocks may be others, and
-a value may be rounded once more.
+*Checkpoints* hold the exact values in bf16, so a checkpoint of a run with bf16 moments also loads. Representable values
+are stored unchanged for any noise, so resuming in the same layout is exact. In another layout blocks may differ, and a
+value may be rounded once more.
 
-Comparison with FP8-LM and COAT, and measurements: docs/decisions/0008-optimizers.md.
+docs/decisions/0008-optimizers.md has a comparison with FP8-LM and COAT, and measurements.
 
-Shapes: n elements of a shard, b blocks of 128 of them, the last of which may be shorter.
+Shapes: n elements of a shard, b blocks of 128 elements; the last block may be shorter.
 """
 
 from __future__ import annotations
@@ -43,17 +44,21 @@ from megafp8.parallel.sharding import FlatShard, spec_of
 
 BLOCK = 128
 _CHUNK = 1 << 22
-"""Elements that are encoded at a time; noise takes some 100 bytes for each of them."""
+"""Number of elements encoded at a time. The noise takes about 100 bytes per element."""
 LOWEST = -100
-"""Least exponent of a scale: so that all values, and 1 / scale, are normal numbers, in bf16 too."""
+"""Smallest exponent of a scale, for which all values and 1 / scale are still normal numbers, also in bf16."""
 
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """An eight-bit format with three mantissa bits.
+    """Eight-bit format with three mantissa bits.
 
-    `largest`: its largest value; `min_exponent`: the exponent of its smallest normal number; `nan`: NaN's byte;
-    `unpack`: bytes, uint8, to fp32 values. `positive`: it has no negative values, and no value is rounded to zero.
+    Args:
+        largest: Largest value.
+        min_exponent: Exponent of the smallest normal number.
+        positive: Whether the format has no negative values and rounds no positive value to zero.
+        nan: Byte of NaN.
+        unpack: Function that converts bytes, uint8, to fp32 values.
     """
 
     largest: float
@@ -71,7 +76,7 @@ FIRST = MomentFormat(
     unpack=lambda data: data.view(E4M3.dtype).float(),
 )
 SECOND = MomentFormat(
-    largest=1.875 * 2**15,  # fp16's infinity and NaNs are above
+    largest=1.875 * 2**15,  # fp16's infinity and NaNs come after it
     min_exponent=-14,
     positive=True,
     nan=0xFF,
@@ -80,34 +85,34 @@ SECOND = MomentFormat(
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, int32 within [-126, 127], in fp32; by its bits, so exact on every device."""
+    """Return 2^exponent in fp32, for int32 exponents in [-126, 127]. It sets bits, so it is exact on every device."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _scale_inv_exponents(amax_b: Tensor, fmt: MomentFormat) -> Tensor:
-    """⌈log2(amax / largest)⌉, so that amax / 2^exponent fits: fp32 `[b]` to int32 `[b]`, within int8."""
+    """Return ⌈log2(amax / largest)⌉, int32 `[b]` in the range of int8, so that amax / 2^exponent fits the format."""
     largest = torch.tensor(fmt.largest).view(torch.int32).item()
-    difference = amax_b.view(torch.int32) - largest  # of exponents, and below them of mantissas
+    difference = amax_b.view(torch.int32) - largest  # exponents in the upper bits, mantissas below
     return ((difference + (1 << 23) - 1) >> 23).clamp(min=LOWEST)
 
 
 def encode(x_n: Tensor, fmt: MomentFormat, key: Key) -> tuple[Tensor, Tensor]:
-    """x, fp32 `[n]`, to data, uint8 `[n]`, and the exponents of the blocks' scale_inv, int8 `[b]`.
+    """Encode x, fp32 `[n]`, as data, uint8 `[n]`, and exponents of the blocks' scale_inv, int8 `[b]`.
 
-    Values that are not representable are rounded with the noise of `key`. What is not finite becomes NaN. The reference
-    of `megafp8.kernels.moments`, bit for bit.
+    Values that are not representable are rounded with the noise of `key`. Non-finite values become NaN. This is the
+    bitwise reference of `megafp8.kernels.moments`.
     """
     x_bk = F.pad(x_n, (0, -len(x_n) % BLOCK)).view(-1, BLOCK)
     exponent_b1 = _scale_inv_exponents(x_bk.abs().amax(dim=1, keepdim=True), fmt)
     y_bk = x_bk.abs() * _power_of_two(-exponent_b1)
     binade_bk = ((y_bk.view(torch.int32) >> 23) - 127).clamp(min=fmt.min_exponent)
-    # Neighbouring values differ by 2^(binade - 3). 20 bits of noise: the sum with a whole number below 16 is exact, so
-    # that a whole number stays what it is.
+    # Neighboring values differ by 2^(binade - 3). The noise has 20 bits, so its sum with an integer below 16 is exact
+    # and integers do not change.
     noise_bk = (words(y_bk.numel() // 4, key, x_n.device) >> 12).float().mul_(2.0**-20).view(y_bk.shape)
     steps_bk = (y_bk * _power_of_two(3 - binade_bk) + noise_bk).int()
     if fmt.positive:
         steps_bk = steps_bk.maximum((x_bk > 0).int())
-    # Eight values a binade, of which the lowest begins at zero; sixteen steps are the next one's first.
+    # A binade has eight values, and the lowest binade begins at zero. Sixteen steps are the first of the next binade.
     data_bk = ((binade_bk - fmt.min_exponent) << 3) + steps_bk
     if not fmt.positive:
         data_bk |= x_bk.signbit().int() << 7
@@ -116,7 +121,7 @@ def encode(x_n: Tensor, fmt: MomentFormat, key: Key) -> tuple[Tensor, Tensor]:
 
 
 def decode(data_n: Tensor, exponent_b: Tensor, fmt: MomentFormat) -> Tensor:
-    """The values, fp32 `[n]`, of what `encode` returned; exact in bf16."""
+    """Return the values, fp32 `[n]`, of the results of `encode`. They are exact in bf16."""
     scale_inv_n = _power_of_two(exponent_b.int()).repeat_interleave(BLOCK)[: len(data_n)]
     return fmt.unpack(data_n) * scale_inv_n
 
@@ -135,7 +140,14 @@ def _encode_into(data_n: Tensor, exponent_b: Tensor, x_n: Tensor, fmt: MomentFor
 
 
 class Fp8MomentStorage(StateStorage):
-    """A moment of `shard`, initially zero. `name` distinguishes it from the shard's other moment."""
+    """Moment of a shard in FP8, initially zero.
+
+    Args:
+        shard: Shard.
+        name: Name of the moment, which distinguishes the noise of the shard's two moments.
+        fmt: FP8 format.
+        seed: Seed of the noise.
+    """
 
     def __init__(self, shard: FlatShard, name: str, fmt: MomentFormat, seed: int) -> None:
         n, device = len(shard), shard.param.device
@@ -147,16 +159,20 @@ class Fp8MomentStorage(StateStorage):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """FP8 data, uint8 `[n]`, and exponents of the scales, int8 `[b]`."""
         return self._data_n, self._exponent_b
 
     def load(self) -> Tensor:
+        """Return the decoded values, fp32 `[n]`."""
         return decode(self._data_n, self._exponent_b, self._fmt)
 
     def store(self, values: Tensor, step: int) -> None:
+        """Encode `values` with the noise of update `step`."""
         exponents = self._exponent_b.split(_CHUNK // BLOCK)
         for i, (data_n, exponent_b) in enumerate(zip(self._data_n.split(_CHUNK), exponents, strict=True)):
             key = noise_key(self._seed, step, f"{self._name}\0{i}")
             _encode_into(data_n, exponent_b, values[i * _CHUNK :][:_CHUNK].float(), self._fmt, key)
 
     def checkpoint_tensor(self) -> Tensor:
+        """Return the exact values in bf16 on the host."""
         return self.load().bfloat16().cpu()

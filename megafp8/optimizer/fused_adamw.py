@@ -1,4 +1,4 @@
-"""AdamW on GPUs in one pass over memory (`megafp8.kernels.adamw`), with the interface of torch's optimizers."""
+"""AdamW on GPUs in one pass over memory (`megafp8.kernels.adamw`), with the interface of PyTorch's optimizers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ if TYPE_CHECKING:
     from megafp8.kernels.adamw import AdamWTable, AdamWTensors
 
 PARAM, REMAINDER = "param", "remainder"
-"""Names in the state of what an fp32 master is rounded into, and of the remainder of a parameter that is one half of
-its master."""
+"""State names of the parameter into which a master is rounded, and of the remainder of a bf16 parameter."""
 
 
 class FusedAdamW:
-    """AdamW of flat fp32 masters. Moments are updated as they are stored, in fp32 or bf16, and so are masters.
+    """AdamW of flat fp32 masters, which updates moments (fp32 or bf16) and masters in their stored form.
 
-    The state of a master has its moments, and may have the tensors named above. Of the next step, to be set before:
-    `count`, from 1; `factor`, which multiplies the gradients, left as they are; `skip`, a bool scalar, where true
-    nothing changes.
+    The state of a master has its moments, and may have the tensors `PARAM` and `REMAINDER`. The caller sets the
+    attributes before each step.
+
+    Attributes:
+        count: Number of the step, counted from 1.
+        factor: Factor of the gradients in the update, or None. The gradients themselves do not change.
+        skip: Bool scalar on the device, or None. If it is true, nothing changes.
     """
 
-    _step_supports_amp_scaling = True  # torch's name: the device looks whether to skip
+    _step_supports_amp_scaling = True  # PyTorch's name: the device decides whether to skip
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         self.param_groups = groups
@@ -46,7 +49,7 @@ class FusedAdamW:
                 )  # fmt: skip
 
     def _tables_of(self, masters: list[Tensor]) -> list[AdamWTable]:
-        """The tables of these masters, one for each form; made anew where a tensor has moved."""
+        """Return the tables of these masters, one for each form. Rebuild them if a tensor has moved."""
         from megafp8.kernels.adamw import AdamWTable  # needs Triton, which comes with torch's CUDA builds
 
         tensors = [self._tensors(master) for master in masters]

@@ -1,17 +1,19 @@
 """Norms of gradients, weights and updates by layer, exact in every layout.
 
-A layer that learns nothing, or whose updates are far larger for its weights than those of others, often shows in the
-norms of its tensors before it shows in the loss. At an interval a step is *measured*: its gradients before clipping,
-the fp32 weights after the update, and the difference that the update made to these.
+The norms of a layer often show a problem before the loss does: a layer that learns nothing, or a layer with updates far
+too large for its weights. At an interval, a step is *measured*: its gradients before clipping, the fp32 weights after
+the update, and the changes of the weights.
 
-*Exact.* Ranks hold parts of a layer (tensor parallelism, ZeRO, FSDP, experts) or copies of it. Each adds the squares of
-the elements that count on it, by the rule of the gradient norm (`OptimizerStep`), in float64; the sums of all layers
-are added over ranks at once. So the squares of a step's gradient norms add up to that of its global gradient norm.
+*Exactness.* Ranks hold parts of a layer (tensor parallelism, ZeRO, FSDP, experts) or copies of it. Each rank adds the
+squares of the elements that count on it in float64, by the rule of the gradient norm (`OptimizerStep`). One reduction
+adds the sums of all layers over ranks. So the squares of a step's gradient norms add up to the square of its global
+gradient norm.
 
-*Cost.* The norms of gradients are computed for clipping anyway. For the others, weights are copied before the update,
-subtracted after it, and read twice: 28 bytes of memory traffic for each element that the rank updates. Updates are made
-in batches of some 64 MB, so that the copies stay small; Adam is elementwise, so the bits are the same. The host waits
-for the update, which it does not in other steps. CUDA graphs do not matter: updates are not in them.
+*Cost.* The norms of gradients are computed for clipping anyway. For the other norms, weights are copied before the
+update, subtracted after it, and read twice. This is 28 bytes of memory traffic for each element that the rank updates.
+The update runs in batches of about 64 MB, so that the copies stay small. Adam is elementwise, so its result is bitwise
+the same. The host waits for the update, which it does not do in other steps. CUDA graphs are not affected, because they
+do not contain updates.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from megafp8.parallel.collectives import all_gather_objects
 from megafp8.parallel.sharding import FlatShard, ParamSpec, spec_of
 
 GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
-"""What is measured, as named in metrics: `grad_norm/layers.0`."""
+"""Kinds of norms, as named in metrics: `grad_norm/layers.0`."""
 
 Watch = Callable[[Sequence[tuple[FlatShard, Tensor]]], AbstractContextManager[None]]
-"""Makes a context in which the flat fp32 values of these shards, or of parts of them, are updated."""
+"""Function that makes a context, in which the flat fp32 values of these shards or parts of shards are updated."""
 
 
 def layer_of(spec: ParamSpec) -> str:
-    """The layer of a parameter: its block, as `layers.3`; else the first part of its name, as `embedding`."""
+    """Return the layer of a parameter: its block (`layers.3`), or the first part of its name (`embedding`)."""
     parts = spec.shards[0].name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
-    """Layers in the order of the model: embeddings, blocks by number, and the others."""
+    """Sort layers in the order of the model: embeddings, blocks by number, and the rest."""
 
     def key(layer: str) -> tuple[int, int, str]:
         if layer.startswith("layers."):
@@ -52,14 +54,20 @@ def in_order(layers: Iterable[str]) -> list[str]:
 
 
 def layers_of_model(params: Iterable[nn.Parameter], group: ProcessGroup | None) -> list[str]:
-    """The layers of the `params` of all ranks, in order; `group`: of one rank of each stage at least. Collective."""
+    """Return the layers of the `params` of all ranks, in the order of the model. Collective.
+
+    `group` must have at least one rank of each pipeline stage.
+    """
     return in_order(set().union(*all_gather_objects({layer_of(spec_of(param)) for param in params}, group)))
 
 
 class StepNorms:
-    """The norms of one step of this rank. `layers`: of the whole model; `counts`: whether this rank counts a parameter.
+    """Norms of one step on this rank. No method waits for the device.
 
-    Nothing here waits for the device.
+    Args:
+        layers: Layers of the whole model.
+        counts: Function that returns whether this rank counts a parameter.
+        device: Device of the norms.
     """
 
     def __init__(self, layers: Sequence[str], counts: Callable[[ParamSpec], bool], device: torch.device) -> None:
@@ -69,13 +77,13 @@ class StepNorms:
         self._row_of: list[int] = []
 
     def add(self, kind: str, shards: Sequence[FlatShard], norms: Sequence[Tensor]) -> None:
-        """Add the 2-norms, float64 scalars, of what this rank has of each of `shards`."""
+        """Add the 2-norms of this rank's tensors of `shards`, float64 scalars."""
         self._norms += norms
         self._row_of += [self._rows[kind, layer_of(spec_of(shard.param))] for shard in shards]
 
     @contextmanager
     def watch(self, values: Sequence[tuple[FlatShard, Tensor]]) -> Iterator[None]:
-        """A `Watch`: measures weights and updates."""
+        """Measure weights and updates around the update in the context. This is a `Watch`."""
         counted = [(shard, x) for shard, x in values if self._counts(spec_of(shard.param))]
         shards, now = [shard for shard, _ in counted], [x for _, x in counted]
         before = [x.clone() for x in now]
@@ -86,7 +94,7 @@ class StepNorms:
             self.add(UPDATE, shards, norms(before))
 
     def sums(self) -> Tensor:
-        """This rank's sums of squares, float64, of each kind and layer; to be added over ranks."""
+        """Return this rank's float64 sums of squares for each kind and layer, which are to be added over ranks."""
         columns, used = [], Counter[int]()
         for row in self._row_of:
             columns.append(used[row])
@@ -98,7 +106,10 @@ class StepNorms:
         return squares.sum(dim=1)
 
     def by_name(self, sums: Sequence[float], kinds: Sequence[str] = KINDS) -> dict[str, float]:
-        """Norms by kind and layer, and those of all weights and of the whole update, from the `sums` of all ranks."""
+        """Return norms by kind and layer, and norms of all weights and of the whole update.
+
+        `sums` are the sums of all ranks.
+        """
         norms: dict[str, float] = {}
         for kind in kinds:
             layer_sums = {layer: sums[i] for (name, layer), i in self._rows.items() if name == kind}
@@ -109,5 +120,5 @@ class StepNorms:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms of tensors, float64 scalars whose squares are summed in float64."""
+    """Return the 2-norms of tensors as float64 scalars, with squares summed in float64."""
     return list(torch._foreach_norm(list(tensors), 2, torch.float64)) if tensors else []

@@ -1,11 +1,12 @@
-"""Lion: the sign of a mean of momentum and gradient, with one moment.
+"""Lion: updates by the sign of a mean of momentum and gradient, with one moment.
 
-With momentum M, gradient G, learning rate η and decay λ (Chen et al. 2023, arXiv:2302.06675, algorithm 2):
+With momentum M, gradient G, learning rate η and weight decay λ (Chen et al. 2023, arXiv:2302.06675, algorithm 2):
 
     W ← (1 - η λ) W - η sign(β1 M + (1 - β1) G)        M ← β2 M + (1 - β2) G
 
-Every element of an update has the size η, more than most of AdamW's have, so the paper uses learning rates 3 to 10
-times smaller than AdamW's, and λ as many times larger. Memory in an update: 4 bytes an element for the signs.
+Every element of an update has the size η. This is more than most elements of AdamW's updates, so the paper uses
+learning rates 3 to 10 times smaller than AdamW's, and λ larger by the same factor. An update takes 4 extra bytes per
+element for the signs.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ if TYPE_CHECKING:
 
 
 class Lion(Update):
-    """Lion (Chen et al. 2023), which updates all weights by signs."""
+    """Lion (Chen et al. 2023), which updates every weight by a sign times the learning rate."""
 
     moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
     beta1: Decay = 0.9
-    """Share of the momentum in the mean whose sign is the update."""
+    """Weight of the momentum in the mean of momentum and gradient. The sign of the mean is the update."""
     beta2: Decay = 0.99
     """Decay rate of the momentum."""
 
     @property
     def decay_rates(self) -> Mapping[str, float]:
+        """Decay rate of the momentum, by config key."""
         return {"optimizer.lion.beta2": self.beta2}
 
     def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> LionOptimizer:
+        """Build an optimizer of parameter groups."""
         return LionOptimizer(self, groups)
 
 
 class LionOptimizer:
-    """Lion over flat fp32 tensors, with the interface of torch's optimizers."""
+    """Lion over flat fp32 tensors, with the interface of PyTorch's optimizers."""
 
     def __init__(self, options: Lion, groups: list[dict[str, Any]]) -> None:
         self._options, self.param_groups = options, groups

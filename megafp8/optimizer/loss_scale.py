@@ -1,11 +1,13 @@
-"""The dynamic loss scale of fp16 training (Micikevicius et al. 2018, arXiv:1710.03740), as Megatron-LM has it.
+"""Dynamic loss scale for fp16 training (Micikevicius et al. 2018, arXiv:1710.03740), as in Megatron-LM.
 
-Below 6e-8 fp16 has no numbers, and most gradients of activations are that small. So the loss is multiplied by a scale
-before backward, and the sums of gradients, which are fp32, are divided by it afterwards. With too large a scale a
-gradient becomes infinite: the step is skipped and the scale is halved. After many steps without that it is doubled.
+fp16 has no numbers below 6e-8, and most gradients of activations are that small. So the loss is multiplied by a scale
+before backward, and the fp32 sums of gradients are divided by it afterwards. If the scale is too large, a gradient
+becomes infinite; the step is then skipped and the scale is halved. After many steps without such an overflow, the scale
+is doubled.
 
-Scale and counters are on the device and change in place there, by the norm of the gradients, which is the same on all
-ranks: the host need not know them, CUDA graphs read the scale of the step, and all ranks have the same one.
+The scale and its counters are on the device and change in place. They depend on the norm of the gradients, which is the
+same on all ranks, so all ranks have the same scale. The host need not know it, and CUDA graphs read the scale of the
+step.
 """
 
 from __future__ import annotations
@@ -17,10 +19,19 @@ _GROWTH, _BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
-    """The scale and what it changes by: tensors `[]` on `device`, fp32. Settings: those of `training.loss_scale`.
+    """Loss scale and its counters, fp32 scalars on `device`.
 
-    `growth_tracker`: finite steps since the scale changed last, or gradients were not finite. `hysteresis_tracker`: so
-    many more steps with gradients that are not finite leave the scale as it is, but for the last of them.
+    Args:
+        device: Device of the tensors.
+        initial_scale: Scale of the first step.
+        growth_interval: Number of finite steps after which the scale doubles.
+        hysteresis: Number of steps with non-finite gradients that halve the scale.
+        min_loss_scale: Lower limit of the scale.
+
+    Attributes:
+        scale: Current scale.
+        growth_tracker: Number of finite steps since the scale grew or gradients were not finite.
+        hysteresis_tracker: Number of further non-finite steps until the scale is halved.
     """
 
     def __init__(
@@ -39,7 +50,12 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, finite: Tensor, counts: Tensor | None = None) -> None:
-        """After a step whose gradients were `finite`, bool `[]`; nothing changes if `counts` is given and false."""
+        """Update the scale after a step.
+
+        Args:
+            finite: Whether the gradients of the step were finite, bool `[]`.
+            counts: Whether the step counts, bool `[]`. If false, nothing changes. None means that it counts.
+        """
         counts = torch.ones_like(finite) if counts is None else counts
         overflow, clean = counts & ~finite, counts & finite
         growth = torch.where(overflow, 0, self.growth_tracker + clean)
@@ -52,7 +68,7 @@ class LossScaler:
         self.hysteresis_tracker.copy_(torch.where(grows, self.hysteresis, hysteresis))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors by their names in a checkpoint. Reading into these tensors loads them."""
+        """Return the live tensors by their names in a checkpoint. Copying values into them restores the state."""
         return {
             "loss_scale.scale": self.scale,
             "loss_scale.growth_tracker": self.growth_tracker,

@@ -1,18 +1,21 @@
-"""Updates of whole matrices that are divided over ranks, by a function of their momentum.
+"""Updates of whole matrices that are sharded over ranks, by a function of their momentum.
 
-*What is a matrix.* A tensor of a checkpoint: q, k and v of a fused weight are three, gate and up two, and so are those
-of each expert. Transformed as one, q and v would share one spectrum, and the result would depend on how they are fused.
+*Matrices.* A matrix is one tensor of a checkpoint. The q, k and v of a fused weight are three matrices, gate and up are
+two, and each expert has separate matrices. If q and v were transformed as one matrix, they would share one spectrum,
+and the result would depend on how they are fused.
 
-*Matrices in parts.* Unlike Adam this is not elementwise: it needs the whole matrix, of which a rank may have some rows
-(FSDP), columns (tensor parallelism), or a flat range (ZeRO). So each matrix has one *owner* among the ranks that hold
-parts of it. In a step the others send their parts of the momentum to it, it computes, and sends each holder its part of
-the result: two all-to-alls for each batch of matrices. Owners are chosen so that all have about the same work. Copies
-of a part (data parallelism without ZeRO) are sent once; all receive the result, so copies stay equal bit for bit.
+*Sharded matrices.* Unlike Adam's update, this update is not elementwise. It needs the whole matrix, but a rank may hold
+only some rows (FSDP), some columns (tensor parallelism), or a flat range (ZeRO). So each matrix has one *owner* among
+the ranks that hold parts of it. In a step, the other ranks send their parts of the momentum to the owner. The owner
+computes the result and sends each holder its part. This takes two all-to-alls per batch of matrices. Owners are chosen
+so that all ranks have about the same work. Copies of a part (data parallelism without ZeRO) are sent only once; all
+holders receive the result, so copies stay bitwise equal.
 
-*Cost.* The momentum is rounded to `dtype` (for Muon bf16 in torch and by the authors) before it is used at all, and the
-result is in it. So parts travel in it without further loss: with ZeRO or FSDP a rank sends and receives 2 bytes of each
-of its elements, twice. Memory: 4 bytes an element for the momentum, beside the master; in a step as much as a batch
-needs. Matrices of a batch that have one shape are transformed together.
+*Cost.* The momentum is rounded to the dtype of the exchange before it is used (for Muon bf16, as in PyTorch and in the
+authors' code), and the result has this dtype. So ranks send parts in it without further loss. With ZeRO or FSDP, a rank
+sends and receives 2 bytes per element of its shards, twice. Memory is 4 bytes per element for the momentum, in addition
+to the master, and the buffers of one batch during a step. Matrices of the same shape in a batch are transformed
+together.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from megafp8.parallel import collectives
 from megafp8.parallel.sharding import FlatShard, Shape, boxes_of
 
 BATCH = 1 << 26
-"""Elements of matrices that a rank transforms between two exchanges; or one matrix, if it has more."""
+"""Number of matrix elements that a rank transforms between two exchanges. A larger matrix is one batch."""
 
 (MOMENTUM,) = MatrixUpdate.moments
 
 
 class MatrixPart(NamedTuple):
-    """A rectangle of the matrix `name`."""
+    """Rectangle of the matrix `name`."""
 
     name: str
     offset: Shape
@@ -48,16 +51,17 @@ class MatrixPart(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def view(self, x_nm: Tensor) -> Tensor:
-        """This rectangle of the whole matrix."""
+        """Return this rectangle of the whole matrix `x_nm` as a view."""
         (row, column), (rows, columns) = self.offset, self.shape
         return x_nm[row : row + rows, column : column + columns]
 
 
 class OwnedMatrix(NamedTuple):
-    """A matrix, the rank that transforms it, and the ranks that hold each of its parts."""
+    """Matrix with the rank that transforms it, and the ranks that hold each of its parts."""
 
     name: str
     shape: Shape
@@ -65,21 +69,24 @@ class OwnedMatrix(NamedTuple):
     holders: Mapping[MatrixPart, Sequence[int]]
 
     def sender(self, part: MatrixPart) -> int:
-        """The rank that sends a part to the owner: the owner itself, if it has it."""
+        """Return the rank that sends a part to the owner: the owner itself if it holds the part."""
         ranks = self.holders[part]
         return self.owner if self.owner in ranks else ranks[self.owner % len(ranks)]
 
 
 Held = Sequence[tuple[MatrixPart, Shape]]
-"""The parts that a rank holds, with the shapes of the whole matrices."""
+"""Parts that a rank holds, with the shapes of the whole matrices."""
 
 
 def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[OwnedMatrix]:
-    """All matrices of which the ranks hold `held`, those with most work first, then by shape.
+    """Choose the owner of each matrix, so that all ranks have about the same work.
 
-    Needs the same input on all ranks.
+    Args:
+        held: Parts that each rank holds, the same on all ranks.
+        cost: Function that returns the work for a matrix of a shape.
 
-    `cost`: work for a matrix of a shape.
+    Returns:
+        All matrices, those with the most work first, then by shape.
     """
     shapes: dict[str, Shape] = {}
     holders: dict[str, dict[MatrixPart, list[int]]] = {}
@@ -101,7 +108,7 @@ def assign_owners(held: Sequence[Held], cost: Callable[[Shape], int]) -> list[Ow
 
 
 def batches(matrices: Sequence[OwnedMatrix], ranks: int, elements: int) -> list[list[OwnedMatrix]]:
-    """`matrices` in lists, in each of which a rank owns up to `elements` elements, or one matrix."""
+    """Divide `matrices` into batches, in which each rank owns up to `elements` elements or one larger matrix."""
     result: list[list[OwnedMatrix]] = []
     current, owned = [0] * ranks, [0] * ranks
     for matrix in matrices:
@@ -117,11 +124,11 @@ def batches(matrices: Sequence[OwnedMatrix], ranks: int, elements: int) -> list[
 
 
 Transfers = Sequence[tuple[int, MatrixPart]]
-"""Parts with the ranks that they are sent to, or come from, in the order of the ranks."""
+"""Parts with their receivers or senders, in the order of these ranks."""
 
 
 class MatrixExchange(NamedTuple):
-    """What one rank sends and receives for a batch of matrices, of which it owns `owned`."""
+    """Transfers of one rank for a batch of matrices. `owned` are the matrices that the rank transforms."""
 
     owned: Mapping[str, Shape]
     to_owners: Transfers
@@ -131,11 +138,11 @@ class MatrixExchange(NamedTuple):
 
 
 def matrix_exchange(batch: Sequence[OwnedMatrix], rank: int) -> MatrixExchange:
-    """The part of `rank` in a batch. Two ranks that are each other's in a transfer have its parts in the same order."""
+    """Return the transfers of `rank` for a batch. Sender and receiver list the parts between them in the same order."""
     own_matrices = [matrix for matrix in batch if matrix.owner == rank]
 
     def by_rank(transfers: Iterable[tuple[int, MatrixPart]]) -> Transfers:
-        return sorted(transfers, key=lambda transfer: transfer[0])  # stable
+        return sorted(transfers, key=lambda transfer: transfer[0])  # the sort is stable
 
     return MatrixExchange(
         {matrix.name: matrix.shape for matrix in own_matrices},
@@ -147,9 +154,15 @@ def matrix_exchange(batch: Sequence[OwnedMatrix], rank: int) -> MatrixExchange:
 
 
 class _Place(NamedTuple):
-    """Where a part of a matrix is: elements `[start, end)` of `master`, that of `shard`, which is in the group `group`.
+    """Location of a part of a matrix on this rank.
 
-    `scale`: of updates of the matrix.
+    Args:
+        shard: Shard that contains the part.
+        master: Master of the shard.
+        start: First element of the part in the master.
+        end: End of the part in the master.
+        group: Parameter group of the master.
+        scale: Factor of updates of the matrix.
     """
 
     shard: FlatShard
@@ -161,18 +174,29 @@ class _Place(NamedTuple):
 
 
 class MatrixOptimizer(Optimizer):
-    """An optimizer of flat masters, this rank's shards of matrices. With momentum M, gradients G and decay μ:
+    """Optimizer of flat masters of this rank's shards of matrices.
+
+    With momentum M, gradients G and decay μ, a step computes
 
         M ← μ M + (1 - μ) G        W ← (1 - lr · weight_decay) W - lr · scale · transform(direction of M and G)
 
-    `groups`: torch's parameter groups, each with its `weight_decay`; the `lr` of each is set before every step.
-    `shards`: by master. `group`: ranks which together hold all parts of the matrices that this rank has parts of; all
-    of them construct it, and call `step`, at the same time. State: `MOMENTUM`, fp32 and flat, to be set before the
-    first step. `matrices`: those of all ranks of `group`. `found_inf`: where it is set, and not zero on the device, a
-    step changes nothing, as in torch's fused optimizers.
+    The state of a master is `MOMENTUM`, fp32 and flat; the caller sets it before the first step.
+
+    Args:
+        update: Update rule.
+        groups: PyTorch parameter groups, each with a `weight_decay`. The caller sets `lr` before every step.
+        shards: Shard of each master.
+        group: Ranks that together hold all parts of this rank's matrices. All of them must construct the optimizer and
+            call `step` at the same time.
+        device: Device of the masters.
+
+    Attributes:
+        matrices: Matrices of all ranks of `group`.
+        found_inf: Scalar on the device. If it is set and not zero, a step changes nothing, as in PyTorch's fused
+            optimizers.
     """
 
-    _step_supports_amp_scaling = True  # torch's name for that
+    _step_supports_amp_scaling = True  # PyTorch's name for support of `found_inf`
     found_inf: Tensor | None = None
 
     def __init__(
@@ -204,16 +228,16 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, watch: Watch | None = None) -> None:  # type: ignore[override]
-        """One update. `watch`: makes a context for the update of each batch."""
+        """Update the weights once. `watch` makes a context for the update of each batch."""
         skip = None if self.found_inf is None else self.found_inf != 0
         for exchange in self._exchanges:
             self._update(exchange, skip, watch)
 
     def _update(self, exchange: MatrixExchange, skip: Tensor | None, watch: Watch | None) -> None:
-        """Update the momentum of this rank's parts of a batch, transform its own matrices, and update its parts."""
+        """Update the momentum of this rank's parts of a batch, transform the owned matrices, and update the parts."""
         directions = self._empty(sum(part.numel for _, part in exchange.to_owners))
         sent = dict(_divided(directions, exchange.to_owners))
-        for _, part in exchange.from_owners:  # all that this rank has
+        for _, part in exchange.from_owners:  # all parts that this rank holds
             place = self._places[part]
             elements = slice(place.start, place.end)
             assert place.master.grad is not None
@@ -235,8 +259,8 @@ class MatrixOptimizer(Optimizer):
                 _decayed_add_(x_n, update_n, 1 - lr * decay, -lr * place.scale, skip)
 
     def _transform(self, exchange: MatrixExchange, received: Tensor) -> dict[str, Tensor]:
-        """The updates of the matrices that this rank owns, from the received parts of their directions."""
-        if [part.name for _, part in exchange.from_senders] == list(exchange.owned):  # whole matrices, in order
+        """Return the updates of the matrices that this rank owns, from the received parts of their directions."""
+        if [part.name for _, part in exchange.from_senders] == list(exchange.owned):  # whole matrices in order
             flat = received
         else:
             flat = self._empty(sum(map(math.prod, exchange.owned.values())))
@@ -261,7 +285,7 @@ class MatrixOptimizer(Optimizer):
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
     def _send(self, flat: Tensor, parts: Transfers, expected: Transfers) -> Tensor:
-        """Send parts, which are in `flat` in the order of the ranks they are for; returns those that come, flat."""
+        """Send the parts in `flat`, which are sorted by receiver, and return the received parts, flat."""
         if self._alone:
             return flat
         assert self._group is not None
@@ -274,13 +298,13 @@ class MatrixOptimizer(Optimizer):
 
 
 def _divided(flat: Tensor, parts: Transfers) -> list[tuple[MatrixPart, Tensor]]:
-    """Parts with their elements in `flat`, which has one after the other."""
+    """Return the parts with their elements in `flat`, which concatenates them."""
     elements = flat.split([part.numel for _, part in parts])
     return [(part, x) for (_, part), x in zip(parts, elements, strict=True)]
 
 
 def _decayed_add_(x_n: Tensor, update_n: Tensor, shrink: float, factor: float, skip: Tensor | None) -> None:
-    """x ← shrink · x + factor · update, but not where `skip`, a bool scalar on the device, is true."""
+    """Compute x ← shrink · x + factor · update, unless `skip`, a bool scalar on the device, is true."""
     if x_n.is_cuda and x_n.itemsize == 4:
         from megafp8.kernels import momentum  # needs Triton, which comes with torch's CUDA builds
 

@@ -1,35 +1,37 @@
-"""An optimizer in fp32 for a model in bf16: masters, storage of state, batches, and a moving average of the weights.
+"""Mixed-precision optimizer: fp32 masters for a bf16 model, storage of state, batches, and a moving average.
 
-A bf16 weight has 8 significant bits, so an update below 1/256 of it would be lost by rounding. Each parameter that is
-not fp32 therefore has an fp32 master copy; moments and update are fp32 and the model gets the rounded result. fp32
-parameters are their own masters, and so are float64 ones, whose gradients and moments are float64 too: where this
-says fp32, it is `megafp8.numerics.dtypes.sum_dtype`.
+A bf16 weight has 8 significant bits, so rounding would lose an update below 1/256 of the weight. Each parameter that is
+not fp32 therefore has an fp32 master copy. Moments and updates are fp32, and the model gets the rounded result. fp32
+parameters are their own masters. So are float64 parameters, and their gradients and moments are float64 too: "fp32" in
+this file means `megafp8.numerics.dtypes.sum_dtype`.
 
-Each kind of update (`megafp8.optimizer.base.Update`) makes optimizers over the masters, as torch's are over parameters;
-the gradients are set once, as views of the gradient buffer. Masters and moments exist before the first step, so a
-checkpoint always has a place to load into.
+Each kind of update (`megafp8.optimizer.base.Update`) builds optimizers over the masters, as PyTorch's optimizers are
+built over parameters. The gradients are set once, as views of the gradient buffer. Masters and moments exist before the
+first step, so that a checkpoint can always be loaded into them.
 
-The optimizer works on flat shards of the parameters and holds their state only. A shard is a whole parameter, or under
-ZeRO what this rank owns of it; to an elementwise update this makes no difference, and others put matrices together.
+The optimizer works on flat shards of the parameters and holds only their state. A shard is a whole parameter or, under
+ZeRO, the part that this rank owns. An elementwise update does not notice the difference; other updates assemble the
+matrices.
 
-A parameter may be released: its values are in the masters only, and what needs them rounded takes them from there
-(FP8 parameters, `megafp8.parallel.data.fp8_weight_shards`; FSDP, `megafp8.parallel.data.fsdp`).
+A parameter may be released. Its values are then only in the masters, and code that needs rounded values takes them from
+there (FP8 parameters, `megafp8.parallel.data.fp8_weight_shards`; FSDP, `megafp8.parallel.data.fsdp`).
 
-State may be stored in less between steps (`StateStorage`): moments in bf16, as DeepSeek-V3 does (arXiv:2412.19437,
-section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters (`state_storage`). Some
-optimizers update it as it is stored, and round the masters themselves (`FusedAdamW`). Others need fp32, so a batch of
-shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step shrinks by less than 1/256 might
-never change; so betas are at most 1 - 1/256 then.
+State may be stored with less precision between steps (`StateStorage`): moments in bf16, as in DeepSeek-V3
+(arXiv:2412.19437, section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters
+(`state_storage`). Some optimizers update the stored form and round the masters themselves (`FusedAdamW`). Other
+optimizers need fp32, so one batch of shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step
+shrinks by less than 1/256 might never change, so betas are then limited to 1 - 1/256.
 
-A moving average of the weights may be kept beside the masters, in fp32 (`average_decay`). After n updates
+An fp32 moving average of the weights may be kept in addition to the masters (`average_decay`). After n updates
 
     average ← d · average + (1 - d) · master        d = min(average_decay, (n - 1) / (n + 9))
 
-so it begins with the weights after the first update, and then spans about the last tenth of all updates until that is
-1 / (1 - average_decay) (as TensorFlow's ExponentialMovingAverage with `num_updates`, one update later).
+so it begins with the weights after the first update. It then spans about the last tenth of all updates, until that
+tenth reaches 1 / (1 - average_decay) updates. (TensorFlow's ExponentialMovingAverage with `num_updates` does the same,
+one update later.)
 
-Memory: 4 bytes an element for a master (2 with remainders, none where the parameter is fp32), 4 for each moment (2 in
-bf16, 1 and 1/128 in FP8), and 4 for an average, on top of the model and its fp32 gradients.
+Memory per element: 4 bytes for a master (2 with remainders, none if the parameter is fp32), 4 for each moment (2 in
+bf16, 1 and 1/128 in FP8), and 4 for an average, in addition to the model and its fp32 gradients.
 """
 
 from __future__ import annotations
@@ -58,20 +60,20 @@ from megafp8.parallel.data.grad_buffer import gradient_of
 from megafp8.parallel.sharding import Box, FlatShard, ParamSpec, boxes_of, spec_of
 
 BATCH = 1 << 24
-"""Elements whose state is fp32 at a time where it is stored in less; or one shard, if it has more."""
+"""Number of elements loaded in fp32 at a time if state is stored with less precision. A larger shard is one batch."""
 
 AVERAGE = "average"
-"""Name in the state of the moving average of weights."""
+"""State name of the moving average of weights."""
 
 OUTER_MOMENTUM = "outer_momentum"
-"""Name in the state of the momentum of outer steps (`megafp8.optimizer.outer`)."""
+"""State name of the momentum of outer steps (`megafp8.optimizer.outer`)."""
 
 State = dict[str, list[tuple[FlatShard, Tensor]]]
-"""Shards and their state, flat, by name of the state."""
+"""Shards and their flat state tensors, by state name."""
 
 
 def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]]:
-    """`shards` in order, in lists of up to `elements` elements; a shard that has more is a list of its own."""
+    """Divide `shards`, in order, into lists of up to `elements` elements. A larger shard is one list."""
     batches: list[list[FlatShard]] = [[]]
     free = elements
     for shard in shards:
@@ -84,7 +86,7 @@ def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]
 
 
 def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[str, StateStorage]:
-    """The moments of a shard, zero; `stored`: the dtype that the config names."""
+    """Allocate the moments of a shard, initially zero. `stored` is the config's name of their dtype."""
     dtype = state_dtype(stored, shard.param.dtype)
     if dtype == torch.float8_e4m3fn:
         formats = {name: FIRST if signed else SECOND for name, signed in update.moments.items()}
@@ -94,21 +96,31 @@ def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[s
 
 
 def round_masters(masters: Mapping[Tensor, Tensor]) -> None:
-    """Round masters into the parameters that they are mapped to."""
+    """Round masters into their parameters; `masters` maps masters to parameters."""
     if masters:
         torch._foreach_copy_([*masters.values()], [*masters])
 
 
 class MixedPrecisionOptimizer:
-    """The optimizer of `config` over `shards`, at most one of each parameter, as a `GradBuffer` gives them.
+    """Optimizer of flat shards of parameters, with fp32 masters.
 
-    Weight decay applies to parameters whose `spec.weight_decay` is set; not to others (norms, biases). `width`: how
-    many times as wide the model is as the one of muP. `matrix_group`: ranks which together hold all parts of matrices;
-    where updates are of whole matrices, all of them construct this and step at the same time. `reason` says in one line
-    which implementations run and why; `step_count` is the number of updates made so far. `seed`: of the noise of FP8
-    moments. `released`: parameters whose values, read here for the last time, are in the masters from now on, and which
-    have no remainders. `masters`: existing masters, fp32 and flat, updated in place. `outer`: hold the momentum of
-    outer steps, too.
+    Weight decay applies only to parameters with `spec.weight_decay`, which norms and biases do not have.
+
+    Args:
+        shards: Shards to update, at most one of each parameter, as a `GradBuffer` provides them.
+        config: Optimizer section of the config.
+        device: Device of the parameters.
+        seed: Seed of the noise of FP8 moments.
+        width: Width of the model as a multiple of muP's base width.
+        released: Parameters whose values live only in the masters from now on. Their values are read here for the last
+            time. They have no remainders.
+        masters: Existing masters, fp32 and flat, which are updated in place.
+        matrix_group: Ranks that together hold all parts of matrices. If updates are of whole matrices, all these ranks
+            must construct the optimizer and step at the same time.
+        outer: Whether to hold the momentum of outer steps.
+
+    Attributes:
+        reason: One line that says which implementations run, and why.
     """
 
     def __init__(
@@ -129,10 +141,10 @@ class MixedPrecisionOptimizer:
         self.shards = list(shards)
         self.released = released
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master
+        self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master and state name
         rounded: list[FlatShard] = []
         in_fp32 = all(sum_dtype(shard.param.dtype) == torch.float32 for shard in shards)
-        fits = in_fp32 and config.moments_dtype != "fp8"  # what `Update.updates_stored` is about
+        fits = in_fp32 and config.moments_dtype != "fp8"  # required by `Update.updates_stored`
         by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
@@ -175,20 +187,20 @@ class MixedPrecisionOptimizer:
                 for master in shard_by_master:
                     if stored[update]:
                         optimizer.state[master] = self._stored_state(master, update)
-                    else:  # or loaded by each step
+                    else:  # each step loads it if `_loads_state`
                         optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
                 self._optimizers.append((update, optimizer))
         by_others = [shard for update, chosen in by_update.items() if not stored[update] for shard in chosen]
         left = {self._masters[shard.param] for shard in by_others}
         self._rounded_by_step = {master: param for master, param in self._rounded.items() if master in left}
-        self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # those of tensors with these names
+        self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # by tensor names
         self.reason = "; ".join(update.describe(device, stored=stored[update]) for update in by_update)
         self.step_count = 0
 
     def _param_groups(
         self, shards: Sequence[FlatShard], rates_of_spec: Callable[[ParamSpec], ParamRates]
     ) -> list[dict[str, Any]]:
-        """Torch's parameter groups of the masters of `shards`, one for each pair of rates."""
+        """Return PyTorch parameter groups of the masters of `shards`, one for each pair of rates."""
         alike: dict[ParamRates, list[Tensor]] = {}
         for shard in shards:
             alike.setdefault(rates_of_spec(spec_of(shard.param)), []).append(self._masters[shard.param])
@@ -199,7 +211,7 @@ class MixedPrecisionOptimizer:
         ]
 
     def _make_master(self, shard: FlatShard, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """The fp32 tensor that the optimizer updates; it shares the memory of a parameter that is fp32 already."""
+        """Return the fp32 tensor that the optimizer updates. It shares the memory of an fp32 parameter."""
         param = shard.param
         master = given.get(param)
         if master is None:
@@ -209,7 +221,7 @@ class MixedPrecisionOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Updates made so far; an update may depend on it, as Adam's bias correction does, so checkpoints hold it."""
+        """Number of updates so far. Checkpoints hold it, because updates may depend on it (Adam's bias correction)."""
         return self._step_count
 
     @step_count.setter
@@ -217,17 +229,17 @@ class MixedPrecisionOptimizer:
         self._step_count = count
         for _, optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["step"] = count  # where apex has it; torch has it in the state
+                group["step"] = count  # apex keeps the count here; torch keeps it in the state
                 for master in group["params"]:
                     step = torch.full((), float(count), dtype=torch.float32, device=master.device)
                     optimizer.state[master]["step"] = step
 
     def master_of(self, shard: FlatShard) -> Tensor:
-        """The fp32 values of a shard, flat, live."""
+        """Return the live, flat fp32 values of a shard."""
         return self._masters[shard.param].detach()
 
     def load_master(self, shard: FlatShard) -> Tensor:
-        """The fp32 values of a shard, flat: live, or a copy where they are stored as remainders."""
+        """Return the flat fp32 values of a shard: live, or a copy if they are stored as remainders."""
         storage = self.storage[self._masters[shard.param]].get("master")
         return storage.load() if isinstance(storage, RemainderStorage) else self.master_of(shard)
 
@@ -243,30 +255,31 @@ class MixedPrecisionOptimizer:
         round_masters({key: param for key, param in self._rounded.items() if key is master})
 
     def released_values(self) -> list[tuple[FlatShard, Tensor]]:
-        """The shards of released parameters with their values, flat, in the parameters' dtype.
+        """Return the shards of released parameters with their flat values in the parameters' dtype.
 
-        The masters themselves where that is their dtype, so that a checkpoint loads into them; otherwise copies.
+        The values are the masters themselves if these have that dtype, so that a checkpoint loads into them. Otherwise
+        they are copies.
         """
         released = [shard for shard in self.shards if shard.param in self.released]
         return [(shard, self.master_of(shard).to(shard.param.dtype)) for shard in released]
 
     def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The state of the shard of `param`, flat: the fp32 `master` if separate, its moments by name, `average`.
+        """Return the flat state of the shard of `param` by name: `master` if it is separate, moments, `average`.
 
-        Live tensors, or copies on the host (`StateStorage.checkpoint_tensor`).
+        The tensors are live, or copies on the host (`StateStorage.checkpoint_tensor`).
         """
         storage = self.storage[self._masters[param]]
         return {key: part.checkpoint_tensor() for key, part in storage.items()}
 
     def stored_tensors(self, shard: FlatShard) -> dict[str, tuple[Tensor, ...]]:
-        """The live tensors that hold a shard's `master` and moments between steps."""
+        """Return the live tensors that hold a shard's `master` and moments between steps."""
         stored = {key: storage.tensors for key, storage in self.storage[self._masters[shard.param]].items()}
-        if shard.param in self.released:  # also where it is fp32
+        if shard.param in self.released:  # even if it is fp32
             stored["master"] = (self.master_of(shard),)
         return stored
 
     def state(self) -> State:
-        """`state_tensors` of all shards, by their names. A checkpoint loads into them, then calls `restore`."""
+        """Return the `state_tensors` of all shards by name. A checkpoint loads into them, then calls `restore`."""
         state: State = {}
         for shard in self.shards:
             for key, tensor in self.state_tensors(shard.param).items():
@@ -275,7 +288,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def restore(self, state: State, step_count: int) -> None:
-        """Take over a loaded `state` after `step_count` updates, and round the masters into the parameters."""
+        """Store a loaded `state` after `step_count` updates, and round the masters into the parameters."""
         self.step_count = step_count
         for key, values in state.items():
             for shard, tensor in values:
@@ -285,7 +298,10 @@ class MixedPrecisionOptimizer:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes a `skip`: torch's fused optimizers do. Storing state again may round it again."""
+        """Whether `step` takes a `skip`, as fused optimizers do.
+
+        It does not if each step loads and stores state, because storing may round the state again.
+        """
         fused = (getattr(optimizer, "_step_supports_amp_scaling", False) for _, optimizer in self._optimizers)
         return not self._loads_state and all(fused)
 
@@ -297,11 +313,13 @@ class MixedPrecisionOptimizer:
     def step(
         self, lr: float, *, factor: Tensor | None = None, skip: Tensor | None = None, watch: Watch | None = None
     ) -> None:
-        """One update from the gradients in the buffer, with learning rate `lr` times the scale of each group.
+        """Update the weights once from the gradients in the buffer.
 
-        `factor`: a scalar on the device that multiplies the gradients, which stay as they are in the buffer. `skip`: a
-        bool scalar on the device; where it is true nothing changes, and `forget_step` must follow. `watch`: update in
-        batches, each in a context that it makes.
+        Args:
+            lr: Learning rate, which is multiplied by the scale of each group.
+            factor: Scalar on the device by which the update multiplies the gradients. The buffer does not change.
+            skip: Bool scalar on the device. If it is true, nothing changes, and the caller must call `forget_step`.
+            watch: Function that makes a context for each batch of the update. If given, the update runs in batches.
         """
         assert skip is None or self.skips_on_device
         assert factor is None or self.takes_factor
@@ -325,12 +343,13 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply rows of weights in their masters, and round these into the parameters.
+        """Multiply rows of weights in their masters, and round the masters into the parameters.
 
-        `factors`: by global name, a factor for each row; names that this rank has nothing of are ignored.
+        `factors` has a factor for each row of a tensor, by global name. Names of tensors that this rank does not hold
+        are ignored.
         """
         names = frozenset(factors)
-        if names not in self._boxes:  # there are many experts
+        if names not in self._boxes:  # cached, because there may be many experts
             boxes_by_shard = (
                 (shard, [box for box in boxes_of(shard) if box.piece.name in names]) for shard in self.shards
             )
@@ -350,7 +369,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def average_weights(self) -> None:
-        """Add the weights after an update to their moving average, if there is one."""
+        """Add the weights to their moving average after an update, if there is an average."""
         if self._average_decay is not None and self.shards:
             n = self._step_count
             decay = min(self._average_decay, (n - 1) / (n + 9))
@@ -358,7 +377,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def restart_average(self) -> None:
-        """Let the moving average begin with the weights as they are."""
+        """Restart the moving average with the current weights."""
         for average, master in zip(*self._averages_and_masters(), strict=True):
             average.copy_(master)
 
@@ -367,11 +386,11 @@ class MixedPrecisionOptimizer:
         return [self.storage[self._masters[shard.param]][AVERAGE].load() for shard in self.shards], masters
 
     def forget_step(self) -> None:
-        """Uncount the last step, which the device has skipped."""
+        """Decrement the step count, because the device has skipped the last step."""
         self._step_count -= 1
 
     def _stored_state(self, master: Tensor, update: Update) -> dict[str, Tensor]:
-        """The live tensors that `FusedAdamW` updates."""
+        """Return the live tensors that `FusedAdamW` updates."""
         storage = self.storage[master]
         state = {key: storage[key].tensors[0] for key in update.moments}
         remainder = storage.get("master")
@@ -387,13 +406,13 @@ class MixedPrecisionOptimizer:
         return nullcontext() if watch is None else watch([(self._shard_of[master], master) for master in masters])
 
     def _remainders(self, masters: Sequence[Tensor]) -> dict[Tensor, RemainderStorage]:
-        """Storage of those masters that are stored as remainders."""
+        """Return the storage of the masters that are stored as remainders."""
         stored = ((master, self.storage[master].get("master")) for master in masters)
         return {master: storage for master, storage in stored if isinstance(storage, RemainderStorage)}
 
     @torch.no_grad()
     def _step_in_batches(self, optimizer: TensorOptimizer, watch: Watch) -> None:
-        """`optimizer.step()` of up to `BATCH` elements at a time."""
+        """Run `optimizer.step()` with up to `BATCH` elements at a time."""
         groups = [group["params"] for group in optimizer.param_groups]
         shards = [self._shard_of[master] for masters in groups for master in masters]
         for batch in _batches(shards, BATCH):
@@ -416,7 +435,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def _load_step_store(self, update: Update, optimizer: TensorOptimizer, watch: Watch | None) -> None:
-        """`optimizer.step()` with state that is loaded in fp32 and then stored."""
+        """Load state in fp32, run `optimizer.step()`, and store the state."""
         state = optimizer.state
         masters = [master for group in optimizer.param_groups for master in group["params"]]
         remainders = self._remainders(masters)

@@ -1,7 +1,7 @@
-"""Parameters whose learning rate and weight decay differ from the others', by the names of their tensors.
+"""Groups of parameters with a separate learning rate or weight decay, chosen by tensor name.
 
-Names are those of checkpoints: `layers.0.attention.q.weight`. A fused parameter (q, k, v; gate and up; the experts of a
-rank) has several names and is updated as one tensor, so all of them must be in the same group.
+Names are the names in checkpoints, such as `layers.0.attention.q.weight`. A fused parameter (q, k, v; gate and up; the
+experts of a rank) has several names and is updated as one tensor, so all its names must be in the same group.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ if TYPE_CHECKING:  # configs are read without torch
 
 
 class ParamGroup(Section):
-    """Weights with a learning rate or weight decay of their own."""
+    """Group of weights with a separate learning rate or weight decay."""
 
     match: Annotated[list[Pattern], Field(min_length=1)]
-    """Patterns of names of tensors, as in a checkpoint: "embedding.*", "layers.0.*", "*_norm.weight"; * matches any
-    text. A tensor is in the first group that matches it. It is an error if a pattern matches nothing."""
+    """Patterns of tensor names, as in a checkpoint: "embedding.*", "layers.0.*", "*_norm.weight". * matches any text. A
+    tensor belongs to the first group that matches it. A pattern that matches nothing is an error."""
     learning_rate_scale: NonNegative = 1.0
-    """Multiplies the learning rate of every step. 0: these weights stay as they are."""
+    """Factor of the learning rate of every step. 0 keeps the weights constant."""
     weight_decay: NonNegative | None = None
-    """Their weight decay, norms and biases included. Default: optimizer.weight_decay for matrices, none for others."""
+    """Weight decay of the group, including its norms and biases. Default: optimizer.weight_decay for matrices, none for
+    other weights."""
 
 
 class ParamRates(NamedTuple):
-    """What the learning rate of a parameter is multiplied by, and its weight decay."""
+    """Learning-rate factor and weight decay of a parameter."""
 
     learning_rate_scale: float
     weight_decay: float
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether Muon updates a parameter, and muP scales its learning rate: a matrix of a block (`ParamSpec`).
+    """Return whether a parameter is a matrix of a block.
 
-    Not a matrix before or after the blocks, such as the output layer, and not a matrix of one row or column.
+    Muon updates these matrices, and muP scales their learning rate. Matrices before or after the blocks, such as the
+    output layer, are not hidden matrices. Neither are matrices with one row or one column.
     """
     return spec.matrix and all(
-        piece.name.startswith("layers.") and min(piece.global_shape) > 1 for piece in spec.shards
+        shard.name.startswith("layers.") and min(shard.global_shape) > 1 for shard in spec.shards
     )
 
 
 def rates_of(
     spec: ParamSpec, weight_decay: float, groups: Sequence[ParamGroup], hidden_learning_rate_scale: float = 1.0
 ) -> ParamRates:
-    """The rates of a parameter: of the first group it is in, if any.
+    """Return the rates of a parameter from the first group that matches it, if any.
 
-    `weight_decay`: of matrices in no group. `hidden_learning_rate_scale`: of all hidden matrices, beside their group's.
+    Args:
+        spec: Parameter.
+        weight_decay: Weight decay of matrices outside all groups.
+        groups: Groups of the config.
+        hidden_learning_rate_scale: Additional learning-rate factor of all hidden matrices.
     """
     decay = weight_decay if spec.weight_decay else 0.0
     scale = hidden_learning_rate_scale if is_hidden_matrix(spec) else 1.0
@@ -64,9 +70,13 @@ def rates_of(
 
 
 def check_groups(specs: Iterable[ParamSpec], groups: Sequence[ParamGroup]) -> None:
-    """ValueError unless each pattern fits a tensor of the whole model, and each parameter is in one group or none."""
+    """Check the groups against the parameters of the whole model.
+
+    Raises:
+        ValueError: A pattern matches no tensor, or the tensors of one parameter are in different groups.
+    """
     specs = list(specs)
-    names = [piece.name for spec in specs for piece in spec.shards]
+    names = [shard.name for spec in specs for shard in spec.shards]
     for i, group in enumerate(groups):
         for pattern in group.match:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -75,7 +85,7 @@ def check_groups(specs: Iterable[ParamSpec], groups: Sequence[ParamGroup]) -> No
                     f"{', '.join(_examples(names))}"
                 )
     for spec in specs:
-        first, *others = [piece.name for piece in spec.shards]
+        first, *others = [shard.name for shard in spec.shards]
         first_group = _group_of(first, groups)
         for other in others:
             if (other_group := _group_of(other, groups)) != first_group:
@@ -93,7 +103,7 @@ def _group_of(name: str, groups: Sequence[ParamGroup]) -> int | None:
 
 
 def _examples(names: Sequence[str]) -> list[str]:
-    """One name of each kind: of tensors whose names differ in numbers only, the first."""
+    """Return one name of each kind. Names of one kind differ only in their numbers."""
     kinds: dict[tuple[str, ...], str] = {}
     for name in names:
         kinds.setdefault(tuple(part for part in name.split(".") if not part.isdigit()), name)

@@ -1,16 +1,17 @@
-"""How optimizer state is stored between steps: as it is, rounded, or as the remainder of a bf16 parameter.
+"""Storage of optimizer state between steps: unchanged, rounded, or as the remainder of a bf16 parameter.
 
-Adam computes in fp32. Its state may be stored in less: a step then loads fp32 values of a batch of parameters at a time
-and stores them again. Checkpoints hold what is stored, without loss, in dtypes that torch has; where no live tensor
-has these values, a copy is made on the host, so that saving needs no device memory.
+Adam computes in fp32. Its state may be stored with less precision: a step then loads the fp32 values of one batch of
+parameters at a time and stores them again. Checkpoints hold the stored values without loss, in dtypes that PyTorch has.
+If no live tensor has these values, they are copied to the host, so that saving needs no device memory.
 
-*Remainders* (`store_param_remainders`): fp32 masters of bf16 parameters in two bytes. A bf16 number is the upper half
-of an fp32 number, so the parameter is one half of its master already. The other half is the remainder: the master's
-bits minus the parameter's, a signed 16-bit number since the parameter is rounded, not truncated. Together they are the
-exact master. Rounding is to nearest, ties away from zero: 65,536 masters then round to each parameter, as many as there
-are remainders. Ties to even, torch's rule, would give 65,537 to every even parameter, which two bytes cannot
-distinguish. So one tie in two (one master in 2^17) that torch would round down is rounded up, the only difference to
-fp32 masters. Transformer Engine (`store_param_remainders`) rounds like this too.
+*Remainders* (`store_param_remainders`) store the fp32 masters of bf16 parameters in two bytes. A bf16 number is the
+upper half of an fp32 number, so the parameter already is one half of its master. The other half is the remainder: the
+master's bits minus the parameter's bits. It is a signed 16-bit number, because the parameter is rounded, not truncated.
+Together they give the exact master. Rounding is to nearest, with ties away from zero: 65,536 masters then round to each
+parameter, which equals the number of remainders. With ties to even, PyTorch's rule, 65,537 masters would round to every
+even parameter, and two bytes cannot distinguish them. So half of all ties (one master in 2^17), which PyTorch would
+round down, are rounded up. This is the only difference from fp32 masters. Transformer Engine (`store_param_remainders`)
+also rounds this way.
 
 Shapes: n elements of a shard.
 """
@@ -26,20 +27,21 @@ from megafp8.numerics.dtypes import sum_dtype
 
 
 class StateStorage(ABC):
-    """A tensor of optimizer state between steps."""
+    """Tensor of optimizer state as it is stored between steps."""
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """The live tensors in memory between steps, of any dtypes."""
+        """Live tensors in memory between steps, of any dtype."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the live tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @abstractmethod
     def load(self) -> Tensor:
-        """The values, fp32 `[n]`."""
+        """Return the values, fp32 `[n]`."""
 
     @abstractmethod
     def store(self, values: Tensor, step: int) -> None:
@@ -47,44 +49,58 @@ class StateStorage(ABC):
 
     @abstractmethod
     def checkpoint_tensor(self) -> Tensor:
-        """What a checkpoint holds, `[n]`: the live tensor, or a copy on the host. Storing it changes no value."""
+        """Return the tensor `[n]` for a checkpoint: the live tensor, or a copy on the host.
+
+        Storing it again changes no value.
+        """
 
 
 class PlainStorage(StateStorage):
-    """A tensor in fp32, float64 or bf16, to which values are rounded. Loaded values are live, but for those of bf16."""
+    """State stored as one tensor in fp32, float64 or bf16, to which values are rounded.
+
+    Loaded values are the live tensor, except for bf16.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """Stored tensor."""
         return (self._tensor,)
 
     def load(self) -> Tensor:
+        """Return the values in fp32 or float64; a copy if the tensor is bf16."""
         return self._tensor.to(sum_dtype(self._tensor.dtype))
 
     def store(self, values: Tensor, step: int) -> None:
+        """Round `values` to the dtype of the tensor."""
         if values is not self._tensor:
             self._tensor.copy_(values)
 
     def checkpoint_tensor(self) -> Tensor:
+        """Return the live tensor."""
         return self._tensor
 
 
 def split_master(master_n: Tensor) -> tuple[Tensor, Tensor]:
-    """A master, fp32 `[n]`, to the parameter, bf16 `[n]`, and the remainder, int16 `[n]`."""
+    """Split a master, fp32 `[n]`, into the parameter, bf16 `[n]`, and the remainder, int16 `[n]`."""
     bits_n = master_n.view(torch.int32)
-    upper_n = (bits_n + (1 << 15)) >> 16  # of sign and magnitude: adding rounds away from zero
+    upper_n = (bits_n + (1 << 15)) >> 16  # floats are sign and magnitude, so this rounds ties away from zero
     return upper_n.to(torch.int16).view(torch.bfloat16), (bits_n - (upper_n << 16)).to(torch.int16)
 
 
 def join_master(param_n: Tensor, remainder_n: Tensor) -> Tensor:
-    """The master that `split_master` was given."""
+    """Return the master, fp32 `[n]`, from the results of `split_master`."""
     return ((param_n.view(torch.int16).int() << 16) + remainder_n).view(torch.float32)
 
 
 class RemainderStorage(StateStorage):
-    """The master of `param_n`, bf16 `[n]`, a live view of the parameter, which is half of it; initially equal to it."""
+    """Master stored as a bf16 parameter and a remainder.
+
+    `param_n`, bf16 `[n]`, is a live view of the parameter, which is one half of the master. The initial master is equal
+    to the parameter.
+    """
 
     def __init__(self, param_n: Tensor) -> None:
         assert param_n.dtype == torch.bfloat16
@@ -93,14 +109,18 @@ class RemainderStorage(StateStorage):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """Remainder, int16 `[n]`."""
         return (self._remainder_n,)
 
     def load(self) -> Tensor:
+        """Return a copy of the master, fp32 `[n]`."""
         return join_master(self._param_n, self._remainder_n)
 
     def store(self, values: Tensor, step: int) -> None:
+        """Store a master: round it into the parameter, and store the remainder."""
         for stored, new in zip((self._param_n, self._remainder_n), split_master(values)):
             stored.copy_(new)
 
     def checkpoint_tensor(self) -> Tensor:
+        """Return a copy of the master on the host, fp32 `[n]`."""
         return self.load().cpu()

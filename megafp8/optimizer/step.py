@@ -1,29 +1,29 @@
-"""The end of a training step: from the gradients of the micro-batches to the update.
+"""End of a training step: from the gradients of the micro-batches to the updated weights.
 
-    complete shared gradients -> scale, in fp16 by 1 / loss scale too -> norm -> clip -> update -> multiply rows
+    complete shared gradients -> scale (in fp16 also by 1 / loss scale) -> norm -> clip -> update -> multiply rows
 
-*Shared gradients.* Two kinds of parameters are held by several ranks of one model, each of which has a part of their
-gradient: norms under sequence parallelism (a tensor-parallel rank has its slice of the sequence) and the shared
-embedding (the first stage looks words up in it, the last multiplies by it, or looks up further tokens; where a rank
-holds both, still as two parameters, so that their gradients are summed in one order under every pipeline schedule).
-Their gradients are summed once a step.
+*Shared gradients.* Two kinds of parameters are held by several ranks of one model, and each rank has a part of their
+gradient. The first kind is norms under sequence parallelism, where each tensor-parallel rank has a slice of the
+sequence. The second kind is the shared embedding: the first stage looks up tokens in it, and the last stage multiplies
+by it or looks up further tokens. If one rank holds both sides, they are still two parameters, so that their gradients
+are summed in the same order under every pipeline schedule. All these gradients are summed once per step.
 
 *The norm* of the whole model's gradient counts each distinct parameter once. Parameters that this rank must not count
-still enter, times zero: zero times a non-finite number is NaN, so a non-finite gradient on any rank shows on all of
-them, and all skip the update or none: one bad batch costs one step, not the run.
+are added times zero. Zero times a non-finite number is NaN, so a non-finite gradient on any rank shows on all ranks.
+Therefore either all ranks skip the update or none, and one bad batch costs one step, not the run.
 
-Where gradients are sharded over data parallelism, all of this applies to the shards that a rank owns: sums over tensor
-parallelism and between stages are of equal shards there (`buckets` ensures it), and the norm is summed over data
-parallelism too. The updated weights are gathered by the caller (`ParamBuffer`), since those gathered in FP8 need the
+If gradients are sharded over data parallelism, all of this applies to the shards that a rank owns. Sums over tensor
+parallelism and between stages then combine equal shards (`buckets` ensures it), and the norm is also summed over data
+parallelism. The caller gathers the updated weights (`ParamBuffer`), because weights that are gathered in FP8 need the
 next step's scales.
 
-*In float64*, in which layouts are compared, gradients that are zero but for rounding are set to zero.
+*In float64*, which is used to compare layouts, gradients that are zero except for rounding are set to zero.
 
-*Rows of weights* may be multiplied after the update (QK-clip), in the masters, before these are averaged.
+*Rows of weights* may be multiplied after the update (QK-clip), in the masters, before the moving average.
 
-*The host waits once*, for the norm, when all of the step is queued: the device clips and skips by the norm that it has
-computed, and goes on. Only before an optimizer that cannot skip on the device
-(`MixedPrecisionOptimizer.skips_on_device`) does the host wait for the norm.
+*The host waits once*, for the norm, after the whole step is queued. The device clips and skips by the norm that it has
+computed, and continues. The host waits for the norm before the update only if the optimizer cannot skip on the device
+(`MixedPrecisionOptimizer.skips_on_device`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ from megafp8.parallel.data.grad_buffer import gradient_of
 from megafp8.parallel.sharding import FlatShard, ParamSpec, spec_of
 
 ROUNDING = 1e-12
-"""In float64, gradients of at most this share of the norm are zero but for rounding."""
+"""Share of the norm up to which a float64 gradient is considered zero except for rounding."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm`: the 2-norm of the whole model's gradient before clipping. `skipped`: it was not finite.
+    """Result of an optimizer step.
 
-    `loss_scale`: that of this step, if there is one. `layer_norms`: if it was measured, norms by kind and layer
-    (`layer_norms`); of gradients only, if it was skipped.
+    Args:
+        grad_norm: 2-norm of the whole model's gradient before clipping.
+        skipped: Whether the step was skipped because the norm was not finite.
+        loss_scale: Loss scale of the step; None without loss scaling.
+        layer_norms: Norms by kind and layer (`megafp8.optimizer.layer_norms`) if the step was measured. A skipped step
+            has norms of gradients only.
     """
 
     grad_norm: float
@@ -63,25 +67,36 @@ class StepResult:
 
 
 class Gradients(Protocol):
-    """A `GradBuffer` or a `DataParallelStrategy`: the gradients of `shards` are in the fp32 `owned`."""
+    """Gradients that this rank owns: a `GradBuffer` or a `DataParallelStrategy`."""
 
     @property
-    def shards(self) -> Sequence[FlatShard]: ...
+    def shards(self) -> Sequence[FlatShard]:
+        """Shards of the parameters."""
 
     @property
-    def owned(self) -> Sequence[Tensor]: ...
+    def owned(self) -> Sequence[Tensor]:
+        """Flat fp32 tensors that hold the gradients of `shards`."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What a step needs that stays the same from step to step.
+    """Function that ends a training step: it updates the weights from the summed gradients.
 
-    `model_group`: pipeline × tensor; `embedding_group`: the stages that share the tied weights, and `shared_params`:
-    this rank's side of them (empty elsewhere). `max_norm`: clip the gradient to this 2-norm; None does not clip.
-    `sharded`: each rank of `data_group` (experts: of `expert_group`) has a shard of the gradients; else all have all of
-    them. `expert_group`: the ranks that hold the same experts, where these are not those of `data_group`. `scaler`: the
-    gradients are those of the loss times its scale. `layers`: of the whole model, if steps are to be measured.
-    `row_factors`: gives, by global name, what the rows of weights are multiplied by after the update.
+    Args:
+        buffer: Gradients.
+        optimizer: Optimizer of the shards in `buffer`.
+        tensor_group: Tensor-parallel ranks.
+        model_group: Ranks of pipeline × tensor parallelism.
+        embedding_group: Stages that share the tied embedding.
+        shared_params: This rank's sides of the tied embedding; empty on ranks without one.
+        max_norm: 2-norm to which the gradient is clipped; None for no clipping.
+        sharded: Whether each rank of `data_group` (for experts, of `expert_group`) has a shard of the gradients.
+            Otherwise every rank has all gradients.
+        data_group: Data-parallel ranks.
+        expert_group: Ranks that hold the same experts; None if they are the ranks of `data_group`.
+        scaler: Loss scaler, if the gradients are multiplied by a loss scale.
+        layers: Layers of the whole model; needed only to measure steps.
+        row_factors: Function that returns the factors of rows of weights after the update, by global name.
     """
 
     buffer: Gradients
@@ -99,12 +114,16 @@ class OptimizerStep:
     row_factors: Callable[[], Mapping[str, Tensor]] | None = None
 
     def __call__(self, lr: float, *, grad_scale: Tensor | None = None, measure: bool = False) -> StepResult:
-        """Update the weights with learning rate `lr`; call when gradients are summed over data parallelism.
+        """Update the weights. Call it after gradients are summed over data parallelism.
 
-        `grad_scale`, the same on all ranks, multiplies the gradients first: nominal / true number of tokens where
-        masks made them differ; NaN for a step to be skipped, which says nothing about the loss scale. The caller must
-        `clear` the buffer before the next backward pass. A skipped step changes neither the weights nor the optimizer's
-        state. `measure`: compute norms by layer; then the host waits for the update.
+        A skipped step changes neither the weights nor the optimizer's state. The caller must `clear` the buffer before
+        the next backward pass.
+
+        Args:
+            lr: Learning rate.
+            grad_scale: Factor of the gradients, the same on all ranks: the nominal over the true number of tokens if
+                masks made them differ. NaN skips the step without an effect on the loss scale.
+            measure: Whether to compute norms by layer. The host then waits for the update.
         """
         self.reduce_shared_gradients()
         factor, loss_scale = grad_scale, None
@@ -148,7 +167,7 @@ class OptimizerStep:
         return StepResult(grad_norm, skipped, None if loss_scale is None else loss_scale.item(), by_layer)
 
     def _by_layer(self, measured: StepNorms | None, kinds: Sequence[str]) -> dict[str, float]:
-        """The norms of these kinds that all ranks have measured; waits for them."""
+        """Return the norms of these kinds, summed over all ranks. Wait for the device."""
         if measured is None:
             return {}
         return measured.by_name(_OnHost(self._sum_over_ranks(measured.sums())).tolist(), kinds)
@@ -156,14 +175,14 @@ class OptimizerStep:
     def reduce_shared_gradients(self) -> None:
         """Complete, in place, the gradients of parameters that several ranks of one model hold.
 
-        Sums those with `spec.reduce_over_tp` over `tensor_group`, and those of `shared_params` over `embedding_group`,
-        or with each other where one rank holds both sides.
+        Gradients of parameters with `spec.reduce_over_tp` are summed over `tensor_group`. Gradients of `shared_params`
+        are summed over `embedding_group`, or with each other if one rank holds both sides.
         """
         shards = self.buffer.shards
         partial = [gradient_of(shard) for shard in shards if spec_of(shard.param).reduce_over_tp]
         collectives.coalesced_all_reduce(partial, self.tensor_group)
         shared = [gradient_of(shard) for param in self.shared_params for shard in shards if shard.param is param]
-        if len(self.shared_params) == 2:  # sharded alike
+        if len(self.shared_params) == 2:  # both sides are sharded in the same way
             sides = len(shared) // 2
             for first, last in zip(shared[:sides], shared[sides:], strict=True):
                 last.copy_(first.add_(last))
@@ -171,10 +190,11 @@ class OptimizerStep:
             collectives.coalesced_all_reduce(shared, self.embedding_group)
 
     def global_norm(self, measured: StepNorms | None = None) -> Tensor:
-        """The 2-norm of the whole model's gradient, the same on every rank: scalar of the gradients' dtype and device.
+        """Return the 2-norm of the whole model's gradient, a scalar in the gradients' dtype, the same on every rank.
 
-        Squares are summed in float64, so the result depends on the layout only in its last bit. Two all-reduces of
-        eight bytes: a single one would need a communicator of the whole job. `measured` gets those of this rank.
+        Squares are summed in float64, so the result depends on the layout only in its last bit. There are two
+        all-reduces of eight bytes, because a single one would need a communicator of the whole job. The norms of this
+        rank's gradients are added to `measured`.
         """
         counted: list[FlatShard] = []
         uncounted: list[FlatShard] = []
@@ -188,16 +208,17 @@ class OptimizerStep:
         return self._sum_over_ranks(total).sqrt().to(self.buffer.owned[0].dtype)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over all ranks whose counted parts make up the model, in place."""
+        """Sum `x` in place over all ranks that together hold the model."""
         if self.sharded or self.expert_group is not None:
             collectives.all_reduce(x, self.data_group)
         return collectives.all_reduce(x, self.model_group)
 
     def _counts(self, spec: ParamSpec) -> bool:
-        """Whether the norm counts this rank's gradient of a parameter, of which each distinct element counts once.
+        """Return whether the norm counts this rank's gradient of a parameter.
 
-        Parameters replicated over tensor parallelism count on its rank 0 only, copies of tied weights never. With
-        experts of their own ranks, all ranks are summed over, so what several hold counts on the first of them.
+        Each distinct element counts once. Parameters that are replicated over tensor parallelism count only on its rank
+        0, and copies of tied weights never count. With an `expert_group`, the sum runs over all ranks, so a parameter
+        that several ranks hold counts on the first of them.
         """
         if spec.expert and self.expert_group is not None:
             return self.sharded or self.expert_group.rank() == 0
@@ -207,21 +228,23 @@ class OptimizerStep:
 
 
 def _sum_of_squares(values: list[Tensor], device: torch.device) -> Tensor:
-    """Float64 scalar."""
+    """Return the sum of squares as a float64 scalar on `device`."""
     return torch.stack(values).square().sum() if values else torch.zeros((), dtype=torch.float64, device=device)
 
 
 class _OnHost:
-    """A copy of a tensor to the host, under way. What is queued after it is not waited for."""
+    """Asynchronous copy of a tensor to the host. Reading it does not wait for work that is queued after the copy."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy = x.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
     def item(self) -> float:
+        """Wait for the copy and return its only element."""
         return self.tolist()
 
     def tolist(self) -> Any:
+        """Wait for the copy and return it as a list, or as a number for a scalar."""
         if self._copied is not None:
             with activity.waiting_for_device():
                 self._copied.synchronize()
@@ -229,21 +252,22 @@ class _OnHost:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it.
+    """Return min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
 
-    1 where the norm is not finite: the step is skipped, and gradients still tell whose were not.
+    The factor is 1 if the norm is not finite. The step is then skipped, and the gradients still show which of them are
+    not finite.
     """
     return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
 def _zero_rounding_(tensors: Sequence[Tensor], norm: Tensor) -> None:
-    """Set what is zero but for rounding to zero, in place: an optimizer may make a whole step of it (Lion)."""
+    """Set gradients that are zero except for rounding to zero, in place; Lion would make full updates of them."""
     for tensor in tensors:
         tensor.masked_fill_(tensor.abs() <= ROUNDING * norm, 0.0)
 
 
 def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply fp32 tensors in place; on CUDA at no cost where the factor is 1."""
+    """Multiply fp32 tensors in place. On CUDA this costs nothing if the factor is 1."""
     for x in tensors:
         if x.is_cuda:
             from megafp8.kernels import multiply  # needs Triton, which comes with torch's CUDA builds

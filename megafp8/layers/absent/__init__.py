@@ -1,1 +1,1 @@
-"""The absence of a mixer or of a feed-forward network."""
+"""Placeholder for a mixer or feed-forward network that a layer does not have."""

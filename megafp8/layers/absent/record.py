@@ -1,4 +1,4 @@
-"""The absent part of a layer that has a mixer only, or a feed-forward network only (Nemotron-H): `none` in YAML."""
+"""Records for a layer that has only a mixer or only a feed-forward network (Nemotron-H): `none` in YAML."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from megafp8.spec import PartRecord
 
 
 class NoMixerConfig(PartRecord):
-    """No mixer: the layer is a feed-forward network."""
+    """Record of a layer without a mixer: the layer has only a feed-forward network."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoMixer"
     tensor_prefix: ClassVar[str] = "no_mixer"
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """None: the layer is a feed-forward network."""
+    """Kind of mixer: no mixer, only a feed-forward network."""
 
 
 class NoFfnConfig(PartRecord):
-    """No feed-forward network: the layer is a mixer."""
+    """Record of a layer without a feed-forward network: the layer has only a mixer."""
 
     module: ClassVar[str] = "megafp8.layers.absent.module:NoFeedForward"
     tensor_prefix: ClassVar[str] = "no_ffn"
     present: ClassVar[bool] = False
 
     kind: Literal["none"] = "none"
-    """None: the layer is a mixer."""
+    """Kind of feed-forward network: no feed-forward network, only a mixer."""

@@ -1,8 +1,8 @@
-"""Activations, fused with the cast of their output and, in backward, of their input's gradient.
+"""Activations, fused with the cast of their output and, in backward, with the cast of the input gradient.
 
-Saved for backward: the input. A bias before an ungated activation is added by the kernel. The bias's gradient needs
-values that the FP8 data replaces, so a second pass computes and sums them: reading the inputs twice moves fewer bytes
-than writing the values.
+Forward saves the input for backward. The kernel also adds the bias before an ungated activation. The bias gradient
+needs the gradient's values, but the kernel writes only their FP8 data. A second pass therefore recomputes and sums the
+values: reading the inputs twice moves fewer bytes than writing the values.
 
 Shapes: r rows (tokens; all leading dims), f width of the activation.
 """
@@ -38,11 +38,11 @@ _OF_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square_(),
 }
-"""Activations by PyTorch's ops in the dtype of their input, where `runs_unfused`."""
+"""Activations made of PyTorch's ops, in the dtype of the input; used if `runs_unfused`."""
 
 
 def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the bias as an argument of a source; gated sources take none."""
+    """Return the bias as arguments of a source: none without a bias, since gated sources take no bias."""
     return () if bias is None else (bias,)
 
 
@@ -68,10 +68,18 @@ class _Activation(Function):
 def activation(
     kind: str, x: Tensor, bias: Tensor | None, form: InputFormat | None, handoff: QuantizedGradHandoff | None
 ) -> Tensor | LinearInput:
-    """Activation `kind` of `numerics.sources`, fused: values `[..., f]`, or what the layer after it takes (`form`).
+    """Compute an activation, fused with the cast of its output if the next layer takes quantized input.
 
-    x is [gate | up] `[..., 2f]` if the activation is gated, else `[..., f]`; only then may it have a bias, `[f]`.
-    `handoff`: where the layer that computed x, which has no other user, takes the gradient.
+    Args:
+        kind: Name of the activation in `megafp8.layers.activation.record.ACTIVATIONS`.
+        x: `[gate | up]`, `[..., 2f]`, if the activation is gated; otherwise `[..., f]`.
+        bias: Bias `[f]` added to `x`, only for activations that are not gated.
+        form: Input format of the next layer; None for values.
+        handoff: Handoff that passes a quantized gradient to the layer that computed `x`; None to pass values. No other
+            operation may use `x`.
+
+    Returns:
+        The activation `[..., f]` in the format `form`.
     """
     if form is None and kind in _OF_TORCH and runs_unfused(x):
         return _OF_TORCH[kind](x if bias is None else x + bias)

@@ -1,6 +1,6 @@
 """Activations of the MLP: one record for each value of `model.activation`.
 
-The config reads them, so this file imports no torch.
+The config reads these records, so this file does not import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ ActivationName = Literal[
 
 @dataclass(frozen=True)
 class Activation:
-    """`down(f(up(x)))`, or `down(f(gate(x)) * up(x))` where it is `gated` (clamped SwiGLU: times up + 1).
+    """Activation f of an MLP, and its names in other frameworks.
 
-    `fused`: output and gradient are computed while they are cast, by the `MatrixSource` of this name in
-    `megafp8.numerics.sources`; else f is PyTorch's own op (`megafp8.layers.mlp.op`). Exact GELU is not fused: its erf
-    has other bits on other devices, so no kernel could equal a reference. `hugging_face`: values of `hidden_act` that
-    mean f; the first is written. `megatron`: the arguments by which Megatron-LM chooses it; without any it has no such
-    activation.
+    The MLP computes `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` if the activation is gated. Clamped SwiGLU
+    multiplies by `up(x) + 1`.
+
+    Args:
+        gated: Whether the activation is multiplied by a second projection of the input.
+        fused: Whether a `MatrixSource` of this name in `megafp8.numerics.sources` computes output and gradient while
+            they are cast. Otherwise f is PyTorch's op (`megafp8.layers.mlp.op`). Exact GELU is not fused: its erf has
+            different bits on different devices, so no kernel could match a reference.
+        hugging_face: Values of `hidden_act` that mean f. Exports write the first.
+        megatron: Arguments that select the activation in Megatron-LM. Empty if Megatron-LM does not have it.
     """
 
     gated: bool
@@ -37,11 +42,11 @@ class Activation:
 
     @property
     def fuses_bias(self) -> bool:
-        """Adds the first linear layer's bias itself."""
+        """Whether the activation's kernel adds the bias of the first linear layer."""
         return self.fused and not self.gated
 
     def up_width(self, ffn: int) -> int:
-        """Outputs of the MLP's first linear layer for an MLP `ffn` wide."""
+        """Return the number of outputs of the MLP's first linear layer, given the MLP's inner width `ffn`."""
         return 2 * ffn if self.gated else ffn
 
 
@@ -55,7 +60,7 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
         gated=True, fused=True, hugging_face=("gelu_pytorch_tanh", "gelu_new"), megatron={}
     ),
     "geglu": Activation(gated=True, fused=False, hugging_face=("gelu",), megatron={}),
-    # Megatron-LM's kernel that adds the bias computes the tanh form; without it torch's exact one runs.
+    # Megatron-LM's fused bias kernel computes the tanh form. Without it, PyTorch's exact GELU runs.
     "gelu_tanh": Activation(
         gated=False, fused=True, hugging_face=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
         megatron={"swiglu": False, "bias_gelu_fusion": True},

@@ -1,1 +1,1 @@
-"""The delta rule, on which Gated DeltaNet and Kimi Delta Attention are built."""
+"""Delta rule: the recurrence of Gated DeltaNet and Kimi Delta Attention."""

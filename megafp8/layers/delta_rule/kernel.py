@@ -1,37 +1,38 @@
-"""The gated delta rule in chunks with a decay for each channel of keys, forward and backward.
+"""Kernels for the gated delta rule in chunks with a decay per key channel, forward and backward.
 
-Reference: `megafp8.layers.delta_rule.op.recurrence`; formulas and the source of the method are there. Within a chunk of
-L tokens, with sums of decays G from its start (here in base 2, so that exp is exp2):
+Reference: `megafp8.layers.delta_rule.op.recurrence`; its file also has the formulas and the papers. Consider a chunk of
+L tokens, and let G be the running sum of decays from its start (here in base 2, so that exp is exp2):
 
     P_ij = Σ_d exp(G_i − G_j) q_i k_j  for j ≤ i,     A_ij = β_i Σ_d exp(G_i − G_j) k_i k_j  for j < i
     T = (I + A)⁻¹,     W = T (β exp(G) k),     U = T (β v)
     u = U − W S₀,      y = (exp(G) q) S₀ + P u,      S_L = exp(G_L) S₀ + (exp(G_L − G) k)ᵀ u
 
-exp(G_i − G_j) is no product of something of i and something of j that fp32 could hold. But if i is in a part of the
-tokens behind that of j, it is exp(G_i − r) exp(r − G_j) with r the sum up to the first token of the later part, where
-neither exponent is positive, and a GEMM computes it. So chunks are cut into blocks of 16 tokens; a block in halves,
-these in halves, and so on down to single tokens, so that each pair of a block is once in the two halves of one part.
-Each of four levels takes a GEMM of all of the block's tokens, in which only the pairs of the level count: those whose
-i xor j has its highest bit there. Inversion goes through such levels too: T ← T − T A_h T, A_h the pairs of halves of h
-tokens, after which T (I + A) is the identity within parts of 2h tokens.
+exp(G_i − G_j) cannot be split into one factor per i and one factor per j, because fp32 could not hold such factors. But
+suppose that i lies in a later part of the tokens than j, and let r be the sum up to the first token of the later part.
+Then exp(G_i − G_j) = exp(G_i − r) exp(r − G_j), neither exponent is positive, and a GEMM computes the products. So
+chunks are cut into blocks of 16 tokens, each block into halves, the halves into halves, and so on down to single
+tokens. Each pair of tokens in a block is then split by exactly one of four levels. Each level takes one GEMM over all
+tokens of the block and keeps only its own pairs: the pairs for which the highest bit of i xor j belongs to the level.
+The inversion uses the same levels: T ← T − T A_h T, where A_h has the pairs split into halves of h tokens. After that
+step, T (I + A) is the identity within parts of 2h tokens.
 
     sums        G of each chunk
-    pairs       P, A and the decayed queries and keys, a program for each block of rows
-    operands    T, W and U, a program for each chunk
-    states      the state at the start of each chunk and u; a program has a head and some channels of values, and goes
-                over the chunks one after the other. `dstates` goes back, to the gradients of states and of u
-    outputs     y, a program for each chunk and some channels of values
-    gradients   of v, P, A and the decayed queries and keys, a program for each chunk; from the formulas above
-                dA = −(Tᵀ du) uᵀ
-    dpairs      of q, k, β and decays from these, a program for each chunk
+    pairs       P, A and the decayed queries and keys; one program per block of rows
+    operands    T, W and U; one program per chunk
+    states      state at the start of each chunk, and u; one program per head and slice of value channels, which runs
+                through the chunks in order. `dstates` runs backward and computes the gradients of states and u
+    outputs     y; one program per chunk and slice of value channels
+    gradients   gradients of v, P, A and the decayed queries and keys; one program per chunk. The formulas above
+                give dA = −(Tᵀ du) uᵀ
+    dpairs      gradients of q, k, β and decays from the gradients above; one program per chunk
 
-The gradient of G is q·dq + k·(dk as a row of P and A) − k·(dk as a column); decays get its sums from each token to the
-chunk's end. States and gradients of them are fp32 in registers and rounded to the inputs' dtype in memory. GEMMs have
-fp32 sums; their factors are rounded to the inputs' dtype, those of the inversion and of `dpairs`, which are fp32, to
-tf32. All results are deterministic.
+The gradient of G is q·dq + k·(dk as a row of P and A) − k·(dk as a column). The gradient of a token's decay is the sum
+of the gradients of G from that token to the end of the chunk. States and their gradients are fp32 in registers and are
+rounded to the inputs' dtype in memory. GEMMs accumulate in fp32. Their factors are rounded to the inputs' dtype, except
+the fp32 factors of the inversion and of `dpairs`, which are rounded to tf32. All results are deterministic.
 
-Shapes: b micro-batch, s sequence, a heads, d and w channels of keys and of values; m chunks of L tokens; D and W: d and
-w as powers of 2, V channels of values of a program.
+Shapes: b micro-batch size, s sequence length, a heads, d and w channels of keys and of values; m chunks of L tokens; D
+and W are d and w rounded up to powers of 2; V value channels per program.
 """
 
 from __future__ import annotations
@@ -51,27 +52,27 @@ _BLOCK = 16
 _BLOCKS = CHUNK // _BLOCK
 _LEVELS = _BLOCK.bit_length() - 1
 _STATE_CHANNELS = 32
-"""Channels of values of a program of the kernels that go from chunk to chunk."""
+"""Value channels per program in the kernels that run from chunk to chunk."""
 _OUTPUT_CHANNELS = 128
 
 
 @triton.jit
 def _rows(x, i, s, stride, c, count):
-    """Channels `c` of tokens `i`; zeros beyond s tokens and `count` channels."""
+    """Load channels `c` of tokens `i`, with zeros beyond s tokens and `count` channels."""
     at = i[:, None] * stride + c[None, :]
     return tl.load(x + at, mask=(i < s)[:, None] & (c < count)[None, :], other=0.0)
 
 
 @triton.jit
 def _last_rows(x, i, s, stride, c, count):
-    """As `_rows`, with the last token's channels beyond s tokens."""
+    """Load channels `c` of tokens `i` like `_rows`, but repeat the last token beyond s tokens."""
     at = tl.minimum(i, s - 1)[:, None] * stride + c[None, :]
     return tl.load(x + at, mask=(c < count)[None, :], other=0.0)
 
 
 @triton.jit
 def _row(x, i, s, stride, c, count):
-    """Channels of token `i`, or of the last one."""
+    """Load channels `c` of token `i`, or of the last token if `i` is beyond it."""
     return tl.load(x + tl.minimum(i, s - 1).to(tl.int64) * stride + c, mask=c < count, other=0.0)
 
 
@@ -83,26 +84,26 @@ def _store(x, i, s, stride, c, count, values):
 
 @triton.jit
 def _numbers(x, i, s, stride):
-    """One number of each of the tokens `i`; zeros beyond s."""
+    """Load one number for each of the tokens `i`, with zeros beyond s tokens."""
     return tl.load(x + i.to(tl.int64) * stride, mask=i < s, other=0.0)
 
 
 @triton.jit
 def _square(x, r, c, L: tl.constexpr):
-    """Rows and columns of a matrix `[L, L]`, 0 above the diagonal."""
+    """Load rows `r` and columns `c` of a matrix `[L, L]`, with zeros above the diagonal."""
     return tl.load(x + r[:, None] * L + c[None, :], mask=r[:, None] >= c[None, :], other=0.0)
 
 
 @triton.jit
 def _first(s, a):
-    """The chunk or tile, and the first row `[b, s, a]` of this program's head, sample · s · a + head."""
+    """Return this program's chunk or tile, and the first row of its head in `[b, s, a]`, sample · s · a + head."""
     sample, head = tl.program_id(1) // a, tl.program_id(1) % a
     return tl.program_id(0), sample.to(tl.int64) * s * a + head
 
 
 @triton.jit
 def sums_kernel(x_bsad, y_bsad, s, a, d, factor, L: tl.constexpr, D: tl.constexpr):
-    """Sums over the tokens of a chunk up to each, times `factor`."""
+    """Compute the running sums over the tokens of a chunk, times `factor`."""
     m, first = _first(s, a)
     i, c = (m * L + tl.arange(0, L)).to(tl.int64), tl.arange(0, D)
     x = _rows(x_bsad + first * d, i, s, a * d, c, d)
@@ -111,7 +112,10 @@ def sums_kernel(x_bsad, y_bsad, s, a, d, factor, L: tl.constexpr, D: tl.constexp
 
 @triton.jit
 def _middles(sums, start, r, half, s, stride, c, d):
-    """G of the first token of the second half of each of the tokens' `start + r` 2 · `half`."""
+    """Load, for each token `start + r`, the reference G of its part of 2 · `half` tokens.
+
+    This is G of the first token in the second half of the part.
+    """
     return _last_rows(sums, start + ((r | half) & -half), s, stride, c, d)
 
 
@@ -120,7 +124,7 @@ def pairs_kernel(
     q_bsad, k_bsad, g_bsad, beta_bsa, p_mll, a_mll, q_decayed_bsad, k_decayed_bsad, s, a, d, scale,
     L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of P and A, q exp(G) and k exp(G_L − G)."""
+    """Compute a block of rows of P, A, q exp(G) and k exp(G_L − G)."""
     program, first = _first(s, a)
     m, block = program // BLOCKS, program % BLOCKS
     r, c, stride = tl.arange(0, BLOCK), tl.arange(0, D), a * d
@@ -167,7 +171,7 @@ def pairs_kernel(
 
 @triton.jit
 def _inverse(x, apart, LEVELS: tl.constexpr):
-    """(I + x)⁻¹ of a matrix that is zero on its diagonal and above."""
+    """Return (I + x)⁻¹ for a matrix x that is zero on and above its diagonal."""
     t = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, x, 0.0)
     for level in tl.static_range(1, LEVELS):
         t -= tl.dot(t, tl.dot(tl.where((apart >> level) == 1, x, 0.0), t))
@@ -179,7 +183,7 @@ def operands_kernel(
     k_bsad, v_bsaw, g_bsad, beta_bsa, a_mll, t_mll, w_bsad, u_bsaw,
     s, a, d, w, L: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """T, W and U of a chunk; T = [[T_early, 0], [T_between, T_late]] by halves of the chunk."""
+    """Compute T, W and U of a chunk; T = [[T_early, 0], [T_between, T_late]] by halves of the chunk."""
     HALF: tl.constexpr = L // 2
     m, first = _first(s, a)
     r, c, cw = tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, W)
@@ -215,7 +219,7 @@ def states_kernel(
     w_bsad, u_bsaw, k_decayed_bsad, g_bsad, first_badw, states_bmadw, u_out_bsaw, last_badw,
     s, a, d, w, L: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """States at the start of each chunk, u, and the state after the last."""
+    """Compute the state at the start of each chunk, u, and the state after the last chunk."""
     tile, first = _first(s, a)
     r, c, cv = tl.arange(0, L), tl.arange(0, D), tile * V + tl.arange(0, V)
     at = c[:, None] * w + cv[None, :]
@@ -228,7 +232,7 @@ def states_kernel(
     sums = _row(g_bsad + first * d, L - 1, s, a * d, c, d)
     for m in range(chunks):
         i = (m * L + r).to(tl.int64)
-        following = _row(g_bsad + first * d, (m + 2) * L - 1, s, a * d, c, d)  # early: nothing else hides its latency
+        following = _row(g_bsad + first * d, (m + 2) * L - 1, s, a * d, c, d)  # load early to hide the latency
         rounded = state.to(dtype)
         tl.store(states_bmadw + ((sample * chunks + m) * a + head) * size + at, rounded, mask=inside)
         known = tl.dot(_rows(w_bsad + first * d, i, s, a * d, c, d), rounded)
@@ -245,6 +249,7 @@ def outputs_kernel(
     q_decayed_bsad, p_mll, u_bsaw, states_bmadw, y_bsaw,
     s, a, d, w, L: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
+    """Compute the outputs y of a chunk for a slice of value channels."""
     m, first = _first(s, a)
     chunks = tl.num_programs(0)
     r, c, cv = tl.arange(0, L), tl.arange(0, D), tl.program_id(2) * V + tl.arange(0, V)
@@ -262,7 +267,7 @@ def dstates_kernel(
     dy_bsaw, p_mll, q_decayed_bsad, k_decayed_bsad, w_bsad, g_bsad, dlast_badw, dstates_bmadw, du_bsaw, dfirst_badw,
     s, a, d, w, L: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of states at the end of each chunk, of u, and of the state before the first."""
+    """Compute the gradients of the state at the end of each chunk, of u, and of the state before the first chunk."""
     tile, first = _first(s, a)
     r, c, cv = tl.arange(0, L), tl.arange(0, D), tile * V + tl.arange(0, V)
     at = c[:, None] * w + cv[None, :]
@@ -297,10 +302,11 @@ def gradients_kernel(
     dv_bsaw, dp_mll, da_mll, dq_bsad, dk_row_bsad, dk_column_bsad, dbeta_bsa, dend_bmad,
     s, a, d, w, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk: of v, of P and A, and as far as they come from states, of q, k and β.
+    """Compute a chunk's gradients of v, P and A, and the parts of the gradients of q, k and β that come from states.
 
-    Those of P_ij and A_ij are also at (j, i), that of A times β_i, as `dpairs` reads them.
-    `dk_row`: of β k as a row of A and W. `dk_column`: of k in the state at the end. `dend`: of the sum of decays there.
+    The gradients of P_ij and A_ij are also written at (j, i), where A's is multiplied by β_i, because `dpairs` reads
+    both. `dk_row` is the gradient of β k as a row of A and W. `dk_column` is the gradient of k in the state at the end
+    of the chunk. `dend` is the gradient of the sum of decays at the end.
     """
     m, first = _first(s, a)
     chunks = tl.num_programs(0)
@@ -352,10 +358,10 @@ def dpairs_kernel(
     dend_bmad, dq_bsad, dk_bsad, ddecay_bsad, dbeta_bsa, s, a, d, scale,
     L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's q, k, β and decays, from its last block to its first.
+    """Compute the gradients of a chunk's q, k, β and decays, from its last block to its first.
 
-    At a level tokens of second halves are rows of P and A, and those of first halves columns, so one GEMM for P and one
-    for A give the gradients of both.
+    At each level, tokens in second halves are rows of P and A, and tokens in first halves are columns. So one GEMM for
+    P and one for A give the gradients of rows and columns.
     """
     m, first = _first(s, a)
     r, c, stride = tl.arange(0, BLOCK), tl.arange(0, D), a * d
@@ -431,7 +437,7 @@ def dpairs_kernel(
 
 
 class DeltaRuleInputs(NamedTuple):
-    """Contiguous inputs of the rule as kernels take them: q, k and v of one dtype, decays and β fp32."""
+    """Contiguous inputs of the kernels. q, k and v have one dtype; decays and β are fp32."""
 
     q_bsad: Tensor
     k_bsad: Tensor
@@ -441,41 +447,43 @@ class DeltaRuleInputs(NamedTuple):
 
     @classmethod
     def from_tensors(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> DeltaRuleInputs:
-        """From tensors `[s, b, a, ...]`."""
+        """Copy tensors `[s, b, a, ...]` into the layout of the kernels, `[b, s, a, ...]`."""
         q, k, v = (kernel_input(x.transpose(0, 1).contiguous()) for x in (q, k, v))
         decay, beta = (x.transpose(0, 1).to(torch.float32).contiguous() for x in (decay, beta))
         return cls(q, k, v, decay, beta)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """s, a, d, w."""
+        """Sizes s, a, d and w."""
         return (*self.q_bsad.shape[1:], self.v_bsaw.shape[3])
 
     @property
     def scale(self) -> float:
+        """Scale of queries, 1/√d."""
         return self.q_bsad.shape[3] ** -0.5
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of a sequence."""
         return ceil_div(self.q_bsad.shape[1], CHUNK)
 
     @property
     def heads(self) -> int:
-        """Those of all samples."""
+        """Number of heads of all samples, b · a."""
         return self.q_bsad.shape[0] * self.q_bsad.shape[2]
 
     def squares(self, dtype: torch.dtype) -> Tensor:
-        """A matrix for each head and chunk."""
+        """Allocate an `[L, L]` matrix for each head and chunk."""
         return self.q_bsad.new_empty(self.heads * self.chunks, CHUNK, CHUNK, dtype=dtype)
 
     def states(self) -> Tensor:
-        """A state for each chunk and head, `[b, m, a, d, w]`."""
+        """Allocate a state for each chunk and head, `[b, m, a, d, w]`."""
         b, _, a, d = self.q_bsad.shape
         return self.q_bsad.new_empty(b, self.chunks, a, d, self.v_bsaw.shape[3])
 
 
 class DeltaRuleSaved(NamedTuple):
-    """What backward needs besides the inputs."""
+    """Results of forward that backward needs, in addition to the inputs."""
 
     sums_bsad: Tensor
     p_mll: Tensor
@@ -492,8 +500,11 @@ def _width(n: int) -> int:
 
 
 def _dstates_warps(width: int) -> int:
-    """On an H100, Triton 3.6 computes states' gradients of 64 channels with 4 warps wrong by 5%, and right with 8; a
-    test on GPUs compares each width."""
+    """Return the number of warps for `dstates_kernel`.
+
+    On an H100, Triton 3.6 with 4 warps computes the gradients of states of 64 channels with an error of 5%; with 8
+    warps they are correct. A test on GPUs compares each width.
+    """
     return 8 if width == 64 else 4
 
 
@@ -502,19 +513,19 @@ _BLOCK_SIZES = {"L": CHUNK, "BLOCK": _BLOCK, "BLOCKS": _BLOCKS, "LEVELS": _LEVEL
 
 
 def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, DeltaRuleSaved]:
-    """Outputs `[b, s, a, w]` and the state after the last token."""
+    """Return the outputs `[b, s, a, w]`, the state after the last token, and the tensors that backward needs."""
     q, k, v, decay, beta = inputs
     (s, a, d, w), m, heads, dtype = inputs.sizes, inputs.chunks, inputs.heads, q.dtype
     width, value_width = _width(d), _width(w)
     sums = torch.empty_like(decay)
     sums_kernel[m, heads](decay, sums, s, a, d, _BASE_2, L=CHUNK, D=width, num_warps=4)
-    p, of_keys, t = inputs.squares(dtype), inputs.squares(torch.float32), inputs.squares(dtype)
+    p, k_pairs, t = inputs.squares(dtype), inputs.squares(torch.float32), inputs.squares(dtype)
     q_decayed, k_decayed, weights, values = (torch.empty_like(x) for x in (q, k, k, v))
     pairs_kernel[m * _BLOCKS, heads](
-        q, k, sums, beta, p, of_keys, q_decayed, k_decayed, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=2
+        q, k, sums, beta, p, k_pairs, q_decayed, k_decayed, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=2
     )
     operands_kernel[m, heads](
-        k, v, sums, beta, of_keys, t, weights, values, s, a, d, w,
+        k, v, sums, beta, k_pairs, t, weights, values, s, a, d, w,
         L=CHUNK, LEVELS=_LEVELS + 1, D=width, W=value_width, num_warps=4, maxnreg=128,
     )  # fmt: skip
     states, u, state_badw = inputs.states(), torch.empty_like(v), state_badw.contiguous()
@@ -534,7 +545,7 @@ def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor
 def backward(
     inputs: DeltaRuleInputs, saved: DeltaRuleSaved, dy_bsaw: Tensor, dlast_badw: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, decays and β `[b, s, a, ...]` and of the state before the first token."""
+    """Return the gradients of q, k, v, decays and β, `[b, s, a, ...]`, and of the state before the first token."""
     q, k, v, decay, beta = inputs
     sums, p, t, q_decayed, k_decayed, weights, u, states = saved
     (s, a, d, w), m, heads = inputs.sizes, inputs.chunks, inputs.heads

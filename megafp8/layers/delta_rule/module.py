@@ -1,18 +1,18 @@
-"""What mixers by the delta rule share: heads whose state decays and is corrected by each token.
+"""Base of mixers that use the delta rule: every token decays and corrects the state of each head.
 
-A head's state S `[d, w]` maps keys to values. Each token lets it decay, replaces what it has for the token's key by
-the token's value, as far as the token says, and reads it with the token's query:
+The state S `[d, w]` of a head maps keys to values. Each token makes the state decay, moves the value stored for the
+token's key towards the token's value by a fraction β, and reads the state with its query:
 
     S ← exp(g) S;    S ← S + k (β (v − Sᵀk))ᵀ;    y = Sᵀq        (`megafp8.layers.delta_rule.op`)
 
-q, k and v pass a causal convolution of a few tokens in each channel and SiLU, and q and k are normalized to length 1.
-The decays g = −exp(log rate) softplus(decay + bias) are of heads, or of the channels of keys. A head's output is
-normalized, multiplied by a function of a gate, and projected.
+q, k and v first pass a causal convolution over a few tokens in each channel and SiLU; q and k are then normalized to
+length 1. There is one decay g = −exp(log rate) softplus(decay + bias) per head, or per key channel. The output of a
+head is normalized, multiplied by a function of a gate, and projected.
 
-What passes from token to token is computed again in backward; q, k and v are kept as they are before the convolution.
+Backward recomputes the recurrence and the convolution. Forward saves q, k and v as they are before the convolution.
 
-Shapes: s sequence, b micro-batch, h hidden; k key heads and a value heads of this rank, d and w channels of keys and of
-values; n = 2kd + aw channels of the convolution.
+Shapes: s sequence length, b micro-batch size, h hidden size; k key heads and a value heads on this rank, d and w
+channels of keys and of values; n = 2kd + aw channels of the convolution.
 """
 
 from __future__ import annotations
@@ -39,16 +39,30 @@ from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
-"""The norm before the projection of queries, keys and values."""
+"""Norm before the projection of queries, keys and values, as the projection's plan sees it."""
 
 
 class DeltaRuleMixer(ConvolvedMixer):
-    """Linear attention by the delta rule; `run` takes q, k and v `[s, b, n]`, decays and β `[s, b, a]`.
+    """Linear attention by the delta rule.
 
-    `decay_shape`: of a head's decays. `decay_init`: of their biases. `most`: the largest β. `norm_eps`: of the norm of
-    outputs. `silu`: their gate passes SiLU, else a sigmoid.
+    `run` takes q, k and v `[s, b, n]`, decays `[s, b, a]` or `[s, b, a·d]`, and β `[s, b, a]`.
+
+    Args:
+        name: Prefix of the names of its parameters.
+        model: Sizes of the model.
+        context: Process groups, dtype and device of the model.
+        key_heads: Number of heads of queries and keys on all ranks.
+        value_heads: Number of heads of values on all ranks.
+        d: Channels of a key.
+        w: Channels of a value.
+        kernel: Number of tokens that the convolution sees.
+        decay_shape: Shape of a head's decays: `()` or `(d,)`.
+        decay_init: Initialization of the decay biases.
+        norm_eps: Number added to the mean square in the norm of outputs.
+        most: Largest value of β.
     """
 
+    #: Whether the gate of the outputs is SiLU; otherwise it is the sigmoid.
     silu: ClassVar[bool]
 
     def __init__(
@@ -84,30 +98,32 @@ class DeltaRuleMixer(ConvolvedMixer):
         return self.convolution.shape[0]
 
     def gated(self, y_sbaw: Tensor, z_sbc: Tensor) -> Tensor:
-        """The heads' outputs, normalized and gated, `[s, b, a·w]`."""
+        """Normalize the outputs of heads and multiply them by the gate of `z_sbc`; return `[s, b, a·w]`."""
         return gated_norm(y_sbaw, z_sbc, self.norm.weight, self.norm.eps, silu=self.silu)
 
     @property
     def _parts(self) -> tuple[ChannelGroup, ...]:
-        """What the convolution gives: queries, keys and values."""
+        """Channel groups of the convolution's output: queries, keys and values."""
         key = ChannelGroup(self.key_heads, self.d, norm=True)
         return key, key, ChannelGroup(self.value_heads, self.w)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state of one sequence on this rank, `(a, d, w)`."""
         return self.value_heads, self.d, self.w
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
-        """To `[s, b, a, w]`."""
+        """Advance convolution and recurrence; return the outputs `[s, b, a, w]` and the new state."""
         last_btn, state_badw = state
         (q, k, v, decay, beta), last_btn = self._operands(xs, last_btn, starts_sb)
         y_sbaw, state_badw = delta_rule(q, k, v, decay, beta, state_badw, starts_sb)
         return y_sbaw, (last_btn, state_badw)
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
+        """Return the affine map of S by all these tokens together, with a matrix `[d, d]` per head."""
         last_btn, zeros_badw = state
         (q, k, v, decay, beta), _ = self._operands(xs, last_btn, starts_sb)
-        # The map is affine: from zero it gives U, and without values, from the identity, T.
+        # The map is S -> T S + U. The zero state gives U; the identity state with values of zero gives T.
         _, added = delta_rule(q, k, v, decay, beta, zeros_badw, starts_sb)
         identity = torch.eye(self.d, dtype=zeros_badw.dtype, device=q.device).expand(*zeros_badw.shape[:2], -1, -1)
         without = v.new_zeros(*v.shape[:3], self.d)
@@ -117,7 +133,7 @@ class DeltaRuleMixer(ConvolvedMixer):
     def _operands(
         self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What the delta rule reads: q, k, v, decays and β; and the convolution's last inputs."""
+        """Return the inputs of the delta rule (q, k, v, decays and β), and the last inputs of the convolution."""
         qkv_sbn, decay, beta_sba = xs
         q, k, v = convolve_parts(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb, self._parts)
         last_btn = last_inputs(qkv_sbn, last_btn.shape[1], last_btn, starts_sb)
@@ -128,6 +144,7 @@ class DeltaRuleMixer(ConvolvedMixer):
         return (q, k, v, -rate * decay, beta_sba if self.most == 1 else self.most * beta_sba), last_btn
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        """Return the name of the implementation that computes the delta rule on `device`."""
         by_channel = bool(self.decay_shape)
         name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=by_channel)
         return f"linear attention: {name}"
@@ -135,7 +152,7 @@ class DeltaRuleMixer(ConvolvedMixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved_by_recurrence(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes of what is kept of the recurrence and behind it, besides its inputs."""
+        """Return the bytes saved for backward after the recurrence, by tensor, without the recurrence's inputs."""
         return {
             "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
             "proj input": batch.saved_input(self.proj.state),
@@ -143,18 +160,22 @@ class DeltaRuleMixer(ConvolvedMixer):
 
     @staticmethod
     def saved_beside(batch: MicroBatch, other: LinearState, width: int) -> int:
-        """Bytes of the input of a product in high precision, unless `other`, of the same input, keeps it."""
+        """Return the bytes of the input of a high-precision product.
+
+        The result is 0 if the linear layer `other`, which has the same input, already saves it.
+        """
         high = other.plan.saved == "high" and batch.tokens == batch.own_tokens
         return 0 if high else batch.own_tokens * width * batch.element
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Passes over the channels of convolution, norm and gate, and what the rule's kernels take.
+        """Return the work of convolution, norm, gate and the delta rule.
 
-        Backward computes all of it once more, and moves as much again. Kernels are counted in a profile of `advance`.
+        Backward recomputes all of it, and moves the same bytes again for gradients. The numbers of kernels come from a
+        profile of `advance`.
         """
         heads, e, by_channel = self.value_heads, batch.element, bool(self.decay_shape)
         decays = heads * torch.Size(self.decay_shape).numel()
-        # Forward reads and writes channels once. Backward does so again, and reads both gradients' tensors and writes.
+        # Forward reads and writes the channels once. Backward does this again, and reads and writes the gradients.
         around = 2 * self._channels + 3 * heads * self.w
         again = 8 * self._channels + 5 * heads * self.w
         times = kernel_passes(e, self.d, self.w, of_channels=by_channel)
@@ -164,8 +185,8 @@ class DeltaRuleMixer(ConvolvedMixer):
                      for passes, other, n in zip(times, (around, again), (32, 80))]  # fmt: skip
             return KernelWork(moved[0], moved[1], kernels=40, more_in_backward=60)
         chunks = -(-batch.length // CHUNK)
-        # Reads and writes of a channel: normalization, repetition, padding, copies of the operands of products, decays,
-        # and the system of equations of a chunk; `CHUNK` numbers of each token are its row of a chunk's matrices.
+        # Reads and writes of a channel: normalization, repetition, padding, copies of GEMM operands, decays, and the
+        # triangular system of a chunk. Each token has a row of `CHUNK` numbers in each matrix of its chunk.
         per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d
         moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
         return KernelWork(
@@ -174,11 +195,11 @@ class DeltaRuleMixer(ConvolvedMixer):
 
     @property
     def rule_flops(self) -> float:
-        """Model FLOPs of a token that reads for its key, writes, and reads for its query."""
+        """Model FLOPs per token: one read with the key, one write, and one read with the query."""
         return 6.0 * self.value_heads * self.d * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """What is recomputed and its gradients: queries, keys, values and their like in fp32, and states of chunks."""
+        """Return the bytes of recomputed tensors and their gradients: q, k, v and similar in fp32, and chunk states."""
         element, heads = max(4, batch.element), self.value_heads
         chunks = batch.sequences * -(-batch.length // CHUNK)
         return element * (batch.tokens * heads * (10 * self.d + 8 * self.w) + 2 * chunks * heads * self.d * self.w)

@@ -1,28 +1,30 @@
-"""The gated delta rule: a state that decays, is corrected at each token's key, and is read at its query.
+"""Gated delta rule: each token decays the state, corrects it at the token's key, and reads it at the token's query.
 
-A head's state S `[d, w]` maps keys to values. For each token, with decays exp(g), of the head or of each key channel:
+The state S `[d, w]` of a head maps keys to values. For each token, with decays exp(g) per head or per key channel:
 
     S ← exp(g) S;    S ← S + k (β (v − Sᵀk))ᵀ;    y = Sᵀq        (`recurrence`, token by token, is the specification)
 
-(Yang et al. 2024, arXiv:2412.06464; with a decay for each channel Kimi Delta Attention, arXiv:2510.26692.)
+Papers: Yang et al. 2024, arXiv:2412.06464; with a decay per channel, Kimi Delta Attention, arXiv:2510.26692.
 
-*In chunks.* Token by token the GPU would be idle. Within a chunk of c tokens with sums of decays G, what tokens add to
-the state, u, solves a triangular system, and the state is read and written once for each chunk:
+*In chunks.* A loop over tokens would leave the GPU idle. Consider a chunk of c tokens, and let G be the running sum of
+the decays in it. The additions u of the tokens to the state solve a triangular system, and the state is read and
+written only once per chunk:
 
     (I + A) u = β (v − (exp(G) S₀)ᵀk),    A_ij = β_i Σ_d exp(G_i − G_j) k_i k_j  for j < i
     y_i = (exp(G_i) S₀)ᵀq_i + Σ_{j ≤ i} (Σ_d exp(G_i − G_j) q_i k_j) u_j
     S_c = exp(G_c) S₀ + Σ_j exp(G_c − G_j) k_j u_jᵀ
 
-`in_chunks` does so by PyTorch's operations, in the inputs' dtype: exact, but a dozen passes over the tokens' channels
-and a loop of the host over chunks.
+`in_chunks` computes this with PyTorch's operations in the inputs' dtype. It is exact, but takes a dozen passes over the
+channels of the tokens, and the host loops over chunks.
 
-*Kernels* (docs/decisions/0026-recurrent-mixers.md). `delta_rule` takes FlashQLA's where they are installed and fit:
-one decay a head, bf16, widths of 128, on Hopper; else, on any GPU in 16 bits, `megafp8.layers.delta_rule.kernel`, to
-which a head's decay is that of each of its channels. Neither knows documents inside a sequence; there a beginning has
-the decay exp(-50), which leaves 2e-22 of the state before it, less than fp32 can hold beside anything else.
+*Kernels* (docs/decisions/0026-recurrent-mixers.md). `delta_rule` uses FlashQLA if it is installed and fits: one decay
+per head, bf16, 128 channels, on Hopper. Otherwise it uses `megafp8.layers.delta_rule.kernel` on any GPU with 16-bit
+inputs; this kernel takes one decay per channel, so the decay of a head is repeated for each channel. Neither supports
+documents inside a sequence. Instead, the first token of a document gets the decay exp(-50). It leaves 2e-22 of the
+state before it, which vanishes in fp32 next to any other summand.
 
-Shapes: s sequence, b micro-batch; a value heads, g key heads, d and w channels of keys and of values; c tokens of a
-chunk, m chunks.
+Shapes: s sequence length, b micro-batch size; a value heads, g key heads, d and w channels of keys and of values; c
+tokens per chunk, m chunks.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from megafp8.host.shipped import install_command
 CHUNK = 64
 """Tokens of a chunk."""
 CHUNK_OF_CHANNELS = 16
-"""Tokens of a chunk where each channel has its decay, as c² products of channels are then computed for each."""
+"""Tokens of a chunk if each channel has a decay. It is smaller because c² products are computed per channel."""
 _FORGOTTEN = -50.0
 _KERNEL_WIDTH = 128
 _WITHOUT_FLASH_QLA = f"flash-qla is not installed ({install_command('recurrent')})"
@@ -53,9 +55,19 @@ def recurrence(
     q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
     starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gated delta rule token by token: outputs `[s, b, a, w]` and the state after the last token. Specification.
+    """Compute the gated delta rule token by token. This is the specification of the other functions.
 
-    `decay`: g, `[s, b, a]` or `[s, b, a, d]`. `starts_sb`: bool, tokens before which the state is zero.
+    Args:
+        q_sbad: Queries.
+        k_sbad: Keys.
+        v_sbaw: Values.
+        decay: Decays g, `[s, b, a]` or `[s, b, a, d]`.
+        beta_sba: Fraction β by which each token corrects the state.
+        state_badw: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, a, w]`, and the state after the last token.
     """
     decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
     outputs = []
@@ -73,14 +85,17 @@ def in_chunks(
     q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
     starts_sb: Tensor | None = None, chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence`, in chunks of so many tokens. All in one dtype, fp32 or wider."""
+    """Compute `recurrence` in chunks of `chunk` tokens, with all tensors in one dtype, fp32 or wider.
+
+    The default of `chunk` is `CHUNK`, or `CHUNK_OF_CHANNELS` with a decay per channel.
+    """
     s, b = q_sbad.shape[:2]
     by_channel = decay.dim() == 4
     c = min(chunk or (CHUNK_OF_CHANNELS if by_channel else CHUNK), s)
     padding = -s % c
 
     def chunks(x: Tensor) -> Tensor:
-        """`[m, b, a, c, ...]`; tokens behind the end are zeros, which leave the state as it is."""
+        """Split `[s, b, a, ...]` into chunks `[m, b, a, c, ...]`, padded with zeros that do not change the state."""
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)).unflatten(0, (-1, c))
         return x.movedim(1, 3)
 
@@ -97,14 +112,14 @@ def in_chunks(
         after = after * (document == document[..., -1:]).unsqueeze(-1)
 
     def products(x: Tensor) -> Tensor:
-        """Of x of each token and the decayed keys of those before it in the chunk, `[m, b, a, c, c]`."""
+        """Return the products of x of each token with the decayed keys of its chunk, `[m, b, a, c, c]`."""
         if not by_channel:
             return (x @ k.mT) * within[..., 0]
         return ((x.unsqueeze(-2) * k.unsqueeze(-3)) * within).sum(-1)
 
     system = (beta * products(k)).tril(-1)
     right = torch.cat([beta * v, beta * before * k], dim=-1)
-    # The diagonal is 1, whatever stands there.
+    # `unitriangular=True` takes the diagonal as 1 and does not read it.
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores, q, k = products(q), q * before, k * after
@@ -120,10 +135,13 @@ def delta_rule(
     q_sbgd: Tensor, k_sbgd: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
     starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence` of queries and keys of length 1, those of a key head for a / g value heads, by the fastest kernel.
+    """Compute the gated delta rule with the fastest implementation for these tensors.
 
-    q, k and v in the model's dtype, all else in fp32 or wider; so are the state, and the outputs as v. Queries are
-    scaled by 1/√d here.
+    Each key head serves a / g value heads. Queries and keys have length 1; this function scales queries by 1/√d. q, k
+    and v have the model's dtype, and the other inputs are fp32 or wider. See `recurrence` for the arguments.
+
+    Returns:
+        Outputs `[s, b, a, w]` in the dtype of v, and the state after the last token, fp32 or wider.
     """
     device, dtype, (d, w), by_channel = (
         q_sbgd.device,
@@ -145,20 +163,24 @@ def delta_rule(
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool) -> str:
-    """What computes the rule for such tensors, for users. `of_channels`: each channel has a decay."""
+    """Return the name of the implementation for such tensors, as a text for users.
+
+    `of_channels` says whether each channel has a decay.
+    """
     if (missing := _missing_flash_qla(device, dtype, d, w, of_channels=of_channels)) is None:
         return "FlashQLA"
     if (reason := _missing_kernel(device, dtype, d, w)) is None:
-        return "Triton" if of_channels else f"Triton, slower than FlashQLA, as {missing}"
-    return f"PyTorch's operations, slow, as no kernel fits: {reason}"
+        return "Triton" if of_channels else f"Triton, slower than FlashQLA, because {missing}"
+    return f"PyTorch's operations, slow, because no kernel fits: {reason}"
 
 
 def kernel_passes(element: int, d: int, w: int, *, of_channels: bool) -> tuple[float, float] | None:
-    """How often the kernels could read and write the heads' keys and values in the time that they take, forward and in
-    backward with a second forward; None where none fits. Measured on an H200, our kernels on an H100 and taken to be 6%
-    faster on an H200, as before (docs/measurements/2026-11-26-recurrent).
+    """Return the kernels' time in units of one pass over the heads' keys and values, or None if no kernel fits.
 
-    `element`: bytes of a number of the model; two are taken to be bf16, and FlashQLA to be installed.
+    The first number is the time of forward, the second the time of backward with a recomputed forward. FlashQLA was
+    measured on an H200. Our kernels were measured on an H100 and are assumed to be 6% faster on an H200, as in earlier
+    measurements (docs/measurements/2026-11-26-recurrent). `element` is the number of bytes of the model's dtype; two
+    bytes are assumed to be bf16, and FlashQLA is assumed to be installed.
     """
     if element != torch.bfloat16.itemsize or max(d, w) > _KERNEL_WIDTH:
         return None
@@ -167,40 +189,40 @@ def kernel_passes(element: int, d: int, w: int, *, of_channels: bool) -> tuple[f
 
 
 def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
-    """Why `megafp8.layers.delta_rule.kernel` does not compute such tensors; None where it does."""
+    """Return why `megafp8.layers.delta_rule.kernel` cannot compute such tensors; None if it can."""
     if device.type != "cuda":
         return f"there is none for {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 and fp16, not in {str(dtype).removeprefix('torch.')}"
-    return f"its heads have {_KERNEL_WIDTH} channels or less, not {d} and {w}" if max(d, w) > _KERNEL_WIDTH else None
+        return f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    return f"it needs heads of up to {_KERNEL_WIDTH} channels, not {d} and {w}" if max(d, w) > _KERNEL_WIDTH else None
 
 
 def _missing_flash_qla(
     device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool
 ) -> str | None:  # fmt: skip
-    """Why FlashQLA does not compute such tensors; None where it does."""
+    """Return why FlashQLA cannot compute such tensors; None if it can."""
     if of_channels:
-        return "it has one decay a head"
+        return "it supports only one decay per head"
     if dtype != torch.bfloat16:
-        return f"it computes in bf16, not in {str(dtype).removeprefix('torch.')}"
+        return f"it needs bf16, not {str(dtype).removeprefix('torch.')}"
     if (d, w) != (_KERNEL_WIDTH, _KERNEL_WIDTH):
-        return f"its heads have {_KERNEL_WIDTH} channels, not {d} and {w}"
+        return f"it needs heads of {_KERNEL_WIDTH} channels, not {d} and {w}"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it needs a Hopper GPU"
     return None if _flash_qla_function() is not None else _WITHOUT_FLASH_QLA
 
 
 def _forgetting(decay: Tensor, starts_sb: Tensor | None) -> Tensor:
-    """Decays, of which those of tokens that begin a document leave nothing of the state."""
+    """Return the decays, with decays at the beginnings of documents that erase the state."""
     if starts_sb is None:
         return decay
     return decay.masked_fill(starts_sb.view(*starts_sb.shape, *(1 for _ in decay.shape[2:])), _FORGOTTEN)
 
 
 class InKernels(Function):
-    """`delta_rule` without documents by `megafp8.layers.delta_rule.kernel`, with a decay for each channel.
+    """Delta rule computed by `megafp8.layers.delta_rule.kernel`, with a decay per channel and without documents.
 
-    Each value head has its queries and keys.
+    The number of key heads equals the number of value heads.
     """
 
     @staticmethod
@@ -208,6 +230,7 @@ class InKernels(Function):
         ctx: Any, q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay_sbad: Tensor, beta_sba: Tensor,
         state_badw: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the outputs `[s, b, a, w]` in the dtype of v, and the state after the last token."""
         inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
         y_bsaw, last_badw, saved = _kernels().forward(inputs, state_badw)
         ctx.save_for_backward(*inputs, *saved)
@@ -217,6 +240,7 @@ class InKernels(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, decays, β and the state before the first token."""
         count, tensors = len(ctx.dtypes), ctx.saved_tensors
         inputs, saved = _kernels().DeltaRuleInputs(*tensors[:count]), _kernels().DeltaRuleSaved(*tensors[count:])
         *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)

@@ -1,1 +1,1 @@
-"""Dropout with masks that depend on a key and a position only."""
+"""Dropout with masks that depend only on a key and a position."""

@@ -1,4 +1,4 @@
-"""Dropout, with the mask computed in registers. Reference: `megafp8.layers.dropout.reference`.
+"""Dropout kernel that computes the mask in registers. Reference: `megafp8.layers.dropout.reference`.
 
 Shapes: n tokens, c channels.
 """
@@ -18,12 +18,12 @@ from megafp8.kernels.launch import BoundKernel, TritonKernel
 from megafp8.layers.dropout.reference import Dropout
 
 NUMBERS = ("key0", "key1", "threshold")
-"""Parameters of kernels that Triton need not specialize for: they differ from layer to layer."""
+"""Kernel parameters that differ between layers, for which Triton must not specialize."""
 
 
 @triton.jit
 def dropped(x, position, sample, key0, key1, threshold, scale, WIDTH: tl.constexpr):
-    """Dropout of x, fp32 `[WIDTH]`, the channels of one token; WIDTH is at least 4."""
+    """Apply dropout to x, the channels of one token, fp32 `[WIDTH]`; WIDTH is at least 4."""
     group = tl.arange(0, WIDTH // 4).to(tl.uint32)
     place, low, high = position.to(tl.uint32), sample.to(tl.uint32), (sample >> 32).to(tl.uint32)
     k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
@@ -35,7 +35,7 @@ def dropped(x, position, sample, key0, key1, threshold, scale, WIDTH: tl.constex
 
 def dropout_kernel(x_nc, residual_nc, y_nc, position_n, sample_n, c, key0, key1, threshold, scale, ADD: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """One token."""
+    """Apply dropout to one token, and add the residual if ADD."""
     i = tl.program_id(0)
     j = tl.arange(0, WIDTH)
     at = i.to(tl.int64) * c + j
@@ -50,7 +50,7 @@ _KERNEL = TritonKernel(dropout_kernel, do_not_specialize=NUMBERS)
 
 
 def numbers(dropout: Dropout) -> tuple[int, int, int, float]:
-    """What kernels take of it: the key and the threshold as 32-bit integers with a sign, and the scale."""
+    """Return the kernel arguments of a dropout: key and threshold as signed 32-bit integers, and the scale."""
     key0, key1, threshold = np.array([*dropout.key, dropout.threshold], dtype=np.uint32).view(np.int32).tolist()
     return key0, key1, threshold, dropout.scale
 
@@ -62,7 +62,7 @@ def _bound(c: int, add: bool) -> BoundKernel:
 
 
 def add(residual: Tensor | None, x: Tensor, dropout: Dropout) -> Tensor:
-    """`dropout_reference.add`; x and residual `[..., c]`, contiguous."""
+    """Compute `megafp8.layers.dropout.reference.add` for contiguous x and residual `[..., c]`."""
     c = x.shape[-1]
     x = kernel_input(x)
     y = torch.empty_like(x)

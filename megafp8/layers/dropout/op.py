@@ -1,8 +1,9 @@
-"""Dropout of a branch that is added to the residual stream, or of the stream itself; its masks are never stored.
+"""Dropout of a branch that is added to the residual stream, or of the stream itself. Masks are never stored.
 
-`layers.norm.op` adds a branch in the same way as it reads it. Masks: `layers.dropout.reference`.
+`megafp8.layers.norm.op` fuses the same dropout and addition with a norm. `megafp8.layers.dropout.reference` defines the
+masks.
 
-Shapes: s sequence, b micro-batch, c channels.
+Shapes: s sequence length, b micro-batch size, c channels.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from megafp8.linear.autograd import once_differentiable
 
 
 def add(residual: Tensor | None, x: Tensor, dropout: Dropout | None) -> Tensor:
-    """`residual` (0 if None) + dropout of x, both `[s, b, c]`; differentiable. Without `dropout` the sum, or x."""
+    """Apply dropout to `x` `[s, b, c]` and add it to `residual`. Differentiable.
+
+    Without `residual`, return only x after dropout. Without `dropout`, x is not changed before the addition.
+    """
     if dropout is not None:
         return _Dropout.apply(residual, x, dropout)
     return x if residual is None else residual + x
 
 
 def compute(residual: Tensor | None, x: Tensor, dropout: Dropout) -> Tensor:
-    """`dropout_reference.add`, by a kernel where there is one; not differentiable."""
+    """Compute `dropout_reference.add`, with a kernel if there is one for `x`. Not differentiable."""
     if not x.is_cuda or x.dtype == torch.float64:
         return dropout_reference.add(residual, x, dropout)
     return _kernels().add(None if residual is None else residual.contiguous(), x.contiguous(), dropout)

@@ -1,12 +1,12 @@
-"""Rows of tokens travel to the ranks of their experts and back, by all-to-all.
+"""All-to-all dispatch of token rows to the ranks of their experts, and back.
 
-A rank's rows are in the order of all experts of the layer, so those of each rank's experts are next to each other.
-What arrives is in the order of senders, and of experts within each; it is put in the order of experts.
+A rank sorts its rows by expert, so the rows for each rank's experts are adjacent. Received rows are sorted by sender,
+and by expert within each sender; they are then sorted by expert.
 
-How many rows each rank sends is known on the device only. The host reads it, once in each forward pass, since it sizes
-the buffers that receive. Therefore a CUDA graph cannot hold the exchange.
+Only the device knows how many rows each rank sends. The host reads these numbers once in each forward pass, because
+they are the sizes of the receive buffers. Therefore a CUDA graph cannot contain the dispatch.
 
-Shapes: m rows of this rank's tokens, m' rows for this rank's experts, r ranks, e experts of a rank, h hidden.
+Shapes: m rows of this rank's tokens, m' rows for this rank's experts, r ranks, e experts per rank, h hidden size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from megafp8.parallel.collectives import all_to_all, all_to_all_rows
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """How many rows this rank sends to each rank of `group` and receives from it, and where these belong.
+    """Plan of one all-to-all dispatch.
 
-    `received_by_expert`: received rows to the order of experts. `ends_e`: int32 `[e]`, where those of each expert end.
+    Args:
+        group: Ranks over which the experts are divided.
+        sent: Number of rows that this rank sends to each rank.
+        received: Number of rows that this rank receives from each rank.
+        received_by_expert: Permutation that sorts the received rows by expert.
+        ends_e: End of each expert's rows in the sorted rows, int32 `[e]`.
     """
 
     group: ProcessGroup
@@ -40,18 +45,18 @@ class TokenDispatch:
     ends_e: Tensor
 
     def to_experts(self, rows_mh: Tensor, form: InputFormat | None) -> Tensor | LinearInput:
-        """`[m', h]`, by expert of this rank, as their layer takes them (`form`)."""
+        """Send rows `[m, h]` to their experts' ranks. Return this rank's rows `[m', h]` by expert, in format `form`."""
         arrived = _AllToAll.apply(rows_mh, self.group, self.sent, self.received)
         return expert_input(arrived, self.received_by_expert, form)
 
     def to_tokens(self, rows_mh: Tensor) -> Tensor:
-        """`[m, h]`: back to where they came from."""
+        """Send the experts' results `[m', h]` back to the ranks of the tokens. Return `[m, h]` in the order sent."""
         as_received = permute(rows_mh, self.received_by_expert.reverse)
         return _AllToAll.apply(as_received, self.group, self.received, self.sent)
 
 
 def plan_dispatch(counts: Tensor, group: ProcessGroup) -> TokenDispatch:
-    """Plan the dispatch of rows, given this rank's `counts` for each expert of the layer, int64 `[r·e]`. Collective."""
+    """Plan the dispatch, given this rank's number of rows for each expert of the layer, int64 `[r·e]`. Collective."""
     counts_re = counts.view(group.size(), -1)
     arriving_re = all_to_all(counts_re, group)
     sent, received = torch.stack([counts_re.sum(dim=1), arriving_re.sum(dim=1)]).tolist()

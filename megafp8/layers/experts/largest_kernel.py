@@ -1,11 +1,12 @@
-"""The largest values of each row, in their order: the experts of a token.
+"""Kernel that finds the largest values of each row in descending order: the experts of a token.
 
-Reference: a stable sort of all values, `torch.sort(x, dim=1, descending=True, stable=True)`, which costs as much as a
-linear layer of the router. Here a row stays in registers, and its maximum is taken k times. A value and its column are
-one integer of 64 bits: the value's bits so that they have its order, then the column counted from the last, so that of
-equal values the first is the largest. NaN is larger than all numbers, and zeros of either sign are equal.
+Reference: a stable sort of all values, `torch.sort(x, dim=1, descending=True, stable=True)`. It costs as much as the
+router's linear layer. The kernel keeps a row in registers and takes its maximum k times. A value and its column form
+one 64-bit integer. The high half holds the value's bits, mapped so that integers have the order of the values. The low
+half holds the column, counted from the last, so that the first of equal values is the largest. NaN is larger than all
+numbers, and zeros of either sign are equal.
 
-Shapes: n rows, e columns, k values of a row.
+Shapes: n rows, e columns, k values per row.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
 MOST_COLUMNS = 1024
-"""Most columns of a row: more would not fit into registers."""
-_ELEMENTS = 512  # of a program, which is one warp: maxima need no shared memory
+"""Largest number of columns. More would not fit into registers."""
+_ELEMENTS = 512  # per program. A program is one warp, so that maxima need no shared memory
 
 
 @TritonKernel
 def largest_kernel(x_ne, columns_nk, n, e, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of the K largest values of ROWS rows: K maxima of pairs of a value and its column."""
+    """Write the columns of the K largest values of ROWS rows, as K maxima over pairs of value and column."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, WIDTH)
     inside = (i < n)[:, None] & (j < e)[None, :]
@@ -41,9 +42,9 @@ def largest_kernel(x_ne, columns_nk, n, e, K: tl.constexpr, ROWS: tl.constexpr, 
 
 
 def largest(x_ne: Tensor, count: int) -> Tensor:
-    """Columns of the `count` largest values of each row, int64 `[n, count]`; of equal ones the first comes first.
+    """Return the columns of the `count` largest values of each row in descending order, int64 `[n, count]`.
 
-    `x_ne`: contiguous fp32 of at most `MOST_COLUMNS` columns.
+    Of equal values the first column comes first. `x_ne` is contiguous fp32 with at most `MOST_COLUMNS` columns.
     """
     n, e = x_ne.shape
     assert x_ne.dtype == torch.float32

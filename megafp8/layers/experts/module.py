@@ -1,24 +1,25 @@
-"""A layer's mixture of experts, divided over expert-parallel ranks, and its shared expert.
+"""Mixture of experts, divided over expert-parallel ranks, with an optional shared expert.
 
     all-gather   tokens of all ranks -> rows by expert -> up, activation, down -> weighted sum -> reduce-scatter
     all-to-all   rows by expert -> to the experts' ranks -> up, activation, down -> back -> weighted sum
 
-*All-gather*: each rank has all tokens, computes what its own experts add to them, and the ranks' sums are added up. A
-token travels once to each rank, however many experts it has there, and the sizes of messages are known without looking
-at the choices: with no more ranks than experts of a token this moves fewer bytes. Experts may be cut, too (expert
-tensor parallelism): their parts are more summands. *All-to-all*: a token travels once for each of its experts.
+*All-gather*: each rank receives all tokens and computes the outputs of its own experts; then the ranks' sums are added
+up. A token is sent once to each rank, however many of its experts are there, and message sizes do not depend on the
+choices. This moves fewer bytes if there are no more ranks than experts per token. Each expert may also be split over
+ranks (expert tensor parallelism), which adds more summands. *All-to-all*: a token is sent once to each of its experts.
 
-The experts of a rank are two parameters: the first linear layers of all of them, and the second. In a checkpoint each
-expert's weights have names of their own (`layers.0.mlp.experts.3.up.weight`), so they fit every layout.
+The experts of a rank are two parameters: the first linear layers of all experts, and the second linear layers. In a
+checkpoint the weights of each expert have separate names (`layers.0.mlp.experts.3.up.weight`), so they fit every
+layout.
 
-*Latents* (LatentMoE): experts may read and give tokens of a smaller width l. Each rank projects its own tokens before
-they travel, and the sums that come back; router and shared expert read whole tokens.
+*Latents* (LatentMoE): experts may read and write tokens of a smaller width l. Each rank projects its own tokens before
+it dispatches them, and projects the combined results. The router and the shared expert read tokens of the full width.
 
-In FP8 each expert's layers have scales of their own. The projections of latents, which are whole on each rank, stay in
-high precision. A shared expert is an MLP like that of a layer without experts.
+In FP8, the linear layers of each expert have separate scales. The latent projections, which every rank holds whole,
+stay in high precision. A shared expert is an MLP like the MLP of a layer without experts.
 
-Shapes: s sequence, b micro-batch, n = s·b tokens of this rank, k experts of each, h hidden, l width of what
-experts read, h without latents; m rows of this rank's experts.
+Shapes: s sequence length, b micro-batch size, n = s·b tokens of this rank, k experts per token, h hidden size, l width
+of the experts' input (h without latents), m rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from megafp8.spec import ModelSpec
 
 
 class Experts(nn.Module):
-    """The experts of this rank: rows `[m, l]`, by expert, -> `[m, l]`."""
+    """MLPs of this rank's experts, which map rows `[m, l]`, sorted by expert, to `[m, l]`."""
 
     def __init__(self, name: str, record: MoeFfnConfig, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
@@ -115,9 +116,15 @@ class Experts(nn.Module):
 
     @staticmethod
     def _state(names: Sequence[str], size: tuple[int, int], context: BuildContext, **site: Any) -> GroupState:
-        """How a linear layer of each expert runs; amaxes are those of all ranks that hold the expert.
+        """Plan how one linear layer of every expert runs.
 
-        `size`: its inputs and outputs on this rank.
+        Amaxes are taken over all ranks that hold the expert.
+
+        Args:
+            names: Name of the layer in each expert.
+            size: Inputs and outputs of the layer on this rank.
+            context: Process groups and FP8 manager.
+            **site: Other fields of `LinearSite`.
         """
         parts, fp8 = collectives.size(context.expert_tensor), context.fp8
         group = context.expert_tensor if parts > 1 else None
@@ -133,23 +140,36 @@ class Experts(nn.Module):
         )
 
     def input_format(self, x: Tensor, groups: RowGroups) -> InputFormat | None:
-        """In which form they take their rows; None for values. `x`: of the rows' device and dtype."""
+        """Return the input format of the experts' rows; None for values.
+
+        Only the device and dtype of `x` matter.
+        """
         return self.up_state.input_format(x, self.up, groups)
 
     def grad_handoff(self, x: Tensor, groups: RowGroups) -> QuantizedGradHandoff | None:
-        """Where the operation after them leaves their outputs' gradient; None where they quantize it."""
+        """Return the handoff for a quantized gradient of the experts' outputs.
+
+        The operation after the experts quantizes the gradient. The result is None if the experts quantize it
+        themselves. Only the device and dtype of `x` matter.
+        """
         return self.down_state.grad_handoff(x, self.down, groups)
 
     def forward(
         self, rows_ml: Tensor | LinearInput, groups: RowGroups, handoff: QuantizedGradHandoff | None = None
     ) -> Tensor:
-        """`handoff`: `grad_handoff`, given to the operation after them too."""
+        """Compute the experts' outputs `[m, l]` from their rows.
+
+        Args:
+            rows_ml: Rows sorted by expert, in the format `input_format`.
+            groups: Row range of each expert.
+            handoff: Result of `grad_handoff`, which the operation after the experts gets, too.
+        """
         like = rows_ml if isinstance(rows_ml, Tensor) else rows_ml.tensor
         up_handoff = self.up_state.grad_handoff(like, self.up, groups)
         y = grouped_linear(rows_ml, self.up, groups, self.up_state, up_handoff)
         expert_me = None if self.up_bias is None else one_hot_experts(groups.ends_e, len(y), y.dtype)
         y = _biased(y, self.up_bias, expert_me)
-        if not len(y):  # kernels are not launched for no rows
+        if not len(y):  # kernels cannot be launched without rows
             activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
             form = self.down_state.input_format(like, self.down, groups)
@@ -161,16 +181,23 @@ class Experts(nn.Module):
 
 
 def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
-    """1 where a row is an expert's, else 0, `[m, e]`; rows behind the last end are no expert's."""
+    """Return a matrix `[m, e]` with 1 where a row belongs to an expert, and 0 elsewhere.
+
+    Rows after the last end belong to no expert.
+    """
     row = torch.arange(m, device=ends_e.device).unsqueeze(1)
     return ((row >= F.pad(ends_e[:-1], (1, 0))) & (row < ends_e)).to(dtype)
 
 
 class _AddBiases(Function):
-    """Adds the bias of each row's expert. As a product, whose gradient is one too, and the same in every run."""
+    """Addition of each row's expert bias.
+
+    Forward and backward are matrix products, so the gradient is the same in every run.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_mn: Tensor, bias: Tensor, expert_me: Tensor) -> Tensor:
+        """Return `y_mn` plus the bias of each row's expert."""
         ctx.save_for_backward(expert_me)
         ctx.dtype = bias.dtype
         return torch.addmm(y_mn, expert_me, bias.view(expert_me.shape[1], -1).to(y_mn.dtype))
@@ -178,19 +205,20 @@ class _AddBiases(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of the rows and of the biases of all experts."""
         (expert_me,) = ctx.saved_tensors
-        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows of no expert may hold anything
+        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows without an expert are undefined
         return dy_mn, (expert_me.t() @ own_mn).flatten().to(ctx.dtype), None
 
 
 def _biased(y_mn: Tensor, bias: Tensor | None, expert_me: Tensor | None) -> Tensor:
-    """`bias`: those of all experts, one after the other."""
+    """Add the bias of each row's expert, if there are biases. `bias` concatenates the biases of all experts."""
     biased: Tensor = y_mn if bias is None else _AddBiases.apply(y_mn, bias, expert_me)
     return biased
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token passes, with an optional gate of its own for each token."""
+    """MLP that processes every token, with an optional gate computed from the token."""
 
     def __init__(
         self, name: str, record: MlpConfig, gated: bool, model: ModelSpec, context: BuildContext, memory: BlockMemory
@@ -205,6 +233,7 @@ class SharedExpert(nn.Module):
             self.gate = replicated_parameter(context, shards, Init("normal", model.init_std))
 
     def forward(self, x_sbh: Tensor) -> Tensor:
+        """Return the MLP's output `[s, b, h]`, multiplied by the sigmoid of the gate if there is one."""
         y_sbh = self.mlp(x_sbh)
         if self.gate is None:
             return y_sbh
@@ -214,7 +243,7 @@ class SharedExpert(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """A linear layer that all experts share, whole on each rank, of its own tokens: `[n, inputs]` -> `[n, outputs]`."""
+    """Linear layer that all experts share. Every rank holds the whole weight and projects its own tokens."""
 
     def __init__(self, name: str, inputs: int, outputs: int, std: float, context: BuildContext) -> None:
         super().__init__()
@@ -224,6 +253,7 @@ class LatentProjection(nn.Module):
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 
     def forward(self, x_nk: Tensor) -> Tensor:
+        """Project `[n, inputs]` to `[n, outputs]`."""
         return linear(x_nk, self.weight, self.state)
 
 
@@ -233,9 +263,11 @@ _SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Token ids and padding mask that a layer with experts reads, one element a token, `[n]`.
+    """Token ids and padding mask that a layer with experts reads, with one element per token.
 
-    `ids_n`: int64, where these choose experts. `padding_n`: bool, those that are padding.
+    Args:
+        ids_n: Token ids, int64; None unless they choose the experts.
+        padding_n: Whether each token is padding, bool; None if no token is.
     """
 
     ids_n: Tensor | None = None
@@ -243,13 +275,15 @@ class RoutedTokens:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
+        """Tensors that are not None."""
         return [x for x in (self.ids_n, self.padding_n) if x is not None]
 
 
 class MoE(FeedForward):
-    """Experts, of which each token goes to a few. It reads the norm's values, whatever `input` could give.
+    """Feed-forward network that sends each token to a few of its experts.
 
-    Tokens are not replicated over ranks.
+    The layer always reads the norm's values, even if `input` could quantize them. Tokens are not replicated over
+    ranks.
     """
 
     def __init__(
@@ -293,12 +327,13 @@ class MoE(FeedForward):
 
     @property
     def routers(self) -> Sequence[Router]:
+        """Router of the layer."""
         return (self.router,)
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of the router, the shared expert's gate and the experts that tokens go to, forward.
+        """Return the forward FLOPs of the router, the shared expert's gate and the chosen experts.
 
-        Of a rank that holds all experts.
+        The number is correct only on a rank that holds all experts.
         """
         gate = 0 if self.shared is None or self.shared.gate is None else self.shared.gate.numel()
         share = self.router.moe.top_k / self.num_experts
@@ -306,15 +341,16 @@ class MoE(FeedForward):
         return 2.0 * batch.tokens * weights
 
     def rows(self, batch: MicroBatch) -> int:
+        """Return the number of rows of this rank's experts if the load is even."""
         return batch.own_tokens * self.router.moe.top_k * self.parts
 
     def reserved_rows(self, batch: MicroBatch) -> int:
-        """Rows that buffers have room for, if the load is even."""
+        """Return the number of rows that buffers have room for if the load is even."""
         varies = collectives.size(self.group) > 1 and self.gathers_tokens and batch.replayed
         return int(self.rows(batch) * MARGIN) if varies else self.rows(batch)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor if the load is even."""
+        """Return the bytes saved for backward, by tensor, if the load is even."""
         moe, experts, e, w = self.router.moe, self.experts, batch.element, batch.statistic
         up, down, rows, count = (
             experts.up_state.states[0],
@@ -323,7 +359,7 @@ class MoE(FeedForward):
             len(experts.local_experts),
         )
         saved = {} if self.shared is None else self.shared.mlp.saved(batch)
-        # The router's input is the norm's output, which a shared expert may save, too.
+        # The router's input is the norm's output. A shared expert may save the same tensor.
         shared_form = None if self.shared is None else self.shared.mlp.up.state.plan.saved
         shares_input = shared_form == "high" and batch.tokens == batch.own_tokens and self.norms is None
 
@@ -355,37 +391,44 @@ class MoE(FeedForward):
         }
 
     def _saved_norms(self, batch: MicroBatch) -> int:
-        """Bytes of the residual stream, outputs before their norms, and the router's norm and scales."""
+        """Return the bytes of the residual stream, outputs before their norms, and the router's norm and scales."""
         if self.norms is None:
             return 0
-        h, statistics = self.router.weight.shape[1], 5 + 2 * self.router.moe.top_k  # and weights before their scales
+        h, statistics = self.router.weight.shape[1], 5 + 2 * self.router.moe.top_k  # includes unscaled expert weights
         return batch.own_tokens * (4 * h * batch.element + statistics * batch.statistic) + h * batch.element
 
     def activation_bytes(self, batch: MicroBatch) -> int:
-        """What the shared expert's activation reads and writes; that of experts is not recomputed."""
+        """Return the bytes that recomputing the shared expert's activation moves.
+
+        The experts' activation is never recomputed.
+        """
         return 0 if self.shared is None else self.shared.mlp.activation_bytes(batch)
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Activations, the router's small kernels, and the permutation of rows there and back."""
+        """Return the work of activations, the small kernels of the router, and both permutations of rows."""
         up, down = self.experts.up_state.states[0].site, self.experts.down_state.states[0].site
         element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
         forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
         experts = KernelWork(forward, forward + element_rows * up.outputs, kernels=10)
-        if self.norms is not None:  # with the router's
+        if self.norms is not None:  # four norms, and the router's
             moved = 3.0 * 5 * batch.own_tokens * self.router.weight.shape[1] * batch.element
             experts += KernelWork(moved, 1.5 * moved, 12)
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Gradients of the inputs and outputs of experts."""
+        """Return the bytes of the gradients of the experts' inputs and outputs."""
         sites = [group.states[0].site for group in (self.experts.up_state, self.experts.down_state)]
         return self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites) * batch.element
 
     def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
-        """Three products of bf16 make one of fp32."""
+        """Return the router's GEMM as a bf16 GEMM with three times the outputs.
+
+        An fp32 product takes three bf16 products.
+        """
         return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.num_experts)]
 
     def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
+        """Return the bytes that ranks exchange to dispatch tokens; None if one rank holds all experts."""
         ranks = collectives.size(self.group)
         if ranks == 1:
             return None
@@ -394,12 +437,13 @@ class MoE(FeedForward):
         return DispatchTraffic(ranks, tokens, received, self.gathers_tokens)
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
+        """Return the token ids (if the router needs them) and the padding mask of this rank's tokens."""
         ids_bs = None if self.router.table is None else tokens.ids_bs
         key = "routed tokens", ids_bs is None, tokens.depth
         return tokens.once(key, lambda: RoutedTokens(self._own(ids_bs), self._own(tokens.padding_bs)))
 
     def _own(self, x_bs: Tensor | None) -> Tensor | None:
-        """The elements of `x_bs` for the tokens of this rank's residual stream, `[n]`."""
+        """Return the elements of `x_bs` for the tokens of this rank's residual stream, `[n]`."""
         if x_bs is None:
             return None
         x_sb = x_bs.t()
@@ -408,9 +452,11 @@ class MoE(FeedForward):
         return x_sb.flatten()
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RoutedTokens | None = None) -> Tensor:
+        """Return the weighted outputs of the experts plus the shared expert's output, `[s, b, h]`. Collective."""
         assert isinstance(x_sbh, Tensor)
         x_nh, tokens = x_sbh.flatten(0, 1), RoutedTokens() if inputs is None else inputs
-        # One tensor where they read what the router reads: autograd then adds their gradients first, in one pass less.
+        # Without separate norms, experts and router read one tensor. Autograd then adds their gradients first and needs
+        # one pass less.
         expert_x_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
         x_nl = expert_x_nh if self.latent_down is None else self.latent_down(expert_x_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
@@ -424,7 +470,7 @@ class MoE(FeedForward):
         return y_sbh if shared is None else y_sbh + shared
 
     def _normed(self, which: str, x_sbh: Tensor) -> Tensor:
-        """An input or output by its own norm, where there is one."""
+        """Apply the norm `which`, or return the input unchanged if the layer has no separate norms."""
         if self.norms is None:
             return x_sbh
         norm = self.norms[which]
@@ -432,16 +478,26 @@ class MoE(FeedForward):
         return normalized(norm, x_sbh)
 
     def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
-        """Start what the experts of all ranks add to this rank's tokens: each computes its part for the tokens of all.
+        """Run the experts with all-gather dispatch: each rank computes its experts for the tokens of all ranks.
 
-        `x_nh`: as the router reads them; `x_nl`: as experts do. The gather of tokens overlaps with the router, the sum
-        of results with what runs before it is waited for.
+        The gather of tokens overlaps with the router. The reduce-scatter of the results overlaps with the work before
+        the returned function is called.
+
+        Args:
+            x_nh: Tokens as the router reads them.
+            x_nl: Tokens as the experts read them.
+            sequences: Number of sequences; token i belongs to sequence i mod `sequences`.
+            tokens: Token ids and padding mask.
+
+        Returns:
+            Function that waits for the sum and returns the experts' outputs for this rank's tokens, `[n, l]`.
         """
         gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
-        # After the tokens, so that backward reduces the weights' gradients, which the router waits for, before theirs.
+        # Gather the weights after the tokens. Backward then reduces the gradients of the weights before the gradients
+        # of the tokens; the router's backward waits only for the former.
         weights = gather_from_sequence_parallel(routing.weights, self.group)
         permutation, ends_e = own_rows(
             chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name, drops=self.drops
@@ -458,11 +514,14 @@ class MoE(FeedForward):
 
     @staticmethod
     def _scaled(x_nl: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
-        """Inputs of experts times their weights, and the weights of their outputs, which are one."""
+        """Return the experts' inputs times their weights, and ones as the weights of the outputs."""
         return scale_rows(permute(x_nl, permutation), weights_nk, permutation), torch.ones_like(weights_nk)
 
     def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
-        """The same, with tokens sent to the ranks of their experts."""
+        """Run the experts with all-to-all dispatch: each token is sent to the ranks of its experts.
+
+        Arguments and result are the same as in `_all_gather`.
+        """
         assert self.group is not None
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         permutation, ends_e = by_expert(routing.experts, self.num_experts)

@@ -1,12 +1,13 @@
-"""The rows of this rank's experts among the choices of all tokens, and how many rows there is room for.
+"""Selection of the rows for this rank's experts from the choices of all tokens, and the sizes of their buffers.
 
-How many choices fall on a rank's experts is known on the device only. Outside CUDA graphs the host reads it, and room
-is made for exactly so many. A graph cannot wait for the host: it has room for `MARGIN` times the most rows that a
-layer had before it was recorded, and kernels read on the device how many there are. If there are more, the surplus is
-left out, `RowBound.exceeded` says so, and the caller that replays the graph must discard the results and compute them
-without it (`megafp8.training.trainer`). So no token is ever dropped, and no room need be configured.
+Only the device knows how many choices fall on a rank's experts. Outside CUDA graphs the host reads this number and
+allocates exactly that many rows. A graph cannot wait for the host. Its buffers have room for `MARGIN` times the most
+rows that a layer had before the graph was recorded, and kernels read the actual number on the device. If there are more
+rows than room, the surplus is left out and `RowBound.exceeded` records it. The caller that replays the graph must then
+discard the results and compute them without the graph (`megafp8.training.trainer`). So no token is ever dropped, and
+users need not configure a buffer size.
 
-Shapes: n tokens of all ranks, k experts of each.
+Shapes: n tokens of all ranks, k experts per token.
 """
 
 from __future__ import annotations
@@ -20,23 +21,22 @@ from torch import Tensor
 from megafp8.layers.experts.permute_op import Permutation, by_expert
 
 MARGIN = 1.25
-_MULTIPLE = 128  # of rows
+"""Room of a CUDA graph as a multiple of the most rows that a layer had before."""
+_MULTIPLE = 128  # the room is a multiple of this number of rows
 
 
 class RowBound:
-    """How many rows of experts a rank makes room for in a layer.
-
-    `exceeded`: int32 `[]`, how many times a layer had more rows than room since it was last set to zero.
-    """
+    """Sizes of a rank's expert buffers in each layer, in rows."""
 
     def __init__(self, device: torch.device) -> None:
-        self._largest: dict[str, int] = {}  # by layer
+        self._largest: dict[str, int] = {}  # most rows so far, by layer
         self._is_fixed = False
         self.exceeded = torch.zeros((), dtype=torch.int32, device=device)
+        """Number of times that a layer had more rows than room, int32 `[]`; the caller resets it to zero."""
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        """Within, the host does not read how many rows there are."""
+        """Use fixed row counts inside the context, so that the host never waits for the device."""
         self._is_fixed = True
         try:
             yield
@@ -44,7 +44,13 @@ class RowBound:
             self._is_fixed = False
 
     def room(self, layer: str, rows: Tensor, most: int) -> int:
-        """Room for `rows`, int32 `[1]` on the device, of which there can be `most`, in the layer of this name."""
+        """Return the number of rows to allocate for a layer.
+
+        Args:
+            layer: Name of the layer.
+            rows: Number of rows that the layer has, int32 `[1]` on the device.
+            most: Largest possible number of rows.
+        """
         if not self._is_fixed:
             count = int(rows.item())
             self._largest[layer] = max(self._largest.get(layer, 0), count)
@@ -57,10 +63,18 @@ class RowBound:
 def own_rows(
     experts_nk: Tensor, num_experts: int, own: range, bound: RowBound, layer: str, *, drops: bool
 ) -> tuple[Permutation, Tensor]:
-    """The choices of the experts `own`, by expert, and where those of each end, int32 `[len(own)]`.
+    """Select the choices that fall on this rank's experts, sorted by expert.
 
-    `experts_nk`: int64 `[n, k]`, of `num_experts` of the layer of this name; with `drops` also `num_experts`, which is
-    no expert.
+    Args:
+        experts_nk: Experts of each token, int64. With `drops`, `num_experts` marks a dropped choice.
+        num_experts: Number of experts of the layer.
+        own: Experts of this rank.
+        bound: Sizes of the buffers.
+        layer: Name of the layer.
+        drops: Whether choices can be dropped.
+
+    Returns:
+        Permutation of the choices, and the end of each expert's rows, int32 `[len(own)]`.
     """
     (n, k), count = experts_nk.shape, len(own)
     if count == num_experts:

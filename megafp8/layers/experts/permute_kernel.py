@@ -1,24 +1,25 @@
-"""Weighted sum of each token's rows, and its backward. References: `megafp8.layers.experts.permute_op`'s functions of
-these names.
+"""Kernels for the weighted sum of each token's rows, and for its backward.
 
-PyTorch gathers the rows `[n, k, h]`, multiplies them into an fp32 tensor of that shape, and reads this again to add it
-up. Here a row is read once, from where its expert left it.
+References: the functions of the same names in `megafp8.layers.experts.permute_op`.
 
-*Sum.* A program has some columns of a token, 16 bytes for each of its threads, in all k rows, whose loads do not wait
-for each other. It multiplies and adds in fp32, in the order of choices, without contraction, and rounds once: bit for
-bit the reference.
+PyTorch gathers the rows `[n, k, h]`, multiplies them into an fp32 tensor of that shape, and reads this tensor again to
+add it up. The kernel reads each row once, directly from the experts' output.
 
-*Backward.* A program has one row. It reads the gradient of the row's token, scales it, and sums the products with the
-row, so there are no atomics and the result is deterministic. The k programs of a token are next to each other: memory
-is read once for all of them, the L2 cache k - 1 times. Only the weight's gradient, a sum over h, may differ from the
+*Sum.* A program computes some columns of one token, 16 bytes per thread, from all k rows. The loads of the rows do not
+wait for each other. The program multiplies and adds in fp32, in the order of choices, without contraction, and rounds
+once. The result equals the reference bit for bit.
+
+*Backward.* A program computes one row. It reads the gradient of the row's token, scales it, and sums the products with
+the row, so there are no atomics and the result is deterministic. The k programs of a token are adjacent: the first
+reads memory, and the other k - 1 read the L2 cache. Only the weight gradient, a sum over h, may differ from the
 reference in rounding.
 
-Copying tokens to rows has no kernel: of aligned rows, torch's indexing copies 16 bytes a thread itself.
+Copying tokens to rows needs no kernel: PyTorch's indexing already copies 16 bytes per thread if rows are aligned.
 
-Where a rank has rows for some choices alone, programs look at `num_rows` and leave out the others.
+If a rank has rows for only some of the choices, programs read `num_rows` and skip the other choices.
 
-Shapes: n tokens, k experts of each, h hidden, m rows. `inverse_nk`: int64, the rows of each token. `num_rows`: int32
-`[1]`, rows from there on are not this rank's; None: all are.
+Shapes: n tokens, k experts per token, h hidden size, m rows. `inverse_nk` has the rows of each token, int64. Rows from
+`num_rows` (int32 `[1]`) on belong to other ranks; None means that all rows are this rank's.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
-_BYTES, _WARPS = 2048, 4  # of a row, for a program of the sum: 16 bytes a thread
+_BYTES, _WARPS = 2048, 4  # bytes of a row per program of the sum, 16 per thread
 
 
 @TritonKernel
 def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.constexpr, WEIGHTED: tl.constexpr,
                COUNTED: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Some columns of a token."""
+    """Sum COLUMNS columns of one token over its K rows."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for choice in tl.static_range(K):
@@ -55,7 +56,7 @@ def sum_kernel(rows_mh, inverse_nk, weights_nk, sum_nh, num_rows, h, K: tl.const
 @TritonKernel
 def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_nk, num_rows, h, K: tl.constexpr,
                     COUNTED: tl.constexpr, OF_ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """The row of one choice of a token."""
+    """Compute the gradients of the row and the weight of one choice of a token."""
     choice = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse_nk + choice)
     j = tl.arange(0, WIDTH)
@@ -71,7 +72,10 @@ def backward_kernel(dy_nh, rows_mh, weights_nk, inverse_nk, drows_mh, dweights_n
 def sum_choices(
     rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None, num_rows: Tensor | None = None
 ) -> Tensor:
-    """`[n, h]`: each token's rows, bf16 or fp32, times their weights (fp32) if there are any, added up in fp32."""
+    """Return the sum of each token's rows in fp32, rounded once to their dtype, `[n, h]`.
+
+    Rows are bf16 or fp32. They are multiplied by `weights_nk` (fp32) if it is given.
+    """
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk is None or weights_nk.dtype == torch.float32
     rows = kernel_input(rows_mh.contiguous())
@@ -91,7 +95,10 @@ def combine_backward(
     dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
     of_rows: bool = True,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of the rows, bf16 or fp32 like `dy_nh`, None unless `of_rows`, and of the weights, fp32."""
+    """Return the gradients of the rows, in their dtype (bf16 or fp32), and of the weights, fp32.
+
+    The gradient of the rows is None unless `of_rows`.
+    """
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk.dtype == torch.float32
     dy, rows = kernel_input(dy_nh.contiguous()), kernel_input(rows_mh.contiguous())

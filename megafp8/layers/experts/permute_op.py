@@ -1,18 +1,18 @@
-"""Rows of tokens in the order of their experts, and the weighted sum that brings them back.
+"""Permutation of token rows into the order of their experts, and the weighted sum that restores the tokens.
 
-Each token goes to k experts. `permute` copies its row k times, to where the rows of each expert are next to each other;
-`combine` adds the k results of each token, weighted. Forward and backward read rows by index and add k of them one
-after the other, in the order of the token's choices, so both are deterministic.
+Each token goes to k experts. `permute` copies the token's row k times, so that the rows of each expert are adjacent.
+`combine` adds the k weighted results of each token. Forward and backward read rows by index and add the k rows of a
+token one after the other, in the order of its choices, so both are deterministic.
 
-A rank that has some of the experts has rows for them alone, and `combine` adds those. How many these are is known on
-the device only: there may be room for more, whose rows have no meaning.
+A rank that holds only some of the experts has rows only for them, and `combine` adds only these rows. Only the device
+knows their number. Buffers may have room for more rows; the content of the surplus rows is undefined.
 
-Experts in FP8 take their rows quantized, and their outputs' gradients: then rows are read from tokens while they are
-cast, and no copy of them in bf16 is stored.
+FP8 experts take quantized rows and quantized gradients of their outputs. The cast then reads rows directly from the
+tokens, and no bf16 copy of the rows is stored.
 
-`sum_choices` and `combine_backward` are in plain PyTorch here; for bf16 and fp32 on CUDA they are kernels.
+`sum_choices` and `combine_backward` here are plain PyTorch. For bf16 and fp32 on CUDA, kernels replace them.
 
-Shapes: n tokens, k experts of each, h hidden, m rows: n·k, or as many as there is room for.
+Shapes: n tokens, k experts per token, h hidden size, m rows: n·k, or the number of rows that buffers have room for.
 """
 
 from __future__ import annotations
@@ -32,40 +32,45 @@ from megafp8.numerics.sources import Gathered
 
 
 class Permutation(NamedTuple):
-    """`order[i]`: which of the n·k choices, token by token, is row i, int64 `[m]`; `inverse`: its inverse, `[n·k]`.
-
-    `num_rows`: how many rows are of this rank's experts, int32 `[1]` on the device, at most m; None: all. The others,
-    and what `inverse` has from there on, have no meaning.
-    """
+    """Permutation between the n·k choices, listed token by token, and the m rows, sorted by expert."""
 
     order: Tensor
+    """Choice of each row, int64 `[m]`."""
     inverse: Tensor
+    """Row of each choice, int64 `[n·k]`. Rows that are not this rank's have undefined content."""
     top_k: int
+    """Number of experts per token, k."""
     num_rows: Tensor | None = None
+    """Number of rows that belong to this rank's experts, int32 `[1]` on the device, at most m; None means all."""
 
     @property
     def tokens(self) -> Tensor:
-        """The token of each row."""
+        """Token of each row, int64 `[m]`."""
         return self.order if self.top_k == 1 else self.order // self.top_k
 
     @property
     def inverse_nk(self) -> Tensor:
-        """The rows of each token."""
+        """Rows of each token, int64 `[n, k]`."""
         return self.inverse.view(-1, self.top_k)
 
     @property
     def reverse(self) -> Permutation:
-        """What undoes it; of rows that each stand for one token."""
+        """Inverse permutation. `top_k` must be 1."""
         assert self.top_k == 1
         return Permutation(self.inverse, self.order, 1)
 
 
 def by_expert(experts_nk: Tensor, num_experts: int) -> tuple[Permutation, Tensor]:
-    """Rows by expert, and by token within each, of the experts `0 <= e < num_experts` chosen for each token.
+    """Sort choices by expert, and by token within each expert.
 
-    Also where the rows of each expert end, int32 `[num_experts]`. Choices of `num_experts` come last.
+    Args:
+        experts_nk: Experts of each token, int64. `num_experts` marks a choice of no expert; these choices come last.
+        num_experts: Number of experts.
+
+    Returns:
+        Permutation of the choices, and the end of each expert's rows, int32 `[num_experts]`.
     """
-    # CUDA sorts integers by their digits: 8 passes for int64, one for each byte.
+    # CUDA uses a radix sort, with one pass per byte: 8 passes for int64.
     narrow = torch.uint8 if num_experts < 2**8 else torch.int16 if num_experts < 2**15 else torch.int32
     experts, order = experts_nk.flatten().to(narrow).sort(stable=True)
     inverse = torch.empty_like(order)
@@ -78,9 +83,9 @@ def by_expert(experts_nk: Tensor, num_experts: int) -> tuple[Permutation, Tensor
 def sum_choices(
     rows_mh: Tensor, inverse_nk: Tensor, weights_nk: Tensor | None = None, num_rows: Tensor | None = None
 ) -> Tensor:
-    """`[n, h]`: each token's rows, times their weights if there are any, added up and rounded once to their dtype.
+    """Return the sum of each token's rows, times their weights if given, rounded once to their dtype, `[n, h]`.
 
-    Products and sums are in float32 or wider, in the order of choices. Rows from `num_rows` on are left out.
+    Products and sums are in float32 or wider, in the order of choices. Rows from `num_rows` on are skipped.
     """
     wide = torch.promote_types(rows_mh.dtype, torch.float32)
     total_nh: Tensor | None = None
@@ -94,7 +99,7 @@ def sum_choices(
 
 
 def _rows(rows_mh: Tensor, index: Tensor, num_rows: Tensor | None) -> Tensor:
-    """`rows_mh[index]`, with zeros instead of rows from `num_rows` on."""
+    """Return `rows_mh[index]`, with zeros in place of rows from `num_rows` on."""
     if num_rows is None:
         return rows_mh[index]
     padded = torch.cat([rows_mh, rows_mh.new_zeros(1, rows_mh.shape[1])])
@@ -105,7 +110,10 @@ def combine_backward(
     dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
     of_rows: bool = True,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of the rows, in their dtype, None unless `of_rows`, and of the weights, of `sum_choices` of them."""
+    """Return the gradients of the rows (in their dtype) and the weights of `sum_choices`.
+
+    The gradient of the rows is None unless `of_rows`.
+    """
     dy_n1h = dy_nh.unsqueeze(1)
     dweights_nk = (_rows(rows_mh, inverse_nk, num_rows).to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
     if not of_rows:
@@ -190,17 +198,17 @@ class _ScaleRows(Function):
 
 
 def scale_rows(rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation) -> Tensor:
-    """Rows times the weights `[n, k]` (float32 or wider) of their choices, in their dtype."""
+    """Multiply rows by the weights `[n, k]` (float32 or wider) of their choices; return the rows' dtype."""
     return _ScaleRows.apply(rows_mh, weights_nk, permutation)
 
 
 def permute(x_nh: Tensor, permutation: Permutation) -> Tensor:
-    """The rows `[m, h]` of tokens `[n, h]`, by expert."""
+    """Copy tokens `[n, h]` to rows `[m, h]` sorted by expert."""
     return _Permute.apply(x_nh, permutation, FusedOutput(None, torch.is_grad_enabled()))
 
 
 def expert_input(x_nh: Tensor, permutation: Permutation, form: InputFormat | None) -> Tensor | LinearInput:
-    """The rows of tokens, by expert, as their layer takes them (`form`): values `[m, h]` if it is None."""
+    """Copy tokens `[n, h]` to rows sorted by expert, in the format `form`; None returns values `[m, h]`."""
     fused = FusedOutput(form, torch.is_grad_enabled())
     return fused.result(_Permute.apply(x_nh, permutation, fused))
 
@@ -208,8 +216,13 @@ def expert_input(x_nh: Tensor, permutation: Permutation, form: InputFormat | Non
 def combine(
     rows_mh: Tensor, weights_nk: Tensor, permutation: Permutation, handoff: QuantizedGradHandoff | None = None
 ) -> Tensor:
-    """`[n, h]`: the sum of each token's rows, times their weights `[n, k]` (float32 or wider).
+    """Return the weighted sum of each token's rows, `[n, h]`.
 
-    `handoff`: where the layer that computed the rows, which have no other user, takes their gradient.
+    Args:
+        rows_mh: Rows sorted by expert.
+        weights_nk: Weight of each row, float32 or wider.
+        permutation: Permutation that produced the rows.
+        handoff: Handoff that passes a quantized gradient to the layer that computed the rows; None to pass values. No
+            other operation may use the rows.
     """
     return _Combine.apply(rows_mh, weights_nk, permutation, handoff)

@@ -1,4 +1,4 @@
-"""Experts instead of the MLP of a layer: their keys and rules."""
+"""Config keys and rules of experts, which replace the MLP of a layer."""
 
 from __future__ import annotations
 
@@ -15,84 +15,91 @@ from megafp8.spec import ModelSection, PartRecord, RunConfig
 
 
 class MoeKeys(Section):
-    """The keys of a layer with experts."""
+    """Config keys of a layer with experts."""
 
     num_experts: Experts = 1
-    """Number of experts of a layer."""
+    """Number of experts in a layer."""
     top_k: Experts = 2
     """Number of experts that the router chooses for each token."""
     ffn_hidden_size: Channels | None = None
     """Inner width of an expert. Default: model.ffn_hidden_size."""
     shared_ffn_hidden_size: Channels | None = None
-    """Inner width of a shared expert, an MLP that every token passes (DeepSeek, Qwen2-MoE). Default: none."""
+    """Inner width of the shared expert, an MLP that processes every token (DeepSeek, Qwen2-MoE). Default: no shared
+    expert."""
     latent_size: Channels | None = None
-    """Experts read and give tokens of this width: a projection that all experts share comes before them, and one behind
-    their weighted sum (LatentMoE of Nemotron 3 Super and Ultra; moe_latent_size). Router and shared expert read whole
-    tokens. Ranks send each other this width. Default: hidden_size, without projections."""
+    """Width of the tokens that experts read and write (LatentMoE of Nemotron 3 Super and Ultra; moe_latent_size). All
+    experts of a layer share one projection before them and one after their weighted sum. The router and the shared
+    expert read tokens of hidden_size. Ranks send each other tokens of this width. Default: hidden_size, without
+    projections."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """Function of the router's logits: softmax over all experts, or of each sigmoid (DeepSeek-V3) or the square root of
-    softplus (DeepSeek-V4)."""
+    """Function that turns the router's logits into scores: softmax over all experts; or, for each expert separately,
+    sigmoid (DeepSeek-V3) or the square root of softplus (DeepSeek-V4)."""
     normalize: bool = True
     """Divide the scores of a token's chosen experts by their sum (Hugging Face's norm_topk_prob)."""
     scaling_factor: PositiveFloat = 1.0
-    """Multiply the scores of chosen experts by this, after normalization (routed_scaling_factor)."""
+    """Factor of the chosen experts' scores, applied after normalization (routed_scaling_factor)."""
     num_groups: Experts = 1
-    """Number of groups of neighbouring experts (DeepSeek's n_group). A token's experts are chosen from its best groups
-    only: those whose largest score (softmax), or sum of the two largest (others), is highest."""
+    """Number of groups of neighboring experts (DeepSeek's n_group). A token chooses its experts from its best groups
+    only. Groups are ranked by their largest score with softmax, and by the sum of their two largest scores with the
+    other score functions."""
     top_groups: Experts | None = None
-    """Number of groups that a token's experts are chosen from (DeepSeek's topk_group). Default: all."""
+    """Number of groups from which a token's experts are chosen (DeepSeek's topk_group). Default: all groups."""
     selection_bias: bool = False
-    """Add a bias to each expert's score where experts are chosen, not where outputs are weighted. It balances the load
-    without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
+    """Add a bias to each expert's score when experts are chosen, but not when their outputs are weighted. The bias
+    balances the load without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
     bias_update_rate: NonNegative = 0.001
-    """After each step, the selection bias of experts with less than the mean number of tokens grows by this, and that
-    of the others shrinks by it. No effect without selection_bias. 0: the bias is constant."""
+    """Amount by which the selection bias changes after each step. It grows for experts with fewer tokens than the mean
+    and shrinks for experts with more. 0 keeps the bias constant. No effect without selection_bias."""
     scale_inputs: bool = False
     """Multiply an expert's inputs, not its outputs, by the weights of its tokens (Llama 4; Megatron-LM's
     moe_apply_probs_on_input)."""
     separate_norms: bool = False
-    """The shared expert and the experts have norms of their own, of inputs and of outputs, instead of one norm of their
-    input. The router reads the residual stream by a norm without weights, multiplied by a learned scale of each channel
-    / √hidden_size, and weights of experts are multiplied by a learned scale of each expert (Gemma 4)."""
+    """Give the experts and the shared expert separate input norms and separate output norms, instead of one common
+    input norm (Gemma 4). The router then reads the residual stream through a norm without weights, times a learned
+    scale per channel, divided by √hidden_size. The weights of experts are multiplied by a learned scale per expert."""
     capacity_factor: PositiveFloat | None = None
-    """An expert takes at most so many times the mean number of tokens of a rank's micro-batch, those with the highest
-    weights, and no output for the others (Megatron-LM's moe_expert_capacity_factor; token dropping). Which are dropped
-    depends on the layout. Default: no token is dropped."""
+    """Capacity of an expert, as a multiple of the mean number of tokens per expert in a rank's micro-batch
+    (Megatron-LM's moe_expert_capacity_factor). An expert keeps the tokens with the highest weights and adds nothing to
+    the others, which are dropped. The dropped tokens depend on the layout. Default: no token is dropped."""
     aux_loss: NonNegative = 0.0
-    """Weight of the load-balancing loss: for each sequence and layer, num_experts times the sum over experts of their
-    share of the sequence's choices and their mean score (DeepSeek-V3's sequence-wise loss, eq. 17 to 20; Megatron-LM's
-    seq_aux_loss). 1 if the load is even. Averaged over sequences and added up over layers, whatever loss masks leave
-    out: all tokens are routed, padding too."""
+    """Weight of the load-balancing loss. For each sequence and layer, the loss is num_experts times the sum over
+    experts of the expert's share of the sequence's choices times its mean score (DeepSeek-V3's sequence-wise loss, eq.
+    17 to 20; Megatron-LM's seq_aux_loss). It is 1 if the load is even. It is averaged over sequences and summed over
+    layers. Loss masks do not affect it, because all tokens are routed; padding does not count."""
     aux_loss_scope: Literal["sequence", "global_batch"] = "sequence"
-    """Whose choices aux_loss makes even. sequence: those of each sequence. global_batch: those of all, so that experts
-    may specialize (Qiu et al. 2025, arXiv:2501.11873; Megatron-LM's global_aux_loss): with each expert's share of the
-    choices of the step before, which all ranks know, so it depends on no layout."""
+    """Set of choices that aux_loss balances. sequence: the choices of each sequence. global_batch: the choices of all
+    sequences of a step together, so that experts can specialize (Qiu et al. 2025, arXiv:2501.11873; Megatron-LM's
+    global_aux_loss). The loss then uses each expert's share of the previous step's choices. All ranks know these
+    shares, so the loss does not depend on the layout."""
     z_loss: NonNegative = 0.0
-    """Weight of the square of log Z of the router's logits, averaged over tokens, also those that loss masks leave out,
-    and added up over layers (Zoph et al. 2022, arXiv:2202.08906)."""
+    """Weight of the router's z-loss: the squared logsumexp of the router's logits, averaged over tokens and summed over
+    layers (Zoph et al. 2022, arXiv:2202.08906). Loss masks do not affect it; padding
+    counts as zero."""
 
 
 class MoeConfig(MoeKeys):
-    """Mixture of experts: for each token a router chooses some of a layer's experts, each an MLP, and adds their
-    outputs, weighted by the router's scores. Only with capacity_factor are tokens dropped."""
+    """Mixture of experts: a router chooses some experts for each token, and the layer adds their weighted outputs.
+
+    Each expert is an MLP, and the router's scores are the weights. Tokens are dropped only if capacity_factor is set.
+    """
 
     num_experts: Experts
-    """Number of experts of a layer."""
+    """Number of experts in a layer."""
     first_dense_layers: Count = 0
     """Number of layers at the start of the model that have an MLP instead of experts (DeepSeek)."""
     layer_interval: PositiveInt = 1
-    """Every so many layers have experts, the others an MLP: layer i, counted from 0, where i + 1 is a multiple of it
-    (Hugging Face's decoder_sparse_step)."""
+    """Interval between layers with experts (Hugging Face's decoder_sparse_step). Layer i, counted from 0, has experts
+    if i + 1 is a multiple of the interval; the other layers have an MLP. Default: every layer has experts."""
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """Return whether a layer, counted from 0, has experts."""
         return layer >= self.first_dense_layers and (layer + 1) % self.layer_interval == 0
 
 
 class MoeFfnConfig(PartRecord, MoeKeys):
-    """Experts. Keys that are not given have the values of the section model.moe."""
+    """Mixture of experts. Keys that are not set have the values of the section model.moe."""
 
     module: ClassVar[str] = "megafp8.layers.experts.module:MoE"
     tensor_prefix: ClassVar[str] = "mlp"
@@ -111,15 +118,17 @@ class MoeFfnConfig(PartRecord, MoeKeys):
     }  # fmt: skip
 
     kind: Literal["moe"] = "moe"
-    """Experts."""
+    """Kind of feed-forward network: experts."""
     routing: Literal["top_k", "hash"] = "top_k"
-    """How a token's experts are chosen. top_k: the experts with the highest scores. hash: the experts that a fixed
-    random table has for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426;
-    DeepSeek-V4's first layers); the router's scores are their weights, and aux_loss and selection_bias do not apply."""
+    """Method that chooses a token's experts. top_k: the experts with the highest scores. hash: the experts that a fixed
+    random table lists for the token's id, each expert about equally often (Roller et al. 2021, arXiv:2106.04426;
+    DeepSeek-V4's first layers). With hash the router's scores are still the weights, and aux_loss and selection_bias
+    have no effect."""
     activation: ActivationName = "swiglu"
     """Activation of the experts and of the shared expert. Default: model.activation."""
 
     def resolved(self, model: ModelSection) -> MoeFfnConfig:
+        """Return the complete record, with missing keys filled in from `model.moe` and `model`."""
         section = {} if model.moe is None else {name: getattr(model.moe, name) for name in MoeKeys.model_fields}
         values: dict[str, Any] = {"activation": model.activation} | section | self.given
         values["ffn_hidden_size"] = values.get("ffn_hidden_size") or model.ffn_hidden_size or 4 * model.hidden_size
@@ -133,24 +142,28 @@ class MoeFfnConfig(PartRecord, MoeKeys):
 
     @property
     def shared(self) -> MlpConfig | None:
-        """Record of the shared expert, or None without one."""
+        """Record of the shared expert; None if there is no shared expert."""
         if self.shared_ffn_hidden_size is None:
             return None
         return MlpConfig.model_construct(ffn_hidden_size=self.shared_ffn_hidden_size, activation=self.activation)
 
     @property
     def normalizes_input(self) -> bool:
+        """Whether the experts normalize their input themselves."""
         return self.separate_norms
 
     @property
     def has_router_loss(self) -> bool:
+        """Whether the router has a load-balancing loss or a z-loss."""
         return self.aux_loss > 0 or self.z_loss > 0
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the inner width of the shared expert, which tensor parallelism divides."""
         shared = self.shared_ffn_hidden_size
         return {} if shared is None else {"moe.shared_ffn_hidden_size": shared}
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Yield the rules that the keys at `path` break in any run."""
         if model.moe is None and "num_experts" not in self.given:
             rule = "there is no section model.moe, and the number of experts is not given"
             yield Problem(f"{path}.kind", self.kind, rule, f"give {path}.num_experts, or model.moe")
@@ -159,19 +172,19 @@ class MoeFfnConfig(PartRecord, MoeKeys):
         for problem in _expert_rules(record, model):
             yield replace(problem, path=_path_of(problem.path, self, path))
         if self.routing == "hash" and model.mtp_num_layers and model.spec.layers[model.num_layers - 1].ffn == record:
-            rule = "layers of multi-token prediction are like the last one, and would need ids of later tokens"
+            rule = "multi-token prediction layers copy the last layer and would need the ids of later tokens"
             works = "let the last layer have routing: top_k, or set model.mtp_num_layers=0"
             yield Problem(f"{path}.routing", "hash", rule, works)
 
 
 def _path_of(path: str, record: MoeFfnConfig, record_path: str) -> str:
-    """Return the path of a key of experts: in a kind of layer if it is given there, else in the section model.moe."""
+    """Return the path of a key of experts: the layer's record if the key is set there, otherwise section model.moe."""
     section, _, key = path.rpartition(".")
     return f"{record_path}.{key}" if section == "model.moe" and key in record.given else path
 
 
 def experts(m: ModelSection) -> Iterator[Problem]:
-    """Yield the rules about the section model.moe that are broken in any run."""
+    """Yield the rules that the section model.moe breaks in any run."""
     if m.moe is None:
         return
     yield from _expert_rules(MoeFfnConfig().resolved(m), m)
@@ -183,16 +196,16 @@ def experts(m: ModelSection) -> Iterator[Problem]:
 
 
 def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
-    """Yield the rules that the complete record of a layer's experts breaks, with paths of the section model.moe."""
+    """Yield the rules that a layer's complete expert record breaks. Paths name keys of the section model.moe."""
     count = x.num_experts
     if x.top_k > count:
-        rule = f"a token goes to different experts, and model.moe.num_experts is {count}"
+        rule = f"the experts of a token must be different, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
     if x.latent_size is not None and m.linear_bias:
-        rule = "model.linear_bias is true, and the projections of the latents have no biases"
+        rule = "model.linear_bias is true, and latent projections have no biases"
         yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")
     if x.separate_norms:
-        path, rule = "model.moe.separate_norms", "it is for a shared expert beside experts, after RMSNorm of both"
+        path, rule = "model.moe.separate_norms", "it needs a shared expert, and RMSNorm before experts"
         if x.shared_ffn_hidden_size is None:
             yield Problem(path, True, rule, "set model.moe.shared_ffn_hidden_size, or leave it out")
         if m.norm_position not in ("pre", "both") or m.normalization != "rmsnorm" or m.parallel_block:
@@ -210,13 +223,13 @@ def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
         rule = f"model.moe.num_groups is {x.num_groups}"
         yield Problem("model.moe.top_groups", x.top_groups, rule, f"try {x.num_groups} or less")
     elif x.top_groups * (count // x.num_groups) < x.top_k:
-        rule = f"so many groups have {x.top_groups * (count // x.num_groups)} experts, and model.moe.top_k is {x.top_k}"
+        rule = f"these groups have {x.top_groups * (count // x.num_groups)} experts, and model.moe.top_k is {x.top_k}"
         works = f"try {-(-x.top_k * x.num_groups // count)} or more"
         yield Problem("model.moe.top_groups", x.top_groups, rule, works)
 
 
 def expert_layout(config: RunConfig) -> Iterator[Problem]:
-    """Yield the rules between experts and the layout that are broken."""
+    """Yield the rules between experts and the parallel layout that a config breaks."""
     m, p, records = config.model, config.parallel, config.spec.expert_records
     if not records:
         for key in ("expert", "expert_tensor"):
@@ -238,7 +251,7 @@ def expert_layout(config: RunConfig) -> Iterator[Problem]:
 
 
 def _divided(config: RunConfig, record: MoeFfnConfig) -> Iterator[Problem]:
-    """Yield the rules about the sizes of one kind of experts, which ranks divide."""
+    """Yield the rules that the sizes of one kind of experts break when ranks divide them."""
     p = config.parallel
     if record.num_experts % p.expert:
         rule = f"model.moe.num_experts ({record.num_experts}) is not a multiple of it"
@@ -253,12 +266,12 @@ def _divided(config: RunConfig, record: MoeFfnConfig) -> Iterator[Problem]:
     }
     for key, width in sizes.items():
         if config.device != "cpu" and config.training.precision == "bf16" and width % 8:
-            rule = "GEMMs of all experts at once take bf16 matrices of a multiple of 8 columns"
+            rule = "grouped GEMMs of experts need bf16 matrices with a multiple of 8 columns"
             yield Problem(key, width, rule, f"try {-(-width // 8) * 8}")
 
 
 def expert_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules between experts and the number of ranks."""
+    """Yield the rules between experts and the number of ranks that a config breaks."""
     p = config.parallel
     stage_ranks, rest = divmod(world_size, p.pipeline)
     if rest or stage_ranks % (p.tensor * p.context):

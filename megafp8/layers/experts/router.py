@@ -1,23 +1,23 @@
-"""The router of a layer with experts: which experts each token goes to, and with which weights.
+"""Router of a layer with experts: it chooses the experts of each token and their weights.
 
-Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever the dtype of the model. Experts are
-chosen by score, of equal scores the one with the lower index, so the choice depends on nothing but the scores.
+Logits, scores and losses are computed in fp32 (fp64 if the model is), whatever the dtype of the model. The experts
+with the highest scores are chosen. Of equal scores the lower index wins, so the choice depends only on the scores.
 
-*Losses of the router* are added to the gradient, not to the loss that is reported: `_AddLoss` passes its input through
-and in backward gives the router's loss its gradient (`BuildContext.auxiliary_loss_grad`). They are means over the
-sequences (aux_loss) or tokens (z_loss) of the global batch, and sums over layers. A loss mask does not change them: all
-tokens are routed. The aux loss of a sequence needs the choices of all its
-tokens; where ranks hold slices of it, their counts are summed. The mean scores need not be: the loss is linear in them.
-The aux loss of the global batch has the choices of the step before, which are summed over all ranks anyway.
+*Losses of the router* are added to the gradient, but not to the reported loss. `_AddLoss` passes its input through, and
+in backward it returns the gradient of the router's loss (`BuildContext.auxiliary_loss_grad`). The losses are means over
+the sequences (aux_loss) or tokens (z_loss) of the global batch, and sums over layers. Loss masks do not change them,
+because all tokens are routed. The aux loss of a sequence needs the choices of all its tokens; if ranks hold slices of
+the sequence, their counts are summed. The mean scores need no such sum, because the loss is linear in them. The aux
+loss of the global batch uses the choices of the previous step, which are summed over all ranks anyway.
 
-*Padding* is routed too, so that shapes do not depend on it, but it counts nowhere: not in the losses, the load and the
-selection bias, nor in the capacity of experts. Its tokens are all alike, so they choose the same experts. The aux loss
-of a sequence is that of its other tokens alone; means over the tokens of the global batch have padding as zeros.
+*Padding* is routed too, so that shapes do not depend on it. But it does not count in the losses, the load, the
+selection bias or the capacity of experts. Padding tokens are identical, so they would all choose the same experts. The
+aux loss of a sequence ignores its padding; means over the tokens of the global batch count padding as zeros.
 
-*Load.* Backward also adds up how many tokens chose each expert (`load`), in `RouterLoad`. Not forward, which runs twice
-where it is recomputed, and also in evaluations.
+*Load.* Backward also counts how many tokens chose each expert (`RouterLoad`). Forward cannot count them, because it
+runs twice if it is recomputed, and it also runs in evaluations.
 
-Shapes: n tokens, b sequences, e experts of the layer, k experts of a token, h hidden.
+Shapes: n tokens, b sequences, e experts of the layer, k experts per token, h hidden size.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from megafp8.parallel.sharding import Init, unsharded
 
 
 class _SqrtSoftplus(Function):
-    """y = √log(1 + eˣ), of which y is kept: its derivative is (1 - e^(-y²)) / 2y. Where it underflows, that is 0."""
+    """Square root of softplus, y = √log(1 + eˣ). Forward saves y, because dy/dx = (1 - e^(-y²)) / 2y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return y elementwise."""
         y = F.softplus(x).sqrt_()
         ctx.save_for_backward(y)
         return y
@@ -56,12 +57,13 @@ class _SqrtSoftplus(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """Return the gradient of x, which is 0 where y underflowed to 0."""
         (y,) = ctx.saved_tensors
         return torch.where(y > 0, dy * -torch.expm1(-y.square()) / (2 * y), 0.0)
 
 
 def _score_function(score: str, *, batch_invariant: bool) -> Callable[[Tensor], Tensor]:
-    """Return what computes scores of experts from logits `[n, e]`, by `model.moe.score`."""
+    """Return the function that computes scores from logits `[n, e]` for a value of `model.moe.score`."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "softmax": partial(torch.softmax, dim=1),
         "sigmoid": partial(sigmoid, batch_invariant=batch_invariant),
@@ -71,10 +73,13 @@ def _score_function(score: str, *, batch_invariant: bool) -> Callable[[Tensor], 
 
 
 class RouterLoad:
-    """What a router's backward passes add up in a step, on this rank: float64 tensors.
+    """Sums that a router's backward passes accumulate in a step, on this rank. All tensors are float64.
 
-    `tokens` `[e]`: choices of each expert. `scores` `[e]`: of all tokens, those of a token adding up to 1. `losses`:
-    the aux loss and the z-loss, as they enter the gradient. `dropped` `[1]`: choices beyond the capacity of experts.
+    Attributes:
+        tokens: Number of tokens that chose each expert, `[e]`.
+        scores: Sum over tokens of their scores of each expert, `[e]`. The scores of each token add up to 1.
+        losses: Aux loss and z-loss as they enter the gradient, `[2]`.
+        dropped: Number of choices beyond the capacity of experts, `[1]`.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
@@ -82,28 +87,38 @@ class RouterLoad:
         self.tokens, self.scores, self.losses, self.dropped = self.sums.split([experts, experts, 2, 1])
 
     def zero(self) -> None:
+        """Reset all sums to zero."""
         self.sums.zero_()
 
 
 class Routing(NamedTuple):
-    """`experts`: int64 `[n, k]`, the best first, e for a choice that is dropped; `weights`: `[n, k]`, fp32 or fp64;
-    `tokens`: int64 `[b, e]`, how many tokens of each sequence chose each expert, without padding."""
+    """Experts of each token and their weights."""
 
     experts: Tensor
+    """Chosen experts, best first, int64 `[n, k]`; e marks a dropped choice."""
     weights: Tensor
+    """Weights of the chosen experts, fp32 or fp64 `[n, k]`."""
     tokens: Tensor
+    """Number of tokens of each sequence that chose each expert, without padding, int64 `[b, e]`."""
 
 
 class _AddLoss(Function):
-    """The identity of its first argument; its backward adds the gradient of `loss`, if there is one, and to `load`.
-
-    `loss_grad`: fp32 `[]`, the gradient of `loss`; None: 1.
-    """
+    """Identity of a tensor that adds a loss to the gradient in backward, and sums to a `RouterLoad`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, loss: Tensor | None, load: RouterLoad, sums: Tensor, loss_grad: Tensor | None
     ) -> Tensor:
+        """Return `x`.
+
+        Args:
+            ctx: Context of autograd.
+            x: Tensor to pass through.
+            loss: Loss whose gradient backward adds; None for no loss.
+            load: Sums to which backward adds.
+            sums: Values that backward adds to `load.sums`.
+            loss_grad: Gradient of `loss`, fp32 `[]`; None for 1.
+        """
         ctx.save_for_backward(sums)
         ctx.load, ctx.dtype, ctx.loss_grad = load, None if loss is None else loss.dtype, loss_grad
         return x.view_as(x)
@@ -111,6 +126,7 @@ class _AddLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        """Return `dx` and the gradient of the loss."""
         (sums,) = ctx.saved_tensors
         ctx.load.sums.add_(sums)
         if ctx.dtype is None:
@@ -120,7 +136,7 @@ class _AddLoss(Function):
 
 
 def choose(scores_ne: Tensor, moe: MoeFfnConfig, bias_e: Tensor | None) -> Tensor:
-    """The experts of each token, int64 `[n, k]`, from the router's scores."""
+    """Choose the experts of each token by the router's scores plus the selection bias; return int64 `[n, k]`."""
     ranked_ne = scores_ne.detach() if bias_e is None else scores_ne.detach() + bias_e
     if moe.top_groups is not None and moe.top_groups < moe.num_groups:
         in_group = ranked_ne.unflatten(1, (moe.num_groups, -1))
@@ -133,7 +149,7 @@ def choose(scores_ne: Tensor, moe: MoeFfnConfig, bias_e: Tensor | None) -> Tenso
 
 
 def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeFfnConfig) -> Tensor:
-    """The weights of each token's experts, from the router's scores."""
+    """Return the weights of each token's experts `[n, k]`: their scores, normalized and scaled by the config."""
     weights_nk = scores_ne.gather(1, experts_nk)
     if moe.normalize:
         weights_nk = weights_nk / (weights_nk.sum(dim=1, keepdim=True) + 1e-20)
@@ -141,17 +157,18 @@ def weigh(scores_ne: Tensor, experts_nk: Tensor, moe: MoeFfnConfig) -> Tensor:
 
 
 def hash_table(tokens: int, moe: MoeFfnConfig, key: Key, device: torch.device) -> Tensor:
-    """Random experts of each token id, int64 `[tokens, k]`, a token's all different and each expert equally often.
+    """Return random experts for each token id, int64 `[tokens, k]`.
 
-    Ids in random order are divided into groups of as many as there are experts. A group has the experts in a random
-    order, which is rotated by another random number for each choice.
+    The experts of an id are all different, and every expert is used about equally often. The ids are shuffled and
+    divided into groups of e ids, where e is the number of experts. In each group, choice c of the ids runs through the
+    experts in a random order, rotated by a random number that differs between choices.
     """
-    if device.type == "meta":  # without the order of its ids, which takes seconds for a large vocabulary
+    if device.type == "meta":  # skip the shuffle, which takes seconds for a large vocabulary
         return torch.empty(tokens, moe.top_k, dtype=torch.int64, device=device)
     e, groups = moe.num_experts, -(-tokens // moe.num_experts)
 
     def orders(stream: int, rows: int, size: int) -> Tensor:
-        """Random permutations of `size` numbers, `[rows, size]`."""
+        """Return random permutations of `size` numbers, `[rows, size]`."""
         counter = torch.arange(rows * size, device=device) + (stream << 40)
         return philox(counter, key)[0].view(rows, size).argsort(dim=1, stable=True)
 
@@ -164,9 +181,9 @@ def hash_table(tokens: int, moe: MoeFfnConfig, key: Key, device: torch.device) -
 def within_capacity(
     experts_nk: Tensor, weights_nk: Tensor, moe: MoeFfnConfig, padding_n: Tensor | None = None
 ) -> Tensor:
-    """`experts_nk` with e instead of choices beyond an expert's capacity, which keeps those of the largest weights.
+    """Return `experts_nk` with e in place of each choice beyond its expert's capacity.
 
-    Padding takes what room is left.
+    An expert keeps the choices with the largest weights. Padding gets only the room that other tokens leave.
     """
     if moe.capacity_factor is None:
         return experts_nk
@@ -180,7 +197,7 @@ def within_capacity(
 
 
 def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -> Tensor:
-    """How many tokens of each of b sequences chose each expert, int64 `[b, e]`."""
+    """Count the tokens of each of b sequences that chose each expert, without padding, int64 `[b, e]`."""
     sequences_n1 = torch.arange(len(experts_nk), device=experts_nk.device).remainder(b).unsqueeze(1)
     cells = (sequences_n1 * experts + experts_nk).flatten()
     counted_nk = torch.ones_like(experts_nk)
@@ -197,20 +214,36 @@ def _kernels() -> ModuleType:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Indices of the largest values of each row; of equal ones the first. `Tensor.topk` does not say which."""
+    """Return the columns of the `count` largest values of each row, in descending order.
+
+    Of equal values the first column comes first; `Tensor.topk` does not define their order.
+    """
     if x.is_cuda and x.dtype == torch.float32 and x.shape[1] <= _kernels().MOST_COLUMNS:
         return _kernels().largest(x.contiguous(), count)
-    return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()  # the rest is freed
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()  # frees the other columns
 
 
 class Router(nn.Module):
-    """Tokens `[n, h]` -> `Routing`.
+    """Router that maps tokens `[n, h]` to a `Routing`.
 
-    `biased`: logits have a learned bias. `scale` `[h]`, `expert_scale` `[e]`: those of `moe.separate_norms`, or None.
-    `hashed`: number of token ids, whose experts are those of `table` (int64 `[hashed, k]`); None: experts are chosen by
-    score. `load`: what training steps leave in it. `bias`: fp32 `[e]`, added to the scores where experts are chosen;
-    None without `moe.selection_bias`. `shares`: fp32 `[e]`, of the choices of the step before; None unless the aux loss
-    is that of the global batch. They have no gradient: `update` moves them.
+    Args:
+        name: Prefix of the names of its tensors.
+        hidden_size: Width of the tokens.
+        moe: Record of the layer's experts.
+        context: Process groups, dtype and device of the model.
+        init: Initialization of the weight.
+        biased: Whether logits have a learned bias.
+        hashed: Number of token ids if a fixed table chooses the experts by id; None to choose experts by score.
+        norm_eps: Number added to the mean square of the router's norm (`moe.separate_norms`).
+
+    Attributes:
+        scale: Learned scale of each channel `[h]` (`moe.separate_norms`); otherwise None.
+        expert_scale: Learned scale of each expert's weight `[e]` (`moe.separate_norms`); otherwise None.
+        bias: Selection bias, fp32 `[e]`; None without `moe.selection_bias`. It has no gradient; `update` changes it.
+        table: Experts of each token id, int64 `[hashed, k]`; None without `hashed`.
+        shares: Each expert's share of the choices of the previous step, fp32 `[e]`; None unless the aux loss is of the
+            global batch. It has no gradient; `update` changes it.
+        load: Sums that the backward passes of a step accumulate.
     """
 
     def __init__(
@@ -250,14 +283,23 @@ class Router(nn.Module):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """By name, tensors that belong to the weights but have no gradient."""
+        """Tensors that belong to the weights but have no gradient, by name."""
         return {name: x for name, x in (("bias", self.bias), ("table", self.table)) if x is not None}
 
     def forward(
         self, x_nh: Tensor, sequences: int, ids_n: Tensor | None = None, padding_n: Tensor | None = None
     ) -> Routing:
-        """`sequences`: number of sequences in x; token i belongs to sequence i mod `sequences`. `ids_n`: of the tokens,
-        which the router with a table reads. `padding_n`: bool, tokens that do not count; None: all count."""
+        """Choose the experts of each token.
+
+        Args:
+            x_nh: Tokens.
+            sequences: Number of sequences in `x_nh`; token i belongs to sequence i mod `sequences`.
+            ids_n: Token ids, needed only if a table chooses the experts.
+            padding_n: Whether each token is padding and does not count, bool; None if no token is.
+
+        Returns:
+            Routing. Backward through its weights adds the gradients of the router's losses.
+        """
         if self.scale is not None:
             h = len(self.scale)
             x_nh = F.rms_norm(x_nh, (h,), eps=self.norm_eps) * (self.scale * h**-0.5)
@@ -283,7 +325,7 @@ class Router(nn.Module):
         return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne, padding_n))
 
     def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, padding_n: Tensor | None) -> Tensor:
-        """The weights, through which the router's losses reach its gradient."""
+        """Return the weights `[n, k]` of `routing`, such that their backward adds the router's losses and load."""
         moe, zero = self.moe, logits_ne.new_zeros(())
         dropped_nk = routing.experts == moe.num_experts
         if padding_n is not None:
@@ -298,27 +340,28 @@ class Router(nn.Module):
         return _AddLoss.apply(routing.weights, loss, self.load, torch.cat(sums).double(), self.loss_grad)
 
     def _z_loss(self, logits_ne: Tensor, padding_n: Tensor | None) -> Tensor:
-        """This rank's part of the loss that keeps logits small."""
+        """Return this rank's part of the z-loss, which keeps logits small."""
         squares_n = logits_ne.logsumexp(dim=1).square()
         if padding_n is not None:
             squares_n = squares_n.masked_fill(padding_n, 0.0)
         return squares_n.sum() * (self.moe.z_loss / self.global_tokens)
 
     def _aux_loss(self, counts_be: Tensor, shares_ne: Tensor) -> Tensor:
-        """This rank's part of the load-balancing loss."""
+        """Return this rank's part of the load-balancing loss."""
         (b, experts), k = counts_be.shape, self.moe.top_k
         if self.shares is not None:
             return (self.shares * shares_ne.sum(dim=0)).sum() * (self.aux_loss * experts / self.global_tokens)
         counts_be = collectives.all_reduce(counts_be.clone(), self.group)  # other ranks hold slices of the sequences
-        s = (counts_be.sum(dim=1, keepdim=True) / k).clamp(min=1)  # all tokens of a sequence may be padding
+        s = (counts_be.sum(dim=1, keepdim=True) / k).clamp(min=1)  # a sequence may consist of padding
         mean_be = shares_ne.unflatten(0, (-1, b)).sum(dim=0) / s  # this rank's part of the mean
         return (counts_be * (experts / (k * s)) * mean_be).sum() * (self.aux_loss / self.global_batch)
 
     @torch.no_grad()
     def update(self, tokens_e: Tensor) -> None:
-        """After a step: `tokens_e` of all ranks chose each expert. Moves the selection bias against the load.
+        """Update the selection bias and the shares after a step.
 
-        That of a frozen router stays.
+        The bias moves against the load. The bias of a frozen router does not change. `tokens_e` is the number of tokens
+        of all ranks that chose each expert.
         """
         if self.shares is not None:
             self.shares.copy_(tokens_e / tokens_e.sum())

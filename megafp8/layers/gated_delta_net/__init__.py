@@ -1,1 +1,1 @@
-"""Gated DeltaNet (arXiv:2412.06464)."""
+"""Gated DeltaNet, a mixer with linear attention (arXiv:2412.06464)."""

@@ -1,10 +1,11 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention with a state that decays and is corrected.
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention with one decay per head.
 
-A mixer by the delta rule (`megafp8.layers.delta_rule.module`) whose heads have one decay each. q, k, v and the gate
-come from one column-parallel product. β and the decay come from a product with few outputs, which all ranks compute of
-their own tokens. The gate passes SiLU. So it is in Qwen3-Next; in OLMo Hybrid β is up to 2.
+This mixer uses the delta rule (`megafp8.layers.delta_rule.module`). One column-parallel linear layer computes q, k, v
+and the gate. A linear layer with few outputs computes β and the decays; every rank holds it whole and applies it to its
+own tokens. The gate is SiLU. Qwen3-Next uses this mixer; OLMo Hybrid uses it with β up to 2.
 
-Shapes: s sequence, b micro-batch, h hidden; a value heads of this rank of w channels; n channels of the convolution.
+Shapes: s sequence length, b micro-batch size, h hidden size; a value heads of w channels on this rank; n channels of
+the convolution.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from megafp8.spec import ModelSpec
 
 
 class GatedDeltaNet(DeltaRuleMixer):
-    """Linear attention by the gated delta rule. It reads the norm's values, whatever `input` could give."""
+    """Linear attention with the gated delta rule.
+
+    The layer always reads the norm's values, even if `input` could quantize them.
+    """
 
     silu = True
 
@@ -64,6 +68,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, 2 * heads, high_precision=reason))
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        """Return the output of the mixer in the shape of its input. Collective."""
         gates_sb2a = self.shared(linear(x_sbh, self.gates, self.gates_state)).unflatten(-1, (2, -1))
         beta_sba, decay_sba = gates_sb2a.narrow(-1, self.first_head, self.value_heads).unbind(2)
         qkv_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.value_heads * self.w], dim=-1)
@@ -71,6 +76,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         return self.proj(self.gated(y_sbaw, z_sbc))
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward, by tensor."""
         m, e, values, heads = batch.tokens, batch.element, self.value_heads * self.w, self.gates.shape[0]
         return {
             "qkvz input": batch.saved_input(self.projection.state),

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: its keys and their rules."""
+"""Config keys and rules of Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from megafp8.spec import ModelSection
 
 
 class GatedDeltaNetConfig(ConvolvedConfig):
-    """Linear attention whose state is corrected by the delta rule and decays (Gated DeltaNet, arXiv:2412.06464), as in
-    Qwen3-Next. A head's state has key_head_dim × value_head_dim numbers, however long the sequence is."""
+    """Linear attention with the gated delta rule (Gated DeltaNet, arXiv:2412.06464), as in Qwen3-Next.
+
+    The state of a head has key_head_dim × value_head_dim numbers for any sequence length.
+    """
 
     module: ClassVar[str] = "megafp8.layers.gated_delta_net.module:GatedDeltaNet"
     tensor_prefix: ClassVar[str] = "gated_delta_net"
@@ -23,7 +25,7 @@ class GatedDeltaNetConfig(ConvolvedConfig):
     }  # fmt: skip
 
     kind: Literal["gated_delta_net"] = "gated_delta_net"
-    """Gated DeltaNet."""
+    """Kind of mixer: Gated DeltaNet."""
     num_key_heads: Heads
     """Number of heads of queries and keys (linear_num_key_heads)."""
     num_value_heads: Heads
@@ -33,18 +35,22 @@ class GatedDeltaNetConfig(ConvolvedConfig):
     value_head_dim: Channels = 128
     """Channels of a head's value (linear_value_head_dim)."""
     allow_neg_eigval: bool = False
-    """A token replaces what the state has for its key by up to twice the difference, so that the state's transition may
-    have negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537; OLMo Hybrid's linear_allow_neg_eigval)."""
+    """Let β be up to 2 instead of 1, so that a token can correct the value stored for its key by up to twice the
+    difference. The transition of the state may then have negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537;
+    OLMo Hybrid's linear_allow_neg_eigval)."""
     norm_eps: PositiveFloat | None = None
-    """Added to the variance in the norm of heads' outputs (OLMo Hybrid: 1e-5). Default: model.norm_eps."""
+    """Number added to the variance in the norm of heads' outputs (OLMo Hybrid: 1e-5). Default: model.norm_eps."""
 
     def resolved(self, model: ModelSection) -> GatedDeltaNetConfig:
+        """Return the complete record, with norm_eps from the model if it is not set."""
         return self.model_copy(update={"norm_eps": self.norm_eps or model.norm_eps})
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the numbers of heads, which tensor parallelism divides."""
         return {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Yield a problem if key heads do not divide value heads."""
         if self.num_value_heads % self.num_key_heads:
             rule = f"{path}.num_value_heads ({self.num_value_heads}) is not a multiple of it"
             works = divisors(self.num_value_heads, self.num_key_heads)

@@ -1,1 +1,1 @@
-"""Hyper-connections: several residual streams."""
+"""Hyper-connections: several residual streams instead of one."""

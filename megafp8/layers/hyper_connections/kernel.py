@@ -1,20 +1,21 @@
 """Kernels of hyper-connections. Reference: `megafp8.layers.hyper_connections.reference`.
 
-What they cost is bytes: the streams are n times as wide as anything else. Forward reads them once for the products,
-which are summed up by stream, so that there are as many programs as GPUs have room for; once for the weighted sum; and
-once for mixing. Backward reads them for the gradients of mixing weights, of reading weights, and for their own gradient
-and that of `fn`, which one kernel adds up over tokens. The small functions of weights run with one thread a token,
-whose matrix is in its registers: Sinkhorn's sums need no exchange between threads. Backward computes the iterations
-again and keeps the sums, from which each is undone by a multiplication.
+The cost is memory traffic, because the streams are n times as wide as any other tensor. Forward reads the streams three
+times: for the products, for the weighted sum, and for mixing. The products are summed per stream first, so that there
+are enough programs to fill a GPU. Backward reads the streams for the gradients of the mixing weights, for the gradients
+of the reading weights, and for the gradients of the streams and of `fn`, which one kernel sums over tokens. The small
+functions of the weights use one thread per token, which holds the token's matrix in registers, so Sinkhorn's sums need
+no communication between threads. Backward recomputes the iterations and keeps their sums; multiplying by the sums
+undoes each iteration.
 
-All sums are in a fixed order. Products are those of tensor cores, of the dtype of the streams forward, and with
-gradients in TF32; of fp32 streams they are exact.
+All sums have a fixed order. Tensor cores compute the products in the dtype of the streams in forward, and in TF32 in
+backward. Products of fp32 streams are computed in full fp32.
 
 Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products, or n. Small tensors have tokens last.
 """
 
 # mypy: disable-error-code="assignment, misc"
-# A kernel's tuples grow in loops that are unrolled.
+# Tuples in kernels grow in unrolled loops.
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ WEIGHTS: dict[str, Any] = {"T": 32, "num_warps": 1}
 STREAMS: dict[str, Any] = {"T": 4, "C": 256, "num_warps": 4, "num_stages": 2}
 STREAMS_BACKWARD: dict[str, Any] = {"T": 64, "C": 128, "num_warps": 8, "num_stages": 2}
 _SPLITS = 2
-"""Parts of the tokens whose contributions to the gradient of `fn` are added up apart."""
+"""Number of parts of the tokens that sum their contributions to the gradient of `fn` separately."""
 
 
 @TritonKernel
 def _project(x, fn, partial, squares, r, h, k, N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
              C: tl.constexpr):  # fmt: skip
-    """Products of one stream with all P rows of `fn`, `[n, P, r]`, and its sums of squares, `[n, r]`."""
+    """Compute the products of one stream with all P rows of `fn`, `[n, P, r]`, and its sums of squares, `[n, r]`."""
     token, stream, row = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1), tl.arange(0, M)
     at = token.to(tl.int64)[:, None] * k + stream * h
     products, square = tl.zeros((T, M), tl.float32), tl.zeros((T, C), tl.float32)
@@ -63,7 +64,7 @@ def _sigmoid(x):
 
 @jit
 def _row_sums(cells, eps, N: tl.constexpr):
-    """The sum of each row of an N x N matrix, plus eps."""
+    """Return the sum of each row of an N x N matrix, plus eps."""
     sums = ()
     for i in tl.static_range(N):
         total = cells[i * N]
@@ -75,7 +76,7 @@ def _row_sums(cells, eps, N: tl.constexpr):
 
 @jit
 def _column_sums(cells, eps, N: tl.constexpr):
-    """The sum of each column of an N x N matrix, plus eps."""
+    """Return the sum of each column of an N x N matrix, plus eps."""
     sums = ()
     for j in tl.static_range(N):
         total = cells[j]
@@ -87,7 +88,7 @@ def _column_sums(cells, eps, N: tl.constexpr):
 
 @jit
 def _times(cells, factors, COLUMNS: tl.constexpr, N: tl.constexpr):
-    """Rows, or columns, times their factors."""
+    """Multiply each row, or each column with COLUMNS, by its factor."""
     products = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
@@ -97,7 +98,7 @@ def _times(cells, factors, COLUMNS: tl.constexpr, N: tl.constexpr):
 
 @jit
 def _products_of(a, b, N: tl.constexpr):
-    """Cell by cell."""
+    """Multiply two N x N matrices element by element."""
     products = ()
     for i in tl.static_range(N * N):
         products = products + (a[i] * b[i],)
@@ -128,7 +129,7 @@ def _load_sums(scratch, index, token, r, N: tl.constexpr):
 
 @jit
 def _undone(grad, cells, sums, COLUMNS: tl.constexpr, N: tl.constexpr):
-    """Gradient and values of a matrix before it was divided by its sums."""
+    """Return the gradient and the values of a matrix before it was divided by its row or column sums."""
     along = (
         _column_sums(_products_of(grad, cells, N), 0.0, N)
         if COLUMNS
@@ -145,7 +146,7 @@ def _undone(grad, cells, sums, COLUMNS: tl.constexpr, N: tl.constexpr):
 
 @jit
 def _softmax(products, base, scale, token, r, eps, N: tl.constexpr):
-    """Of the rows of the matrix of logits, plus eps."""
+    """Return the softmax of each row of the logits' matrix, plus eps."""
     weights = ()
     factor = tl.load(scale + 2).to(tl.float32)
     for i in tl.static_range(N):
@@ -202,7 +203,7 @@ def _weights(partial, squares, base, scale, products, inverse, pre, post, comb, 
 
 @jit
 def _store_grad(dlogit, product, factor, scaled, dbase, dscale, at, token, r, root, P: tl.constexpr, M: tl.constexpr):
-    """Stores the gradients of a logit `product · factor + base`; returns that of the product times the product."""
+    """Store the gradients of a logit `product · factor + base`; return the product's gradient times the product."""
     inside = token < r
     dlogit = tl.where(inside, dlogit, 0.0)
     dproduct = dlogit * factor
@@ -216,8 +217,12 @@ def _store_grad(dlogit, product, factor, scaled, dbase, dscale, at, token, r, ro
 def _weights_backward(products, inverse, base, scale, dpre, dpost, dcomb, scratch, pre, scaled, of_norm, dbase, dscale,
                       r, k, eps, N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, ITERATIONS: tl.constexpr,
                       T: tl.constexpr):  # fmt: skip
-    """`scaled` `[r, M]`: gradients of products times the inverse root mean square; `of_norm` `[r]`: what x is
-    multiplied by and subtracted; `dbase`, `dscale` `[programs, P]`."""
+    """Compute the gradients of the weights' inputs, one thread per token.
+
+    `scaled` `[r, M]` receives the gradients of the products times the inverse root mean square. `of_norm` `[r]`
+    receives the factor of x that is subtracted from the gradient of x. `dbase` and `dscale` `[programs, P]` receive
+    partial sums.
+    """
     token = tl.program_id(0) * T + tl.arange(0, T)
     inside = token < r
     root = tl.load(inverse + token, mask=inside, other=0.0)
@@ -270,7 +275,7 @@ def _weights_backward(products, inverse, base, scale, dpre, dpost, dcomb, scratc
 
 @jit
 def _vectors(source, token, r, COUNT: tl.constexpr):
-    """The rows of `[COUNT, r]` at these tokens."""
+    """Load the COUNT rows of a tensor `[COUNT, r]` at these tokens."""
     vectors = ()
     for i in tl.static_range(COUNT):
         vectors = vectors + (tl.load(source + i * r + token, mask=token < r, other=0.0),)
@@ -279,7 +284,7 @@ def _vectors(source, token, r, COUNT: tl.constexpr):
 
 @jit
 def _streams(x, token, c, r, h, N: tl.constexpr):
-    """Channels c of each stream, fp32."""
+    """Load channels c of each stream, in fp32."""
     streams = ()
     for j in tl.static_range(N):
         at = token.to(tl.int64)[:, None] * (N * h) + j * h + c[None, :]
@@ -290,7 +295,7 @@ def _streams(x, token, c, r, h, N: tl.constexpr):
 
 @jit
 def _hidden(y, token, c, r, h):
-    """Channels c, fp32."""
+    """Load channels c of a tensor `[r, h]`, in fp32."""
     at = token.to(tl.int64)[:, None] * h + c[None, :]
     return tl.load(y + at, mask=(token < r)[:, None] & (c < h)[None, :], other=0.0).to(tl.float32)
 
@@ -380,7 +385,10 @@ def _mixed_backward(d, x, y, post, comb, dx, dy, dpost, dcomb, r, h, N: tl.const
 def _streams_backward(x, passed, dy, pre, fn, scaled, of_norm, dx, dfn, r, h, k, tokens, N: tl.constexpr,
                       P: tl.constexpr, M: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                       PRECISION: tl.constexpr):  # fmt: skip
-    """Some channels of one stream, of `tokens` tokens. `dfn` `[splits, M, k]`."""
+    """Compute the gradients of C channels of one stream and of `fn`, over `tokens` tokens.
+
+    `dfn` `[splits, M, k]` receives partial sums.
+    """
     blocks = tl.cdiv(h, C)
     stream, split = tl.program_id(0) // blocks, tl.program_id(1)
     c, row = (tl.program_id(0) % blocks) * C + tl.arange(0, C), tl.arange(0, M)
@@ -404,7 +412,7 @@ def _streams_backward(x, passed, dy, pre, fn, scaled, of_norm, dx, dfn, r, h, k,
 
 
 def _tokens_last(x: Tensor) -> Tensor:
-    """`[r, n, ...]` as `[n, ..., r]`, which a result of these kernels is in memory."""
+    """Move tokens last, `[r, n, ...]` -> `[n, ..., r]`; this copies nothing if a kernel here wrote the tensor."""
     return x.movedim(0, -1).contiguous()
 
 
@@ -413,14 +421,14 @@ def _new(x: Tensor, *shape: int) -> Tensor:
 
 
 def _rows(products: int) -> int:
-    """Rows of `fn` in a tile."""
+    """Return the number of rows of `fn` in a tile."""
     return max(16, next_power_of_2(products))
 
 
 def project_and_read(
     x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule
 ) -> tuple[Tensor, Weights, Tensor, Tensor]:
-    """`read`, `weights`, and both of `project`."""
+    """Return the results of the reference's `read`, `weights` and `project`, in this order."""
     (r, k), n, products = x_rk.shape, rule.streams, len(base_m)
     h = k // n
     partial, squares = _new(x_rk, n, products, r), _new(x_rk, n, r)
@@ -442,7 +450,7 @@ def project_and_read_backward(
     x_rk: Tensor, passed_rk: Tensor | None, dy_rh: Tensor, dpost_rn: Tensor, dcomb_rnn: Tensor, fn_mk: Tensor,
     base_m: Tensor, scale: Tensor, products_rm: Tensor, inverse_r: Tensor, rule: HyperConnectionRule,
 ) -> tuple[Tensor, Tensor, WeightsGrad]:  # fmt: skip
-    """Gradients of the streams, of `fn`, and of base and scale."""
+    """Return the gradients of the streams, of `fn`, and of the products, base and scale."""
     (r, k), n, products = x_rk.shape, rule.streams, len(base_m)
     h, rows = k // n, _rows(products)
     dpre = _new(x_rk, n, r)
@@ -471,6 +479,7 @@ def project_and_read_backward(
 
 
 def mixed(x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:
+    """Return the streams `[r, k]` after a part with output `y_rh`."""
     (r, h), n, out = y_rh.shape, post_rn.shape[1], torch.empty_like(x_rk)
     tensors = (x_rk, y_rh, _tokens_last(post_rn), _tokens_last(comb_rnn), out)
     _mixed.bind(N=n, **STREAMS).launch((ceil_div(r, STREAMS["T"]), 1), tensors, (r, h))
@@ -480,6 +489,7 @@ def mixed(x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tens
 def mixed_backward(
     d_rk: Tensor, x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, y, post and comb."""
     (r, h), n = y_rh.shape, post_rn.shape[1]
     dx, dy, dpost, dcomb = torch.empty_like(x_rk), torch.empty_like(y_rh), _new(x_rk, n, r), _new(x_rk, n, n, r)
     small = (_tokens_last(x) for x in (post_rn, comb_rnn))

@@ -1,20 +1,21 @@
-"""Hyper-connections: weights of residual streams from the streams, and how the streams are read and written.
+"""Autograd functions of hyper-connections: they compute weights from the residual streams, and read and write them.
 
-A token has n streams of h channels, one after the other: `x`, k = n·h numbers. Of `x` divided by its root mean square,
-m products with the rows of `fn`, times a scale and plus a base, give the weights: n with which the streams are summed
-up (`pre`), n with which an output is added to the streams (`post`), and a matrix `[n, n]` that mixes them (`comb`).
-The matrix is made doubly stochastic by Sinkhorn's iterations, which end with its columns.
+A token has n streams of h channels, concatenated into `x` with k = n·h numbers. `x` is divided by its root mean square
+and multiplied by the m rows of `fn`; the products, times a scale and plus a base, are the logits of the weights. The
+weights are `pre` (n weights of the streams in a part's input), `post` (n weights of the part's output in the streams),
+and `comb` (a matrix `[n, n]` that mixes the streams). Sinkhorn iterations make the matrix doubly stochastic; they end
+with its columns.
 
     connect     x -> Σ pre_j · x_j, post, comb
     mix         x, y, post, comb -> post_k · y + Σ_j comb_jk · x_j
-    collapse    x -> Σ pre_j · x_j, where there are no other weights
+    collapse    x -> Σ pre_j · x_j, without other weights
 
-Of `connect` the products and the inverse root mean square are kept for the backward pass beside `x`; all else is
-computed again from them. The streams' gradient from `mix` is passed through `connect`, which adds its own, so that it
-is read and written once. All is computed in fp32 or wider; on a GPU by `megafp8.layers.hyper_connections.kernel`, whose
+`connect` saves `x`, the products and the inverse root mean squares for backward, and recomputes the rest. The gradient
+of the streams from `mix` passes through `connect`, which adds its own gradient to it, so that it is read and written
+only once. All is computed in fp32 or wider. On a GPU, `megafp8.layers.hyper_connections.kernel` computes it; the
 reference is `megafp8.layers.hyper_connections.reference`.
 
-Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products, of `collapse` n.
+Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products (m = n for `collapse`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _by_kernels(x: Tensor) -> bool:
 def _project_and_read(
     x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule
 ) -> tuple[Tensor, Weights, Tensor, Tensor]:
-    """The weighted sum of the streams, the weights, the products and the inverse root mean squares."""
+    """Return the weighted sum of the streams, the weights, the products and the inverse root mean squares."""
     if _by_kernels(x_rk):
         outputs: tuple[Tensor, Weights, Tensor, Tensor] = _kernels().project_and_read(x_rk, fn_mk, base_m, scale, rule)
         return outputs
@@ -68,7 +69,7 @@ def _project_and_read(
 
 
 def _project_and_read_backward(ctx: Any, passed: Tensor | None, dy: Tensor, dpost: Tensor, dcomb: Tensor) -> Any:
-    """Gradients of the streams and parameters."""
+    """Return the gradients of the streams and the parameters."""
     x, fn, base, scale, products_rm, inverse_r = ctx.saved_tensors
     x_rk, dy_rh = _rows(x), _rows(dy)
     passed_rk = None if passed is None else _rows(passed)
@@ -138,21 +139,30 @@ class _Mix(Function):
 
 
 def connect(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule) -> tuple[Tensor, ...]:
-    """The streams `[..., k]` themselves, what a part reads of them `[..., h]`, and the weights post and comb.
+    """Compute the input of a part from the streams.
 
-    The streams that are returned are those for `mix`, whose gradient is then added in one pass.
+    Args:
+        x: Streams, `[..., k]`.
+        fn: Weight of the linear map, `[m, k]`.
+        base: Bias of the logits, `[m]`.
+        scale: Scale of the logits of pre, post and comb, `[3]`.
+        rule: Constants of the weight computation.
+
+    Returns:
+        The streams, the part's input `[..., h]`, post `[r, n]` and comb `[r, n, n]`. Pass the returned streams to
+        `mix`; backward then adds the gradients of both uses in one pass.
     """
     outputs: tuple[Tensor, ...] = _Connect.apply(x, fn, base, scale, rule)
     return outputs
 
 
 def mix(x: Tensor, y: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:
-    """The streams `[..., k]` after a part whose output is `y` `[..., h]`."""
+    """Return the streams `[..., k]` after a part with output `y` `[..., h]`."""
     mixed: Tensor = _Mix.apply(x, y, post_rn, comb_rnn)
     return mixed
 
 
 def collapse(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rule: HyperConnectionRule) -> Tensor:
-    """The hidden states `[..., h]` after the last layer, of the streams `[..., k]`."""
+    """Return the hidden states `[..., h]` after the last layer from the streams `[..., k]`."""
     collapsed: Tensor = _Collapse.apply(x, fn, base, scale, rule)
     return collapsed

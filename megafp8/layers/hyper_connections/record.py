@@ -1,4 +1,4 @@
-"""Hyper-connections instead of one residual stream: their keys and their rules."""
+"""Config keys and rules of hyper-connections, which replace the single residual stream."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from megafp8.spec import ModelSection
 
 
 class HyperConnectionsConfig(Section):
-    """Manifold-constrained hyper-connections (Xie et al. 2025, arXiv:2512.24880; DeepSeek-V4): the residual is several
-    streams. Each mixer and feed-forward network reads a weighted sum of them; its output is added to each with a
-    weight, and the streams are mixed by a doubly stochastic matrix. The weights are functions of the token's streams.
+    """Manifold-constrained hyper-connections (Xie et al. 2025, arXiv:2512.24880; DeepSeek-V4).
+
+    The model has several residual streams. Each mixer and feed-forward network reads a weighted sum of them. A doubly
+    stochastic matrix then mixes the streams, and the output of the part is added to each with a weight. All weights are
+    functions of the token's streams.
     """
 
     streams: Annotated[int, Field(ge=2, le=8), INTEGER] = 4
-    """Number of streams (hc_mult). Each is hidden_size wide: what a layer keeps for its backward pass, and what
-    pipeline stages send, grows with it."""
+    """Number of residual streams (hc_mult). Each is hidden_size wide, so the memory that a layer saves for backward and
+    the bytes that pipeline stages send grow with it."""
     sinkhorn_iterations: PositiveInt = 20
-    """Times that the columns of a token's matrix, and between them its rows, are divided by their sums
-    (hc_sinkhorn_iters)."""
+    """Number of Sinkhorn iterations that make the mixing matrix doubly stochastic (hc_sinkhorn_iters). Each divides the
+    rows and then the columns of the matrix by their sums; the first divides only the columns, after a softmax over each
+    row."""
     eps: PositiveFloat = 1e-6
-    """Added to weights and sums (hc_eps)."""
+    """Number added to weights and sums (hc_eps)."""
 
 
 def hyper_connections(m: ModelSection) -> Iterator[Problem]:
-    """Rules between hyper-connections and the rest of the network."""
+    """Yield the rules between hyper-connections and the rest of the network that a model breaks."""
     if m.hyper_connections is None:
         return
     for key, value, works in (
@@ -41,5 +44,5 @@ def hyper_connections(m: ModelSection) -> Iterator[Problem]:
         ("per_layer_embedding", m.per_layer_embedding is not None and "set", "null"),
     ):
         if value:
-            rule = "model.hyper_connections is set, and with it this is not offered"
+            rule = "model.hyper_connections is set and does not support it"
             yield Problem(f"model.{key}", value, rule, f"try {works}")

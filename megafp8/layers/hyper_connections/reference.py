@@ -1,9 +1,8 @@
-"""Hyper-connections in PyTorch: weights of residual streams, how streams are read and written, and gradients.
+"""Hyper-connections in plain PyTorch, in fp32 or wider: the reference of `megafp8.layers.hyper_connections.kernel`.
 
-The specification of `megafp8.layers.hyper_connections.kernel`, and what other devices compute, in fp32 or wider.
-`megafp8.layers.hyper_connections.op` says what the weights are for.
+Devices without the kernels run these functions. `megafp8.layers.hyper_connections.op` explains the weights.
 
-Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products, without `post` and `comb` n.
+Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products (m = n without `post` and `comb`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,14 @@ from megafp8.numerics.sources import wide
 
 
 class HyperConnectionRule(NamedTuple):
-    """How weights are computed. `eps`: added to weights and sums; `norm_eps`: to the mean square."""
+    """Constants of the weight computation.
+
+    Args:
+        streams: Number of streams, n.
+        iterations: Number of Sinkhorn iterations.
+        eps: Number added to weights and sums.
+        norm_eps: Number added to the mean square of the streams.
+    """
 
     streams: int
     iterations: int
@@ -26,22 +32,28 @@ class HyperConnectionRule(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """`pre` `[r, n]`, `post` `[r, n]` and `comb` `[r, n, n]`; the last two are empty for `collapse`."""
+    """Weights of the streams, or their gradients. `post` and `comb` are empty for `collapse`."""
 
     pre: Tensor
+    """Weights of the streams in a part's input, `[r, n]`."""
     post: Tensor
+    """Weights of the part's output in each stream, `[r, n]`."""
     comb: Tensor
+    """Matrices that mix the streams, `[r, n, n]`."""
 
 
 def project(x_rk: Tensor, fn_mk: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """Products `[r, m]` of normalized streams, and the inverse root mean squares `[r]`."""
+    """Return the products `[r, m]` of normalized streams with `fn_mk`, and the inverse root mean squares `[r]`."""
     x = wide(x_rk)
     inverse_r = (x.square().mean(dim=1) + norm_eps).rsqrt()
     return x @ wide(fn_mk).t() * inverse_r.unsqueeze(1), inverse_r
 
 
 def weights(products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule) -> Weights:
-    """`scale`: `[3]`, of pre, post and comb; of `collapse` `[1]`."""
+    """Compute the weights from the products.
+
+    `scale` is `[3]` for pre, post and comb, or `[1]` for `collapse`.
+    """
     n, base, scale = rule.streams, wide(base_m), wide(scale)
     pre = (products_rm[:, :n] * scale[0] + base[:n]).sigmoid() + rule.eps
     if len(base) == n:
@@ -56,7 +68,7 @@ def weights(products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConne
 
 
 class WeightsGrad(NamedTuple):
-    """Gradients of products `[r, m]`, base `[m]` and scale."""
+    """Gradients of the products `[r, m]`, of `base` `[m]` and of `scale`."""
 
     products: Tensor
     base: Tensor
@@ -66,7 +78,7 @@ class WeightsGrad(NamedTuple):
 def weights_backward(
     products_rm: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule, grad: Weights
 ) -> tuple[Tensor, WeightsGrad]:
-    """`pre`, and the gradients of what `weights` reads."""
+    """Recompute `pre`, and return it with the gradients of the inputs of `weights`."""
     products, base, factors = inputs = [x.detach().requires_grad_() for x in (products_rm, wide(base_m), wide(scale))]
     with torch.enable_grad():
         made = weights(products, base, factors, rule)
@@ -76,12 +88,12 @@ def weights_backward(
 
 
 def read(x_rk: Tensor, pre_rn: Tensor) -> Tensor:
-    """The weighted sum `[r, h]` of the streams."""
+    """Return the weighted sum of the streams, `[r, h]`."""
     return (pre_rn.unsqueeze(2) * wide(x_rk).unflatten(1, (pre_rn.shape[1], -1))).sum(dim=1).to(x_rk.dtype)
 
 
 def read_backward(x_rk: Tensor, dy_rh: Tensor, n: int) -> Tensor:
-    """The gradient `[r, n]` of the weights of `read`."""
+    """Return the gradient of the weights of `read`, `[r, n]`."""
     return (wide(dy_rh).unsqueeze(1) * wide(x_rk).unflatten(1, (n, -1))).sum(dim=2)
 
 
@@ -89,7 +101,7 @@ def streams_backward(
     x_rk: Tensor, passed_rk: Tensor | None, dy_rh: Tensor, pre_rn: Tensor, fn_mk: Tensor, products_rm: Tensor,
     inverse_r: Tensor, dproducts_rm: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the streams, to which `passed_rk` is added, and of `fn`, wide."""
+    """Return the gradient of the streams, with `passed_rk` added, and the gradient of `fn` in fp32 or wider."""
     x, scaled_rm = wide(x_rk), dproducts_rm * inverse_r.unsqueeze(1)
     norm_gradient_r = (dproducts_rm * products_rm).sum(dim=1) * inverse_r.square() / x.shape[1]
     dx = (pre_rn.unsqueeze(2) * wide(dy_rh).unsqueeze(1)).flatten(1) + scaled_rm @ wide(fn_mk)
@@ -98,7 +110,7 @@ def streams_backward(
 
 
 def mixed(x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:
-    """The streams after a part whose output is `y`."""
+    """Return the streams `[r, k]` after a part with output `y_rh`."""
     x = wide(x_rk).unflatten(1, (post_rn.shape[1], -1))
     return (comb_rnn.transpose(1, 2) @ x + post_rn.unsqueeze(2) * wide(y_rh).unsqueeze(1)).to(x_rk.dtype).flatten(1)
 
@@ -106,7 +118,7 @@ def mixed(x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tens
 def mixed_backward(
     d_rk: Tensor, x_rk: Tensor, y_rh: Tensor, post_rn: Tensor, comb_rnn: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, y, post and comb."""
+    """Return the gradients of x, y, post and comb."""
     n = post_rn.shape[1]
     d, x, y = wide(d_rk).unflatten(1, (n, -1)), wide(x_rk).unflatten(1, (n, -1)), wide(y_rh)
     dx = (comb_rnn @ d).to(x_rk.dtype).flatten(1)

@@ -1,1 +1,1 @@
-"""Kimi Delta Attention (arXiv:2510.26692)."""
+"""Kimi Delta Attention, a mixer with linear attention (arXiv:2510.26692)."""

@@ -1,14 +1,15 @@
-"""Kimi Delta Attention (arXiv:2510.26692): linear attention whose state decays by key channel and is corrected.
+"""Kimi Delta Attention (arXiv:2510.26692): linear attention with a decay per key channel.
 
-A mixer by the delta rule (`megafp8.layers.delta_rule.module`) whose heads have a decay for each channel of their keys.
-q, k and v come from one column-parallel product. Decays and the gate of outputs are products of two factors:
+This mixer uses the delta rule (`megafp8.layers.delta_rule.module`). One column-parallel linear layer computes q, k and
+v. Decays and output gates come from low-rank products:
 
-    down    h -> β of all heads, and d channels each for decays and gate     all ranks, of their own tokens
-    up      d -> decays, d -> gate, of this rank's heads                     column-parallel
+    down    h -> β of all heads, and d channels each for decays and gate     whole on every rank, for its own tokens
+    up      d -> decays, d -> gate, for this rank's heads                    column-parallel
 
-All of these stay in training.precision, as their products are few. The gate passes a sigmoid.
+All of these stay in training.precision, because they are few FLOPs. The gate is a sigmoid.
 
-Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of d channels; n channels of the convolution.
+Shapes: s sequence length, b micro-batch size, h hidden size; a heads of d channels on this rank; n channels of the
+convolution.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _REASON = "decays and gates are few and stay in training.precision"
 
 
 class KimiDeltaAttention(DeltaRuleMixer):
-    """Linear attention by the delta rule with decays of channels. It reads the norm's values, whatever `input` could
-    give."""
+    """Linear attention with the delta rule and a decay per key channel.
+
+    The layer always reads the norm's values, even if `input` could quantize them.
+    """
 
     silu = False
 
@@ -50,7 +53,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         memory: BlockMemory = KEEP_ALL,
     ) -> None:
         h, heads, d = model.hidden_size, record.num_heads, record.head_dim
-        # Initial decays are those of the paper's code.
+        # Initial decays as in the paper's code.
         super().__init__(
             name, model, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
             decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
@@ -81,6 +84,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         self.gate_up, self.gate_state = up("gate_up")
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        """Return the output of the mixer in the shape of its input. Collective."""
         down = self.shared(linear(x_sbh, self.down, self.down_state))
         beta_sba, decay_sbd, gate_sbd = down.split(self.down_widths, dim=-1)
         decay_sbc = linear(decay_sbd.contiguous(), self.decay_up, self.decay_state)
@@ -90,6 +94,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         return self.proj(self.gated(y_sbaw, z_sbc))
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward, by tensor."""
         m, e, values = batch.tokens, batch.element, self.value_heads * self.w
         return {
             "qkv input": batch.saved_input(self.projection.state),

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: its keys."""
+"""Config keys of Kimi Delta Attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from megafp8.spec import ModelSection
 
 
 class KimiDeltaAttentionConfig(ConvolvedConfig):
-    """Linear attention whose state is corrected by the delta rule, with a decay for each channel of keys (Kimi Delta
-    Attention, arXiv:2510.26692). A head's state has head_dim² numbers, however long the sequence is."""
+    """Linear attention with the delta rule and a decay per key channel (Kimi Delta Attention, arXiv:2510.26692).
+
+    The state of a head has head_dim² numbers for any sequence length.
+    """
 
     module: ClassVar[str] = "megafp8.layers.kimi_delta_attention.module:KimiDeltaAttention"
     tensor_prefix: ClassVar[str] = "kimi_delta_attention"
@@ -24,12 +26,13 @@ class KimiDeltaAttentionConfig(ConvolvedConfig):
     }  # fmt: skip
 
     kind: Literal["kimi_delta_attention"] = "kimi_delta_attention"
-    """Kimi Delta Attention."""
+    """Kind of mixer: Kimi Delta Attention."""
     num_heads: Heads
     """Number of heads, each with a state (linear_num_heads)."""
     head_dim: Channels = 128
-    """Channels of a head's query, key and value, and width of the products by which decays and gates are computed
+    """Channels of a head's query, key and value, and rank of the low-rank products that compute decays and gates
     (linear_head_dim)."""
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the number of heads, which tensor parallelism divides."""
         return {"num_heads": self.num_heads}

@@ -1,1 +1,1 @@
-"""Mamba-2 (arXiv:2405.21060)."""
+"""Mamba-2, a state space mixer (arXiv:2405.21060)."""

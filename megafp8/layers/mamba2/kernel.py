@@ -1,22 +1,24 @@
-"""The recurrence of Mamba-2 in chunks, forward and backward (Dao & Gu 2024, arXiv:2405.21060, section 6).
+"""Kernels for the recurrence of Mamba-2 in chunks, forward and backward (Dao & Gu 2024, arXiv:2405.21060, section 6).
 
-Reference: `megafp8.layers.mamba2.reference`, whose formulas these are. Three kernels, by chunks of tokens:
+Reference and formulas: `megafp8.layers.mamba2.reference`. There are three kernels over chunks of tokens:
 
-    states       a program has a tile of a head's state and goes over the chunks one after the other: it writes the
-                 state at the start of each. In backward it goes the other way, over queries and output gradients, and
-                 writes the gradient of the state at the end of each chunk.
-    outputs      a program has a chunk and heads of one group: products of queries and keys once, and for each head
-                 their sum over tokens with decays, and what the state at the start adds.
-    gradients    the same for gradients. Keys' and queries' are sums over the heads of the program.
+    states       One program per tile of a head's state. It runs through the chunks in order and writes the state at the
+                 start of each. In backward it runs through queries and output gradients in reverse order, and writes
+                 the gradient of the state at the end of each chunk.
+    outputs      One program per chunk and several heads of one group. It computes the products of queries and keys
+                 once. For each head it then sums them with decays over tokens, and adds the contribution of the state
+                 at the start of the chunk.
+    gradients    One program per chunk and several heads of one group, for the gradients. It sums the gradients of keys
+                 and queries over its heads.
 
-States are fp32 in registers and rounded to the inputs' dtype where they are operands of products; products have fp32
-sums. Backward needs no output: the gradient of the decay over token k is that of all pairs j < k ≤ i, whose sum is a
-difference of sums over rows and over columns of one and the same fp32 matrix, so that they cancel to fp32 precision.
+States are fp32 in registers. They are rounded to the inputs' dtype where they are GEMM operands; GEMMs accumulate in
+fp32. Backward does not need the outputs. The gradient of the decay over token k is a sum over all pairs j < k ≤ i. This
+sum is the difference of row sums and column sums of the same fp32 matrix, so they cancel to fp32 precision.
 
 Exponents are in base 2. All results are deterministic.
 
-Shapes: s sequence, b micro-batch; a heads of w channels in g groups, d numbers of a state for each channel; L tokens of
-a chunk, m chunks; D and W: d and w as powers of 2.
+Shapes: s sequence length, b micro-batch size; a heads of w channels in g groups, d state numbers per channel; L tokens
+per chunk, m chunks; D and W are d and w rounded up to powers of 2.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, kernel_input, next_power_of_2
 
 CHUNK = 64
-"""Tokens of a chunk. More halve the states in memory, and double what is in a program's registers."""
+"""Tokens of a chunk. Twice as many would halve the states in memory, but double the registers of a program."""
 _STATE_TILE = 64
-"""Rows of a head's state that a program of `states_kernel` has: few, as its programs are tiles of heads only."""
+"""Rows of a head's state per program of `states_kernel`. Small tiles give more programs, one per tile of a head."""
 _HEADS = 8
-"""Most heads of a program of the other kernels, which divide the heads of a group."""
+"""Largest number of heads per program of the other kernels. The number divides the heads of a group."""
 
 
 @triton.jit
 def _rows(x, i, n, row_stride, first, count, WIDTH: tl.constexpr):
-    """Columns from `first` on of rows `i`, `[len(i), WIDTH]`; zeros beyond n rows and `count` columns."""
+    """Load WIDTH columns from `first` on of rows `i`, with zeros beyond n rows and `count` columns."""
     c = first + tl.arange(0, WIDTH)
     at = i.to(tl.int64)[:, None] * row_stride + c[None, :]
     return tl.load(x + at, mask=(i < n)[:, None] & (c < count)[None, :], other=0.0)
@@ -55,7 +57,7 @@ def _store_rows(x, i, n, row_stride, values, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def _documents(starts_sb, i, s, b, sample, DOCUMENTS: tl.constexpr):
-    """How many documents begin up to each token of a chunk, in it, and in the whole of it."""
+    """Return the number of documents that begin in the chunk up to each token, and in the whole chunk."""
     begun = tl.zeros_like(i)
     if DOCUMENTS:
         begun = tl.load(starts_sb + i * b + sample, mask=i < s, other=0).to(tl.int32)
@@ -64,7 +66,7 @@ def _documents(starts_sb, i, s, b, sample, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _decays(step_sba, rate, i, s, heads, at):
-    """Steps of a chunk, 0 beyond s; sums of its decays up to each token in base 2, and of all of it."""
+    """Return the steps of a chunk (0 beyond s), the running sums of its decays in base 2, and their total."""
     step = tl.load(step_sba + i.to(tl.int64) * heads + at, mask=i < s, other=0.0)
     decay = step * (rate * 1.4426950408889634)
     return step, tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
@@ -72,7 +74,7 @@ def _decays(step_sba, rate, i, s, heads, at):
 
 @triton.jit
 def _of_pairs(sums, document, L: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Decays from token j to token i, `[i, j]`, 0 where j is later or in another document."""
+    """Return the decays from token j to token i, `[i, j]`, 0 if j is later or in another document."""
     i = tl.arange(0, L)
     see = i[:, None] >= i[None, :]
     if DOCUMENTS:
@@ -82,7 +84,7 @@ def _of_pairs(sums, document, L: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _ends(sums, total, document, begun, DOCUMENTS: tl.constexpr):
-    """Decays from the start of a chunk to each token, from each token to the end, and over all of it."""
+    """Return the decays from the start of a chunk to each token, from each token to the end, and over the chunk."""
     before, after, over = tl.exp2(sums), tl.exp2(total - sums), tl.exp2(total)
     if DOCUMENTS:
         before = tl.where(document == 0, before, 0.0)
@@ -97,9 +99,10 @@ def states_kernel(
     s, b, a, g, d, w, key_s, key_b, value_s, value_b,
     REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """States at the start of each chunk from the one before the first; `REVERSE`: gradients of those at its end.
+    """Compute the state at the start of each chunk, from the state before the first chunk.
 
-    Keys and values: in reverse queries and output gradients.
+    With REVERSE, compute the gradient of the state at the end of each chunk, from the gradient after the last chunk.
+    Keys and values are then queries and output gradients.
     """
     row, head, sample = tl.program_id(0) * TILE, tl.program_id(1) % a, tl.program_id(1) // a
     r, c = row + tl.arange(0, TILE), tl.arange(0, W)
@@ -132,7 +135,7 @@ def outputs_kernel(
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a chunk and HEADS heads of a group, from the states at the chunk's start."""
+    """Compute the outputs of a chunk for HEADS heads of a group, from the states at the start of the chunk."""
     m, parts = tl.program_id(0), a // HEADS
     sample, first = tl.program_id(1) // parts, tl.program_id(1) % parts * HEADS
     group = first // (a // g)
@@ -163,9 +166,10 @@ def gradients_kernel(
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk and HEADS heads of a group.
+    """Compute the gradients of a chunk for HEADS heads of a group.
 
-    From the states at the chunk's start and the gradients of those at its end. `p`: parts of a group's heads.
+    Inputs are the states at the start of the chunk and the gradients of the states at its end. Dim p of `db` and `dc`
+    has one entry for each part of HEADS heads in a group.
     """
     m, parts = tl.program_id(0), a // HEADS
     sample, first = tl.program_id(1) // parts, tl.program_id(1) % parts * HEADS
@@ -178,7 +182,7 @@ def gradients_kernel(
     query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
     scores = tl.dot(query, tl.trans(key))
     r = tl.arange(0, D)
-    # Two loops: what they hold of all heads together would not fit the registers.
+    # There are two loops because the sums of both would not fit into registers together.
     for head in range(first, first + HEADS):
         at = sample * a + head
         rate = tl.load(rate_a + head)
@@ -187,22 +191,22 @@ def gradients_kernel(
         x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
         dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
         states = (m.to(tl.int64) * b * a + at) * d * w
-        # To the state at the end.
+        # Contribution of the tokens to the state at the end.
         dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
         du = tl.dot(key, dstate) * after[:, None]
         state_gradient = tl.sum(du * x.to(tl.float32), axis=1) * step
-        # From the state at the start.
+        # Contribution of the state at the start.
         state = _rows(states_mbadw + states, r, d, w, 0, w, W)
         ddecay = tl.sum(tl.dot(query, state) * dy.to(tl.float32), axis=1) * before
         kept = over * tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
-        # Pairs within the chunk.
+        # Contribution of pairs within the chunk.
         weights = scores * _of_pairs(sums, document, L, DOCUMENTS)
         du = tl.dot(tl.trans(weights.to(x.dtype)), dy, du)
         products = tl.dot(dy, tl.trans(x))
         dskip = tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), axis=1), axis=0)
         crossing = tl.where(row[:, None] > row[None, :], products * weights * step[None, :], 0.0)
         ddecay += tl.sum(crossing, axis=1) - tl.sum(crossing, axis=0)
-        # The sum from a token on, and what passes a token from earlier ones to the end.
+        # Sum from each token on, plus the contributions of earlier tokens to the end, which pass the token.
         ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
         ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
         dstep = tl.sum(du * x.to(tl.float32), axis=1) + rate * ddecay
@@ -235,10 +239,10 @@ def gradients_kernel(
 
 
 class StateSpaceInputs(NamedTuple):
-    """Inputs of the recurrence as kernels take them: x, b and c of one dtype, the others fp32 and contiguous.
+    """Inputs of the kernels. x, b and c have one dtype; the other tensors are contiguous fp32.
 
-    x, b and c are all contiguous, or their transposes `[b, s, ...]` are, as a convolution's kernel writes them.
-    `starts_sb`: int8, tokens before which the state is set to zero; None: none.
+    Either x, b and c are all contiguous, or their transposes `[b, s, ...]` are, because the kernel of the convolution
+    writes them so. `starts_sb` marks tokens before which the state is set to zero, int8, or is None.
     """
 
     x_sbaw: Tensor
@@ -253,31 +257,32 @@ class StateSpaceInputs(NamedTuple):
     def from_tensors(
         cls, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, starts: Tensor | None
     ) -> StateSpaceInputs:
-        """The inputs of such tensors of any layout; `starts`: bool."""
+        """Bring tensors of any layout into the layout of the kernels; `starts` is bool."""
         batch_first = x.transpose(0, 1).is_contiguous()
         x, b, c = (kernel_input(_laid_out(t, batch_first)) for t in (x, b, c))
-        of_starts = None if starts is None else starts.contiguous().view(torch.int8)
-        return cls(x, step.contiguous(), rate.contiguous(), b, c, skip.contiguous(), of_starts)
+        start_flags = None if starts is None else starts.contiguous().view(torch.int8)
+        return cls(x, step.contiguous(), rate.contiguous(), b, c, skip.contiguous(), start_flags)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """s, b, a, g, d, w."""
+        """Sizes s, b, a, g, d and w."""
         (s, b, a, w), (_, _, g, d) = self.x_sbaw.shape, self.b_sbgd.shape
         return s, b, a, g, d, w
 
     @property
     def rows(self) -> tuple[int, int]:
-        """By how many rows of x, b and c the next token of a sequence lies behind, and that of the next sequence."""
+        """Strides of x, b and c in rows: to the next token of a sequence, and to the next sequence."""
         s, b, *_ = self.sizes
         return (b, 1) if self.x_sbaw.is_contiguous() else (1, s)
 
     @property
     def heads(self) -> int:
-        """Heads of a program."""
+        """Number of heads per program."""
         per_group = self.x_sbaw.shape[2] // self.b_sbgd.shape[2]
         return max(n for n in range(1, _HEADS + 1) if per_group % n == 0)
 
     def constants(self) -> dict[str, int]:
+        """Return the compile-time constants of the kernels."""
         _, _, _, _, d, w = self.sizes
         widths = {"D": max(16, next_power_of_2(d)), "W": max(16, next_power_of_2(w))}
         return widths | {"L": CHUNK, "DOCUMENTS": self.starts_sb is not None, "HEADS": self.heads}
@@ -288,7 +293,7 @@ def _laid_out(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, the state after the last token, and the states at the start of each chunk, which backward needs."""
+    """Return the outputs, the state after the last token, and the states at the start of each chunk for backward."""
     s, b, a, _, _, w = inputs.sizes
     rows = inputs.rows
     states_mbadw, last_badw = _states(inputs, inputs.b_sbgd, inputs.x_sbaw, rows, state_badw, reverse=False)
@@ -304,7 +309,7 @@ def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tenso
 def backward(
     inputs: StateSpaceInputs, states_mbadw: Tensor, dy_sbaw: Tensor, dlast_badw: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, step, rate, b, c, skip and of the state before the first token."""
+    """Return the gradients of x, step, rate, b, c, skip and the state before the first token."""
     s, b, a, g, d, _ = inputs.sizes
     x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
     dy_sbaw = kernel_input(dy_sbaw.contiguous())
@@ -329,8 +334,10 @@ def _states(
     inputs: StateSpaceInputs, keys_sbgd: Tensor, values_sbaw: Tensor, value_rows: tuple[int, int], first_badw: Tensor,
     *, reverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States or, in reverse, gradients: of each chunk, and the last. `value_rows`: `StateSpaceInputs.rows` of
-    values."""
+    """Run `states_kernel`; return the states (in reverse: gradients) of each chunk, and the last state.
+
+    `value_rows` are the strides of the values, like `StateSpaceInputs.rows`.
+    """
     s, b, a, _, d, w = inputs.sizes
     constants = inputs.constants()
     chunks_mbadw = values_sbaw.new_empty(ceil_div(s, CHUNK), b, a, d, w)

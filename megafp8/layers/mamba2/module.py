@@ -1,19 +1,19 @@
-"""Mamba-2, a state space with one decay per head and token (Dao & Gu 2024, arXiv:2405.21060), as in Nemotron-H.
+"""Mamba-2, a state space model with one decay per head and token (Dao & Gu 2024, arXiv:2405.21060), as in Nemotron-H.
 
-Heads are sharded over the tensor-parallel group with the groups of their b and c; each rank's part runs like that of a
-model with fewer heads:
+Heads, and the groups of heads that share b and c, are sharded over the tensor-parallel group. Each rank computes a
+smaller model with fewer heads:
 
     x, b, c, z = projection(input)                step = softplus of a projection, one number per token and head
-    x, b, c = silu(convolution(x, b, c))          of each channel, over the last tokens
+    x, b, c = silu(convolution(x, b, c))          in each channel, over the last tokens
     y = recurrence(x, step, b, c)                 `megafp8.layers.mamba2.reference`
-    output = projection(norm(y · silu(z)))        each group of channels normalized by itself
+    output = projection(norm(y · silu(z)))        each group of channels is normalized separately
 
-The steps' projection is replicated and stays in training.precision, as decays follow from it.
-`megafp8.layers.mamba2.op` says which kernels compute the recurrence; convolution, norm and gate are PyTorch's
-operations. Backward computes all of it again.
+The projection of the steps is replicated and stays in training.precision, because the decays depend on it.
+`megafp8.layers.mamba2.op` chooses the kernels of the recurrence. Backward recomputes convolution, recurrence, norm and
+gate.
 
-Shapes: s sequence, b micro-batch, h hidden; a heads of this rank of w channels, g groups, d numbers of a state for each
-channel; n = aw + 2gd channels of the convolution.
+Shapes: s sequence length, b micro-batch size, h hidden size; a heads of w channels on this rank, g groups, d state
+numbers per channel; n = aw + 2gd channels of the convolution.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ from megafp8.spec import ModelSpec
 
 
 class Mamba2(ConvolvedMixer):
-    """A state space with one decay per head and token. It reads the norm's values, whatever `input` could give."""
+    """State space model with one decay per head and token.
+
+    The layer always reads the norm's values, even if `input` could quantize them.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class Mamba2(ConvolvedMixer):
         if record.conv_bias:
             biases = [sharded(f"{part}_conv.bias", width) for part, width in widths.items()]
             self.convolution_bias = new_parameter(context, biases, Init("zeros"), **rank_spec)
-        # Initial decays and steps are those of the paper's code.
+        # Initial decays and steps as in the paper's code.
         rates, steps = Init("log_uniform", low=1.0, high=16.0), Init("inverse_softplus", low=1e-3, high=0.1)
         self.log_rate = new_parameter(context, [sharded("log_rate.weight", heads)], rates, **rank_spec)
         self.step_bias = new_parameter(context, [sharded("step.bias", heads)], steps, **rank_spec)
@@ -108,6 +111,7 @@ class Mamba2(ConvolvedMixer):
         return self.heads * self.w + 2 * self.groups * self.d
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        """Return the output of the mixer in the shape of its input. Collective."""
         steps = linear(x_sbh, self.steps, self.steps_state)
         steps_sba = self.shared(steps).narrow(-1, self.first_head, self.heads)
         xbc_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.heads * self.w], dim=-1)
@@ -117,24 +121,31 @@ class Mamba2(ConvolvedMixer):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state of one sequence on this rank, `(a, d, w)`."""
         return self.heads, self.d, self.w
 
     @property
     def factor_shape(self) -> tuple[int, ...]:
+        """Shape of the transition factor, one number per head, `(a, 1, 1)`."""
         return self.heads, 1, 1
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
-        """From `[s, b, n]` and steps `[s, b, a]` to `[s, b, a, w]`."""
+        """Advance convolution and recurrence by x, b and c `[s, b, n]` and steps `[s, b, a]`.
+
+        Returns:
+            Outputs `[s, b, a, w]`, and the new state.
+        """
         last_btn, state_badw = state
         (x, step, rate, b, c), last_btn = self._operands(xs, last_btn, starts_sb)
         y_sbaw, state_badw = state_space(x, step, rate, b, c, self.skip.to(step.dtype), state_badw, starts_sb)
         return y_sbaw, (last_btn, state_badw)
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
+        """Return the affine map of S by all these tokens together, with one factor per head."""
         last_btn, zeros_badw = state
         (x, step, rate, b, c), _ = self._operands(xs, last_btn, starts_sb)
         _, added = state_space(x, step, rate, b, c, self.skip.to(step.dtype), zeros_badw, starts_sb)
-        kept_ba = (rate * step).sum(0).exp()  # of each state, whatever the token
+        kept_ba = (rate * step).sum(0).exp()  # product of all decays
         if starts_sb is not None:
             kept_ba = kept_ba * ~starts_sb.any(0).unsqueeze(-1)
         return Transition(kept_ba[..., None, None], added)
@@ -142,7 +153,7 @@ class Mamba2(ConvolvedMixer):
     def _operands(
         self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """x, steps, rates of decay, b and c of the recurrence; and the convolution's last inputs."""
+        """Return x, steps, decay rates, b and c of the recurrence, and the last inputs of the convolution."""
         xbc_sbn, steps_sba = xs
         shared, wide = ChannelGroup(self.groups, self.d), torch.promote_types(xbc_sbn.dtype, torch.float32)
         parts, weight_nk = (ChannelGroup(self.heads, self.w), shared, shared), self.convolution[:, 0]
@@ -153,12 +164,14 @@ class Mamba2(ConvolvedMixer):
         return (x, step_sba, -self.log_rate.to(wide).exp(), b, c), last_btn
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
+        """Return a text for users if no kernel computes the recurrence on `device`; otherwise None."""
         missing = missing_kernel(device, self.convolution.dtype, self.d, self.w)
-        return None if missing is None else f"Mamba-2: PyTorch's operations, slow, as no kernel fits: {missing}"
+        return None if missing is None else f"Mamba-2: PyTorch's operations, slow, because no kernel fits: {missing}"
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward, by tensor."""
         m, e, inner, heads = batch.tokens, batch.element, self.heads * self.w, self.steps.shape[0]
         high = self.projection.state.plan.saved == "high" and batch.tokens == batch.own_tokens
         return {
@@ -171,9 +184,9 @@ class Mamba2(ConvolvedMixer):
         }
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Reads and writes of the kernels: convolution; states, then outputs of chunks; norm and gate.
+        """Return the work of the convolution, the states and outputs of chunks, and the gated norm.
 
-        Backward computes all but the last once more, then the gradients of states, and reads states twice.
+        Backward recomputes all of it except the norm, then computes the gradients, and reads the states twice.
         """
         inner, states = self.heads * self.w, self._states_of_a_token
         forward = 4 * self._channels + 4 * inner + 2 * states
@@ -183,15 +196,18 @@ class Mamba2(ConvolvedMixer):
 
     @property
     def _states_of_a_token(self) -> float:
-        """Numbers of the states at the start of chunks, for each token."""
+        """Number of values per token in the states at the start of chunks."""
         return self.heads * self.d * self.w / CHUNK
 
     @property
     def rule_flops(self) -> float:
-        """Model FLOPs of a token that writes to the states and reads from them."""
+        """Model FLOPs per token to write to the states and read from them."""
         return 4.0 * self.heads * self.d * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """What is recomputed and its gradients: the convolution's outputs, the heads', and states of chunks."""
+        """Return the bytes of recomputed tensors and their gradients.
+
+        These are the outputs of the convolution, the outputs of the heads, and the states of chunks.
+        """
         token_values = 2 * self._channels + 2 * self.heads * self.w + 2 * self._states_of_a_token
         return round(batch.tokens * token_values * batch.element)

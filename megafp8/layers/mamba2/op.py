@@ -1,10 +1,11 @@
-"""The recurrence of Mamba-2: which kernels compute it, and how gradients are.
+"""Recurrence of Mamba-2: choice of the kernels, and its autograd function.
 
-On CUDA with 16-bit inputs our own kernels in Triton compute it (`megafp8.layers.mamba2.kernel`), elsewhere the
-reference in chunks. Both keep states in fp32 or wider. For its backward pass a kernel keeps its inputs and the states
-at the start of each chunk; where the recurrence is recomputed in backward, only until that layer's backward pass ends.
+On CUDA with 16-bit inputs, our Triton kernels compute the recurrence (`megafp8.layers.mamba2.kernel`). Otherwise the
+reference computes it in chunks. Both keep states in fp32 or wider. The kernels save their inputs and the states at the
+start of each chunk for backward. If the recurrence is recomputed in backward, these live only until the layer's
+backward pass ends.
 
-Shapes: those of `megafp8.layers.mamba2.reference`; m chunks.
+Shapes: see `megafp8.layers.mamba2.reference`; m chunks.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ def _kernels() -> ModuleType:
 
 CHUNK = 64
 """Tokens of a chunk."""
-_LARGEST = 256  # of d and w, for which a program of the kernels has room
+_LARGEST = 256  # d and w for which a program has room
 
 
 def state_space(
     x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
     state_badw: Tensor, starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs `[s, b, a, w]` in x's dtype, and the state after the last token; differentiable.
+    """Compute the recurrence with a kernel if one fits. Differentiable.
 
-    Steps, rate, skip and state are fp32 or wider. `starts_sb`: bool, tokens before which the state is set to zero.
+    Steps, rate, skip and state are fp32 or wider. See `megafp8.layers.mamba2.reference.recurrence` for the arguments.
+
+    Returns:
+        Outputs `[s, b, a, w]` in the dtype of x, and the state after the last token.
     """
     d, w = b_sbgd.shape[-1], x_sbaw.shape[-1]
     if len(x_sbaw) > 1 and missing_kernel(x_sbaw.device, x_sbaw.dtype, d, w) is None:
@@ -53,24 +57,25 @@ def state_space(
 
 
 def missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
-    """Why no kernel computes heads of w channels with d numbers each in a state; None where one does."""
+    """Return why no kernel can compute heads of w channels with d state numbers per channel; None if one can."""
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype.itemsize != 2:
-        return f"it takes bf16 and fp16, not {str(dtype).removeprefix('torch.')}"
+        return f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
     if max(d, w) > _LARGEST:
-        return f"a state has {d} × {w} numbers a head, and {_LARGEST} × {_LARGEST} fit"
+        return f"a state has {d} × {w} numbers per head, and at most {_LARGEST} × {_LARGEST} fit"
     return None
 
 
 class StateSpace(Function):
-    """`state_space` by the kernels."""
+    """Recurrence of Mamba-2 computed by the Triton kernels."""
 
     @staticmethod
     def forward(
         ctx: Any, x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
         state_badw: Tensor, starts_sb: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the outputs `[s, b, a, w]` in the dtype of x, and the state after the last token."""
         module = _kernels()
         inputs = module.StateSpaceInputs.from_tensors(x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb)
         y_sbaw, last_badw, states_mbadw = module.forward(inputs, state_badw)
@@ -80,5 +85,6 @@ class StateSpace(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs except `starts_sb`."""
         module, (*tensors, states_mbadw) = _kernels(), ctx.saved_tensors
         return *module.backward(module.StateSpaceInputs(*tensors), states_mbadw, dy_sbaw, dlast_badw), None

@@ -1,19 +1,19 @@
-"""The recurrence of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), token by token and in chunks: what kernels compute.
+"""Recurrence of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), token by token and in chunks: reference of the kernels.
 
-A head has a state S of d × w numbers, which decays and to which each token adds; its heads share the keys and queries
-of a group:
+Each head has a state S of d × w numbers. The state decays, and each token adds to it. The heads of a group share the
+keys b and queries c:
 
     S_i = exp(rate · step_i) S_i-1 + step_i b_i x_iᵀ        y_i = S_iᵀ c_i + skip · x_i
 
-With G_i the sum of the decays rate · step of a chunk up to token i and S₀ the state before it, that is
+Let G_i be the sum of rate · step over a chunk up to token i, and S₀ the state before the chunk. Then
 
     y_i = Σ_{j ≤ i} (c_i · b_j) exp(G_i − G_j) step_j x_j + exp(G_i) S₀ᵀ c_i + skip · x_i
     S_c = exp(G_c) S₀ + Σ_j exp(G_c − G_j) step_j b_j x_jᵀ
 
-A document that begins resets the state: decays over a beginning are 0.
+The beginning of a document resets the state: decays across a beginning are 0.
 
-Shapes: s sequence, b micro-batch; a heads of w channels in g groups, d numbers of a state for each channel; c tokens of
-a chunk, m chunks. `rate_a` is negative, `skip_a` weights the input; all in one dtype, fp32 or wider.
+Shapes: s sequence length, b micro-batch size; a heads of w channels in g groups, d state numbers per channel; c tokens
+per chunk, m chunks. `rate_a` is negative, and `skip_a` weights the input. All tensors have one dtype, fp32 or wider.
 """
 
 from __future__ import annotations
@@ -27,9 +27,20 @@ def recurrence(
     x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
     state_badw: Tensor, starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Token by token: outputs `[s, b, a, w]` and the state after the last token. Specification.
+    """Compute the recurrence token by token. This is the specification of the other functions.
 
-    `starts_sb`: bool, tokens before which the state is set to zero.
+    Args:
+        x_sbaw: Inputs of the heads.
+        step_sba: Step of each token and head.
+        rate_a: Decay rate of each head, negative.
+        b_sbgd: Vectors that tokens use to write to the states (keys).
+        c_sbgd: Vectors that tokens use to read the states (queries).
+        skip_a: Weight of the input in the output.
+        state_badw: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, a, w]`, and the state after the last token.
     """
     per_group, outputs = x_sbaw.shape[2] // b_sbgd.shape[2], []
     for i, (x, step, b, c) in enumerate(zip(x_sbaw, step_sba, b_sbgd, c_sbgd, strict=True)):
@@ -46,13 +57,13 @@ def in_chunks(
     x_sbaw: Tensor, step_sba: Tensor, rate_a: Tensor, b_sbgd: Tensor, c_sbgd: Tensor, skip_a: Tensor,
     state_badw: Tensor, starts_sb: Tensor | None = None, chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence`, in chunks of so many tokens."""
+    """Compute `recurrence` in chunks of `chunk` tokens."""
     s, b = x_sbaw.shape[:2]
     heads, groups = x_sbaw.shape[2], b_sbgd.shape[2]
     length = min(chunk, s)
 
     def chunks(x: Tensor) -> Tensor:
-        """`[m, b, a or g, c, ...]`; tokens behind the end are zeros, which leave the state as it is."""
+        """Split `[s, b, ...]` into chunks `[m, b, a or g, c, ...]`, padded with zeros that do not change the state."""
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -s % length)).unflatten(0, (-1, length))
         return x.movedim(1, 3)
 

@@ -1,1 +1,1 @@
-"""The feed-forward network of two or three linear layers."""
+"""Feed-forward network with two or three linear layers."""

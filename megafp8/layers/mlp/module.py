@@ -1,8 +1,9 @@
-"""The MLP of a block, its width sharded over the tensor-parallel group.
+"""MLP of a block, with its inner width sharded over the tensor-parallel group.
 
-A gated activation has one column-parallel linear layer for gate and up, whose weight rows are [gate | up] of this rank.
+With a gated activation, one column-parallel linear layer computes gate and up. The rows of its weight are this rank's
+[gate | up].
 
-Shapes: s sequence, b micro-batch, h hidden, f MLP width of this rank.
+Shapes: s sequence length, b micro-batch size, h hidden size, f inner width on this rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from megafp8.spec import ModelSpec
 
 
 class MLP(FeedForward):
-    """Two linear layers with an activation between them; of a gated activation the first has gate and up."""
+    """MLP: two linear layers with an activation between them.
+
+    With a gated activation, the first layer computes gate and up.
+    """
 
     def __init__(
         self,
@@ -66,9 +70,11 @@ class MLP(FeedForward):
 
     @property
     def input_format(self) -> InputFormat | None:
+        """Input format of the first linear layer; None for values."""
         return self.up.state.input_format
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward, by tensor."""
         up, down = self.up.state, self.down.state
         saved = {"up input": batch.saved_input(up), "up output": batch.tokens * up.site.outputs * batch.element}
         if self.activation.gated and not self.activation.fused:
@@ -77,10 +83,11 @@ class MLP(FeedForward):
         return saved
 
     def activation_bytes(self, batch: MicroBatch) -> int:
+        """Return the bytes that the activation reads and writes in one pass."""
         return batch.tokens * (self.up.state.site.outputs + self.down.state.site.inputs) * batch.element
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """The activation."""
+        """Return the work of the activation."""
         passes, input_bytes = (
             1 if self.activation.fused else 2,
             batch.tokens * self.up.state.site.outputs * batch.element,
@@ -89,9 +96,9 @@ class MLP(FeedForward):
         return KernelWork(passes * forward, passes * (forward + input_bytes))
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """The gradients of the activation's output and input, and of the MLP's input, of all tokens.
+        """Return the bytes of the gradients of the activation's output and input and of the MLP's input.
 
-        That of the activation's input is FP8 in both orientations if it is fused with the cast.
+        The gradient of the activation's input is FP8 in both orientations if the activation is fused with the cast.
         """
         up, down = self.up.state, self.down.state
         input_element = 2 if up.plan.grad_output == "fused" else batch.element
@@ -99,6 +106,7 @@ class MLP(FeedForward):
         return batch.tokens * widths
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
+        """Return the MLP's output in the shape of its input; `inputs` is not used."""
         return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)
 
     def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:

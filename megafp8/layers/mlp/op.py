@@ -1,7 +1,7 @@
-"""What is between the two linear layers of an MLP: the activation, fused with the casts on both sides where it can be.
+"""Activation between the two linear layers of an MLP, fused with the casts on both sides if possible.
 
-`ACTIVATION_SOURCES` of `megafp8.numerics.sources` are the activations that kernels compute while they quantize. The
-others are PyTorch's ops in the dtype of their input, `unfused`; the layer after them quantizes.
+Kernels compute the activations in `megafp8.numerics.sources.ACTIVATION_SOURCES` while they quantize. The other
+activations (`unfused`) are PyTorch's ops in the dtype of their input, and the next layer quantizes their output.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def _unfused_functions(*, batch_invariant: bool) -> dict[str, _Function]:
 
 _UNFUSED = {invariant: _unfused_functions(batch_invariant=invariant) for invariant in (False, True)}
 UNFUSED = frozenset(_UNFUSED[False])
-"""Activations without a kernel."""
+"""Names of the activations without a kernel."""
 
 
 def is_fused(kind: str) -> bool:
-    """Whether a kernel computes the activation while it quantizes."""
+    """Return whether a kernel computes the activation while it quantizes."""
     return kind in ACTIVATION_SOURCES
 
 
 def unfused(kind: str, *, batch_invariant: bool) -> _Function:
-    """Return what an activation without a kernel computes of x, or of [gate | up]."""
+    """Return the function of an activation without a kernel. It takes x, or [gate | up] if it is gated."""
     return _UNFUSED[batch_invariant][kind]
 
 
@@ -80,10 +80,18 @@ def mlp(
     up_state: LinearState,
     down_state: LinearState,
 ) -> T:
-    """`down(activation(up(handoff)))`.
+    """Compute `down(activation(up(handoff)))`.
 
-    `up`: the first layer's output, and the bias that is still to be added to it, which only a fused activation that is
-    not gated does.
+    Args:
+        kind: Name of the activation.
+        up: First linear layer, called with the handoff for its quantized output gradient. It returns its output and a
+            bias that is still to be added. Only fused activations that are not gated can add it; otherwise it is None.
+        down: Second linear layer, called with the activated values or with their quantized form.
+        up_state: Plan and quantizers of the first layer.
+        down_state: Plan and quantizers of the second layer.
+
+    Returns:
+        The result of `down`.
     """
     form = down_state.input_format
     if is_fused(kind):

@@ -1,4 +1,4 @@
-"""The MLP of a layer: its keys."""
+"""Config keys of the MLP of a layer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ MEGATRON_LINEARS = {"gate": "linear_fc1", "up": "linear_fc1", "down": "linear_fc
 
 
 class MlpKeys(Section):
-    """The keys of an MLP."""
+    """Config keys of an MLP."""
 
     ffn_hidden_size: Channels | None = None
     """Inner width of the MLP. Default: 4 × hidden_size."""
     activation: ActivationName = "swiglu"
-    """swiglu (Llama), gelu_tanh (GPT-2), gelu (exact), geglu and geglu_tanh (T5 1.1): gelu(gate) * up, relu (OPT, T5
-    1.0), squared_relu (Primer, Nemotron), clamped_swiglu (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1) of gate up
-    to 7 and up from -7 to 7, or limited_swiglu (DeepSeek-V4): swiglu of gate up to 10 and up from -10 to 10."""
+    """Activation of the MLP. swiglu (Llama): silu(gate) * up. gelu (exact) or gelu_tanh (GPT-2). geglu (exact) or
+    geglu_tanh (T5 1.1): gelu(gate) * up. relu (OPT, T5 1.0). squared_relu (Primer, Nemotron). clamped_swiglu (gpt-oss):
+    gate * sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7 and up to [-7, 7]. limited_swiglu
+    (DeepSeek-V4): swiglu, with gate clamped to at most 10 and up to [-10, 10]."""
 
 
 class MlpConfig(PartRecord, MlpKeys):
-    """Two linear layers with an activation between them; a gated activation has a third, beside the first."""
+    """MLP: two linear layers with an activation between them, or three linear layers if the activation is gated."""
 
     module: ClassVar[str] = "megafp8.layers.mlp.module:MLP"
     tensor_prefix: ClassVar[str] = "mlp"
@@ -33,22 +34,25 @@ class MlpConfig(PartRecord, MlpKeys):
     megatron: ClassVar[Mapping[str, str]] = {x: f"mlp.{y}" for x, y in MEGATRON_LINEARS.items()}
 
     kind: Literal["mlp"] = "mlp"
-    """An MLP."""
+    """Kind of feed-forward network: MLP."""
 
     def resolved(self, model: ModelSection) -> MlpConfig:
+        """Return the complete record, with missing keys filled in from the model."""
         values = {name: getattr(model, name) for name in MlpKeys.model_fields} | self.given
         values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * model.hidden_size
         return MlpConfig.model_construct(**values)
 
     @property
     def width(self) -> int:
-        """Width between the linear layers."""
+        """Inner width of the MLP."""
         assert self.ffn_hidden_size is not None, "the record is not resolved"
         return self.ffn_hidden_size
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the inner width, which tensor parallelism divides."""
         return {"ffn_hidden_size": self.width}
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
+        """Names of the linear layers that LoRA can adapt."""
         return ("gate", "up", "down") if ACTIVATIONS[self.activation].gated else ("up", "down")

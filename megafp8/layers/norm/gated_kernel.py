@@ -1,7 +1,8 @@
-"""RMSNorm of heads and a gate, in one pass each way. Reference: `gated` in `megafp8.layers.norm.gated_op`.
+"""Kernels for the gated RMSNorm of heads, one pass in each direction.
 
-A program has some tokens of one head, or in backward several such tiles, whose weight's gradients it adds up in fp32;
-PyTorch adds those of programs, in a fixed order. Nothing but the inputs is kept for backward.
+Reference: `gated` in `megafp8.layers.norm.gated_op`. In forward, a program computes a tile: some tokens of one head. In
+backward, a program computes several tiles and adds up their weight gradients in fp32; PyTorch then adds the partial
+sums of all programs in a fixed order. Forward saves only the inputs.
 
 Shapes: r tokens, a heads of c channels.
 """
@@ -17,13 +18,18 @@ from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
 _ELEMENTS = 4096
-"""Of a tile."""
+"""Elements of a tile."""
 _TILES = 16
+"""Tiles of a program in backward."""
 
 
 @jit
 def _tile(x, z, z_stride, r, a, c, first, T: tl.constexpr, C: tl.constexpr):
-    """Rows of x and of the gate's input of tokens from `first` on, in fp32, with where they are."""
+    """Load a tile of x and of the gate's input, with tokens from `first` on, in fp32.
+
+    Returns:
+        Offsets of the tile in x and in z, the mask of its valid elements, and both tiles.
+    """
     token, j, head = first + tl.arange(0, T), tl.arange(0, C), tl.program_id(1)
     inside = (token < r)[:, None] & (j < c)[None, :]
     at = (token.to(tl.int64) * a + head)[:, None] * c + j[None, :]
@@ -36,6 +42,7 @@ def _tile(x, z, z_stride, r, a, c, first, T: tl.constexpr, C: tl.constexpr):
 @TritonKernel
 def forward_kernel(x, z, weight, y, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr, BEFORE: tl.constexpr,
                    T: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Compute the gated norm of T tokens of one head."""
     at, _, inside, u, gate = _tile(x, z, z_stride, r, a, c, tl.program_id(0) * T, T, C)
     j = tl.arange(0, C)
     w = tl.load(weight + tl.program_id(1) * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
@@ -53,7 +60,7 @@ def forward_kernel(x, z, weight, y, z_stride, r, a, c, w_stride, eps, SILU: tl.c
 @TritonKernel
 def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stride, eps, SILU: tl.constexpr,
                     BEFORE: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`dweight` `[programs, a, c]`; `dz` `[r, a, c]`."""
+    """Compute the gradients of x and z, `[r, a, c]`, and each program's weight gradient, `[programs, a, c]`."""
     j, head = tl.arange(0, C), tl.program_id(1)
     w = tl.load(weight + head * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
     sums = tl.zeros((C,), tl.float32)
@@ -82,13 +89,16 @@ def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stri
 
 
 def _sizes(c: int) -> tuple[int, int]:
-    """Tokens of a tile, and its width."""
+    """Return the tokens of a tile and its width."""
     width = next_power_of_2(c)
     return max(1, _ELEMENTS // width), width
 
 
 def forward(x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool) -> Tensor:
-    """`[r, a, c]`. `x_rac`: contiguous. `z_rc` `[r, a·c]`: contiguous in its last dim. `weight`: `[c]` or `[a, c]`."""
+    """Return the gated norm `[r, a, c]`.
+
+    `x_rac` is contiguous; `z_rc` `[r, a·c]` is contiguous in its last dim; `weight` is `[c]` or `[a, c]`.
+    """
     (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
     y_rac = torch.empty_like(x_rac)
     kernel = forward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, C=width, num_warps=4)
@@ -100,7 +110,7 @@ def forward(x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bo
 def backward(
     dy_rac: Tensor, x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and z, `[r, a, c]`, and of the weight in fp32, in its shape. `dy_rac`: contiguous."""
+    """Return the gradients of x and z, `[r, a, c]`, and of the weight in fp32. `dy_rac` is contiguous."""
     (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
     programs = ceil_div(r, tokens * _TILES)
     dx_rac, dz_rac = torch.empty_like(x_rac), torch.empty_like(x_rac)

@@ -1,9 +1,9 @@
-"""RMSNorm of a recurrence's outputs, with a gate: before the norm (Mamba-2) or after it (Gated DeltaNet).
+"""Gated RMSNorm of a recurrence's outputs. The gate comes before the norm (Mamba-2) or after it (Gated DeltaNet).
 
-On a GPU `megafp8.layers.norm.gated_kernel` computes it in one pass and keeps nothing but the inputs; elsewhere, and in
-fp64, PyTorch's operations do, which are run again in backward.
+On a GPU, `megafp8.layers.norm.gated_kernel` computes the norm in one pass and saves only the inputs. On other devices
+and in fp64, PyTorch's operations compute it, and backward recomputes them.
 
-Shapes: s sequence, b micro-batch, a heads (or groups of them) of c channels.
+Shapes: s sequence length, b micro-batch size, a heads (or groups of heads) of c channels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 def gated_norm(
     x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, *, silu: bool = True, gate_first: bool = False
 ) -> Tensor:
-    """`gated`, `[s, b, a·c]`."""
+    """Compute `gated` with the fastest implementation for the tensors; return `[s, b, a·c]` in the dtype of `z_sbc`."""
     if x_sbac.is_cuda and x_sbac.dtype != torch.float64 and z_sbc.stride(-1) == 1:
         return _GatedNorm.apply(x_sbac, z_sbc, weight, eps, silu, gate_first)
     if not torch.is_grad_enabled():
@@ -34,9 +34,18 @@ def gated_norm(
 
 
 def gated(x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, silu: bool, gate_first: bool) -> Tensor:
-    """Heads normalized over their channels, times `weight`, and multiplied by SiLU or the sigmoid of `z`.
+    """Normalize heads over their channels, multiply by `weight`, and multiply by a gate.
 
-    `gate_first`: heads are multiplied by the gate before they are normalized. `weight`: `[c]` of all heads, `[a, c]`.
+    Args:
+        x_sbac: Outputs of the recurrence.
+        z_sbc: Input of the gate, `[s, b, a·c]`.
+        weight: `[c]` for all heads, or `[a, c]`.
+        eps: Number added to the mean square.
+        silu: Whether the gate is SiLU of `z_sbc`; otherwise it is the sigmoid.
+        gate_first: Whether heads are multiplied by the gate before they are normalized.
+
+    Returns:
+        `[s, b, a·c]` in the dtype of `z_sbc`.
     """
     wide = torch.promote_types(x_sbac.dtype, torch.float32)
     gate = z_sbc.to(wide).unflatten(-1, x_sbac.shape[-2:])

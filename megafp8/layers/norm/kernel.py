@@ -1,12 +1,13 @@
-"""A norm with the residual addition before it, or its statistics alone, and its backward.
+"""Kernels for a norm with the residual addition before it, for its statistics alone, and for its backward.
 
-References: `megafp8.layers.norm.reference`, of the norm's values `megafp8.numerics.sources.Normalized`, and of the
-dropout of what is added `megafp8.layers.dropout.reference`.
+References: `megafp8.layers.norm.reference` for statistics and gradients, `megafp8.numerics.sources.Normalized` for the
+values of the norm, and `megafp8.layers.dropout.reference` for the dropout of the branch.
 
-One program reads a row once, holds it in registers, and reduces it in float64, which Hopper computes at half the rate
-of fp32, so memory remains the limit. In backward a program takes every P-th row and sums the weight's gradient over its
-rows; the P partial sums are added at the end, by `add_sums_` straight to a gradient that is summed over micro-batches.
-While a row is computed the program's next one is loaded: it waits for memory otherwise, as few programs run at once.
+One program reads a row once, holds it in registers, and reduces it in float64. Hopper computes float64 at half the
+rate of fp32, so memory remains the limit. In backward each of p programs takes every p-th row and sums the weight
+gradient over these rows. The p partial sums are added at the end; `add_sums_` adds them directly to a gradient that is
+accumulated over micro-batches. While a program computes a row, it loads its next row. Without this it would wait for
+memory, because few programs run at once.
 
 Shapes: r rows, c columns, p programs.
 """
@@ -26,8 +27,8 @@ from megafp8.layers.dropout.kernel import NUMBERS, dropped, numbers
 from megafp8.layers.dropout.reference import Dropout
 from megafp8.layers.norm.reference import EXACT
 
-# Programs of backward: two for each of an H200's 132 multiprocessors, of 32 columns a thread; six of 16 where rows are
-# narrow. Measured.
+# Programs of backward, as measured: two per multiprocessor (an H200 has 132) with 32 columns per thread; six with 16
+# columns per thread where rows are narrow.
 _PROGRAMS, _NARROW = 4 if INTERPRETED else 264, 2048
 
 
@@ -68,7 +69,10 @@ def _forward_kernel(x_rc, branch_rc, sum_rc, mean_r, rstd_r, weight_c, bias_c, y
 @triton.jit
 def _row_of_backward(dy_rc, x_rc, dresidual_rc, mean_r, rstd_r, i, r, j, c, RESIDUAL: tl.constexpr,
                      CENTERED: tl.constexpr):  # fmt: skip
-    """Columns j of row i of dy, x and the residual's gradient, and the row's mean and rstd; of row r - 1 after it."""
+    """Load columns j of row i of dy, x and the residual gradient, and the row's mean and rstd.
+
+    From row r on, load row r - 1 instead, so that a program may prefetch beyond its last row.
+    """
     i = tl.minimum(i, r - 1)
     at = i * c + j
     dy = tl.load(dy_rc + at, mask=j < c, other=0.0)
@@ -125,7 +129,7 @@ def _backward_kernel(dy_rc, x_rc, mean_r, rstd_r, weight_c, dresidual_rc, dx_rc,
 
 @TritonKernel
 def add_sums_kernel(partials_pc, total_c, rounded_c, p, c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns: adds their sums, rounded to `rounded_c`'s dtype, which is all that is used of it."""
+    """Add the column sums of COLUMNS columns to `total_c`, rounded to the dtype of `rounded_c`, which is not read."""
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float64)
     first = 0
@@ -157,9 +161,10 @@ _NO_DROPOUT = (0, 0, 0, 0.0)
 def statistics(
     x: Tensor, branch: Tensor | None, eps: float, *, centered: bool, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`x + branch` in x's dtype (x itself without a branch), and `norm_reference.statistics` of its rows.
+    """Return `x + branch` in x's dtype (x itself without a branch), and the mean and rstd of each row of the sum.
 
-    Both are `[..., c]`, contiguous. `dropout`: of the branch.
+    Reference: `megafp8.layers.norm.reference.statistics`. `x` and `branch` are contiguous, `[..., c]`. `dropout`
+    applies to `branch` before the addition.
     """
     return _forward(x, branch, None, None, eps, dropout, centered=centered)[:3]
 
@@ -168,7 +173,10 @@ def normalize(
     x: Tensor, branch: Tensor | None, weight_c: Tensor, bias_c: Tensor | None, eps: float,
     dropout: Dropout | None = None, *, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """What `statistics` returns, centered if there is a bias, and the norm's values, shaped like x in its dtype."""
+    """Return the results of `statistics` and the norm of the sum, in the shape and dtype of x.
+
+    With a bias the norm is centered (LayerNorm); without one it is RMSNorm.
+    """
     return _forward(x, branch, weight_c, bias_c, eps, dropout, centered=bias_c is not None, zero_centered=zero_centered)
 
 
@@ -176,7 +184,7 @@ def _forward(
     x: Tensor, branch: Tensor | None, weight_c: Tensor | None, bias_c: Tensor | None, eps: float,
     dropout: Dropout | None, *, centered: bool, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """The values, which are returned last, are computed only if there is a weight."""
+    """Return the sum, its mean and rstd, and the norm. Without a weight the last is not computed: it is x."""
     c = x.shape[-1]
     r = x.numel() // c
     x = kernel_input(x)
@@ -200,9 +208,11 @@ def backward(
     dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight_c: Tensor, dresidual: Tensor | None,
     dropout: Dropout | None = None, *, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of x, the branch, the weight and the bias, the latter two as float64 partial sums `[p, c]`.
+    """Return the gradients of x, the branch, the weight and the bias.
 
-    Those of `norm_reference.backward`; the branch's is x's, or its `dropout`. Gradients are `[..., c]`, contiguous.
+    Reference: `megafp8.layers.norm.reference.backward`. The gradients of x and the branch are contiguous, `[..., c]`;
+    the branch's is x's gradient, with `dropout` applied if there is one. The gradients of weight and bias are partial
+    sums `[p, c]` in float64; the bias's is None without `mean_r`.
     """
     r, c = x_rc.shape
     dy, x, weight = kernel_input(dy), kernel_input(x_rc), kernel_input(weight_c)
@@ -225,7 +235,10 @@ def backward(
 
 
 def add_sums_(total_c: Tensor, partials_pc: Tensor, like: Tensor) -> None:
-    """`total_c += partials_pc.sum(dim=0).float().to(like.dtype)` in one launch; `total_c` fp32, contiguous."""
+    """Compute `total_c += partials_pc.sum(dim=0).float().to(like.dtype)` in one launch.
+
+    `total_c` is contiguous fp32.
+    """
     p, c = partials_pc.shape
     assert total_c.shape == (c,)
     assert total_c.dtype == torch.float32

@@ -1,14 +1,14 @@
-"""RMSNorm and LayerNorm (Zhang & Sennrich 2019, arXiv:1910.07467; Ba et al. 2016, arXiv:1607.06450).
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016, arXiv:1607.06450).
 
-Their weights are replicated over the tensor-parallel group, but their input may be sharded: by sequence under sequence
-parallelism, by heads for q- and k-norms. Then each rank computes a partial gradient of the weights, and the group sums
-these once a step: the parameters say so in their spec (`reduce_over_tp`).
+Norm weights are replicated over the tensor-parallel group, but the input may be sharded: by sequence under sequence
+parallelism, by heads for query and key norms. Each rank then computes a partial weight gradient, and the group sums
+the gradients once per step. A parameter that needs this sum declares it in its spec (`reduce_over_tp`).
 
-RMSNorm of all query heads at once (`ProjectionNorms`) is over channels that are sharded over the group, and so are its
-weights. Ranks add up their parts of a token's sums: one all-reduce forward and one backward, of two numbers a token,
-one for queries and one for keys.
+`ProjectionNorms` normalizes all query heads together. The group shards the channels of that norm, and so also its
+weights. The ranks add up their partial sums of each token with one all-reduce in forward and one in backward. Each
+all-reduce carries two numbers per token: one for queries and one for keys.
 
-Shapes: s sequence, b micro-batch, a and g query and key heads of this rank, d head width.
+Shapes: s sequence length, b micro-batch size, a and g query and key heads on this rank, d head width.
 """
 
 from __future__ import annotations
@@ -37,16 +37,25 @@ from megafp8.spec import ModelSpec
 
 
 class Norm(nn.Module):
-    """Normalizes the last dim of x (any leading dims), in x's dtype with statistics in fp32 or wider.
+    """Normalization over the last dim, in the input's dtype with statistics in fp32 or wider.
 
-    The subclass for each `model.normalization` is in `NORMS`. `zero_centered`: multiplies by 1 + weight. `weighted`:
-    without it the weight is a constant one.
+    `NORMS` has the subclass for each value of `model.normalization`.
+
+    Args:
+        name: Name of the norm; its parameters are `<name>.weight` and `<name>.bias`.
+        size: Size of the last dim.
+        context: Process groups, dtype and device of the model.
+        eps: Number added to the variance.
+        sees_a_slice: Whether each tensor-parallel rank normalizes a different slice of the input.
+        zero_centered: Multiply by `1 + weight` instead of `weight`.
+        weighted: Learn a weight. If False, the weight is a constant one.
     """
 
-    #: The layer after it may take its output quantized by the same kernel, or recompute it in backward.
+    #: Whether the next layer can take this norm's output quantized by the same kernel, or recompute it in backward.
     fused: ClassVar[bool] = True
-    #: Numbers that it keeps of each token for its backward pass, beside its input.
+    #: Number of values per token saved for backward, in addition to the input.
     statistics: ClassVar[int]
+    #: Whether the norm learns a bias.
     has_bias: ClassVar[bool]
 
     def __init__(
@@ -79,35 +88,43 @@ class Norm(nn.Module):
         self.bias = parameter("bias", "zeros") if self.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` `[..., size]`; the output has the shape and dtype of `x`."""
         return normalized(self, x) if self.zero_centered else self._by_torch(x)
 
     def _by_torch(self, x: Tensor) -> Tensor:
-        """The norm of x by torch's own kernel; with a weight that is not zero-centered."""
+        """Normalize `x` with PyTorch's kernel. The weight must not be zero-centered."""
         raise NotImplementedError
 
     def residual(
         self, x: Tensor, branch: Tensor | None, form: InputFormat | None, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | LinearInput]:
-        """`x + branch`, and its norm as the layer after it takes its input (`form`), in one pass each way.
+        """Add `branch` to `x` and normalize the sum, in one pass in each direction.
 
-        `dropout`: of the branch.
+        Args:
+            x: Residual stream.
+            branch: Output of the previous sublayer, in the shape of `x`; None in the first block.
+            form: Input format of the next layer; None for values in the dtype of `x`.
+            dropout: Dropout applied to `branch` before the addition.
+
+        Returns:
+            The new residual stream, and its norm in the format `form`.
         """
         return norm(
             x, branch, self.weight, self.bias, self.eps, form, dropout=dropout, zero_centered=self.zero_centered
         )
 
     def saved(self, batch: MicroBatch) -> int:
-        """Bytes that it keeps of the tokens between tensor-parallel regions, beside its input."""
+        """Return the bytes of statistics saved per micro-batch for backward, excluding the input."""
         return batch.own_tokens * batch.statistic * self.statistics
 
     def neighbor(self) -> Neighbor:
-        """What the layer after it is told."""
+        """Describe this norm to the plan of the next linear layer."""
         which = self.name.rpartition(".")[2]
         return Neighbor(which, "any") if self.fused else Neighbor(which, "none", f"{which} has no fused kernel")
 
 
 class RMSNormPart(Norm):
-    """`x / √(mean of squares + eps) · weight`."""
+    """RMSNorm: `x / √(mean of squares + eps) · weight`."""
 
     statistics = 1
     has_bias = False
@@ -117,7 +134,7 @@ class RMSNormPart(Norm):
 
 
 class LayerNormPart(Norm):
-    """`(x - mean) / √(variance + eps) · weight + bias`."""
+    """LayerNorm: `(x - mean) / √(variance + eps) · weight + bias`."""
 
     statistics = 2
     has_bias = True
@@ -127,11 +144,11 @@ class LayerNormPart(Norm):
 
 
 NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart}
-"""By `model.normalization`."""
+"""Norm class for each value of `model.normalization`."""
 
 
 def block_norm(name: str, model: ModelSpec, context: BuildContext) -> Norm:
-    """A norm of hidden states, as the model has it."""
+    """Build a norm of hidden states with the model's norm settings."""
     return NORMS[model.norm.kind](
         name,
         model.hidden_size,
@@ -144,14 +161,23 @@ def block_norm(name: str, model: ModelSpec, context: BuildContext) -> Norm:
 
 
 def normalized(norm: Norm, x: Tensor, branch: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
-    """The norm of `x + branch`, as values. `dropout`: of the branch."""
+    """Return the norm of `x + branch` in the dtype of `x`, with `dropout` applied to `branch` before the addition."""
     _, normed = norm.residual(x, branch, None, dropout)
     assert isinstance(normed, Tensor)
     return normed
 
 
 class ProjectionNorms(nn.Module):
-    """RMSNorm of all query heads at once, and of all key heads: `[s, b, a, d]` and `[s, b, g, d]`."""
+    """RMSNorm over all query heads together, and one over all key heads together.
+
+    Args:
+        name: Prefix of the names of the two weights, `<name>.q_norm.weight` and `<name>.k_norm.weight`.
+        query_size: Channels of all query heads on all ranks of the tensor-parallel group.
+        key_size: Channels of all key heads on all ranks of the tensor-parallel group.
+        context: Process groups, dtype and device of the model.
+        eps: Number added to the mean square.
+        zero_centered: Multiply by `1 + weight` instead of `weight`.
+    """
 
     def __init__(
         self, name: str, query_size: int, key_size: int, context: BuildContext, eps: float, *, zero_centered: bool
@@ -169,10 +195,11 @@ class ProjectionNorms(nn.Module):
 
     @property
     def both(self) -> QKNorms:
-        """As a pass reads them that rotates heads, too."""
+        """Weights of both norms for the kernel that also rotates heads."""
         return QKNorms(self.q_weight, self.k_weight, self.eps, self.zero_centered, self.sizes, self.group)
 
     def forward(self, q_sbad: Tensor, k_sbgd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalized queries `[s, b, a, d]` and keys `[s, b, g, d]`. Collective."""
         q_weight, k_weight = (norm_factor(w, True) if self.zero_centered else w for w in (self.q_weight, self.k_weight))
         normed: tuple[Tensor, Tensor] = RMSNorms.apply(
             q_sbad, k_sbgd, q_weight, k_weight, self.sizes, self.eps, self.group
@@ -181,13 +208,14 @@ class ProjectionNorms(nn.Module):
 
 
 class RMSNorms(Function):
-    """RMSNorm of q and of k over their last two dims, sharded over `group`; in fp32 or wider. `sizes`: of all ranks."""
+    """RMSNorm of q and of k over their last two dims, which `group` shards by heads. Computed in fp32 or wider."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, sizes: tuple[int, int], eps: float,
         group: ProcessGroup,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return both norms; `sizes` are the channels of q and of k on all ranks of `group`."""
         ctx.sizes, ctx.group, ctx.compute = sizes, group, torch.promote_types(q.dtype, torch.float32)
         sums = _sums(ctx, [(x, x) for x in (q, k)])
         inverse_rms = [(total / size + eps).rsqrt() for total, size in zip(sums, sizes, strict=True)]
@@ -198,9 +226,10 @@ class RMSNorms(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and this rank's shards of both weights."""
         q, k, q_weight, k_weight, *inverse_rms = ctx.saved_tensors
         xs, weights = (q, k), (q_weight, k_weight)
-        # Of y = r·x·w: the gradient of r reaches every channel of the token, on all ranks.
+        # In y = r·x·w, the gradient of r reaches every channel of the token on all ranks.
         dnormed = [g.to(ctx.compute) * w.view(g.shape[-2:]) for g, w in zip(dy, weights, strict=True)]
         sums = _sums(ctx, list(zip(dnormed, xs, strict=True)))
         dx, dw = [], []
@@ -211,6 +240,6 @@ class RMSNorms(Function):
 
 
 def _sums(ctx: Any, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sums of products over the last two dims, which stay as dims of size 1, and over all ranks: stacked."""
+    """Multiply each pair, sum over the last two dims (kept as size 1) and over all ranks, and stack the sums."""
     sums = [(x.to(ctx.compute) * y.to(ctx.compute)).sum(dim=(-2, -1), keepdim=True) for x, y in factors]
     return collectives.all_reduce(torch.stack(sums), ctx.group)

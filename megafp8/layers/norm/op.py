@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm with the residual addition before them, its dropout, and the cast of their output, fused.
+"""RMSNorm and LayerNorm, fused with the residual addition before them, its dropout, and the cast of their output.
 
-Kept for backward: the sum, and a statistic or two of each row. Gradients of weight and bias go to their sinks, if they
-have such, as those of linear layers do (`megafp8.linear.grad_sink`).
+Backward needs the sum and one or two statistics per row, which forward saves. The gradients of weight and bias go to
+gradient sinks where the parameters have them, like the gradients of linear layers (`megafp8.linear.grad_sink`).
 
 Shapes: r rows (tokens; all leading dims), c columns (hidden).
 """
@@ -42,13 +42,13 @@ class _Norm(Function):
             total, mean_r, rstd_r = _statistics(x, branch, eps, dropout, centered=bias is not None)
             source = ZeroCenteredNormalized if zero_centered else Normalized
             y = fused.compute(source(as_matrix(total), rstd_r, weight, mean_r, bias), x.shape[:-1], x)
-        # As it is: a view of an output would keep the graph alive that keeps the view, until a backward pass.
+        # Save `total` itself. A view of an output keeps the graph alive, and the graph keeps the view until backward.
         ctx.save_for_backward(total, rstd_r, mean_r, weight)
         ctx.zero_centered = zero_centered
-        ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects, without their sink
+        ctx.weight, ctx.bias = weight, bias  # saved tensors may come back as other objects without the sink
         ctx.dropout = dropout
         ctx.set_materialize_grads(False)
-        if total is x:  # would be returned as a view, which hooks of FSDP do not like
+        if total is x:  # autograd would return x as a view, which FSDP's hooks do not support
             total = torch.ops.aten._unsafe_view.default(x, x.shape)
         return total, y
 
@@ -56,7 +56,7 @@ class _Norm(Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total, rstd_r, mean_r, weight = ctx.saved_tensors
-        if dy is None:  # only the sum was used
+        if dy is None:  # the loss depends on the sum alone
             dbranch = dtotal
             if ctx.dropout is not None and dtotal is not None:
                 dbranch = dropouts.compute(None, dtotal, ctx.dropout)
@@ -72,7 +72,7 @@ class _Norm(Function):
 def _statistics(
     x: Tensor, branch: Tensor | None, eps: float, dropout: Dropout | None, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The sum, shaped like x (x itself without a branch), and the mean and 1/deviation of its rows."""
+    """Return `x + branch` (x itself without a branch), and the mean and reciprocal deviation of each row."""
     if _has_kernel(x):
         return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered, dropout=dropout)
     total = x
@@ -85,7 +85,10 @@ def _backward(
     dy: Tensor, x_rc: Tensor, mean_r: Tensor | None, rstd_r: Tensor, weight: Tensor, dresidual: Tensor | None,
     dropout: Dropout | None, *, zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of x and branch, shaped like dy, and of weight and bias `[c]`, or float64 partial sums `[p, c]`."""
+    """Return the gradients of x and branch in the shape of dy, and of weight and bias.
+
+    The gradients of weight and bias are `[c]`, or partial sums `[p, c]` in float64 where a kernel runs.
+    """
     if _has_kernel(x_rc):
         return _kernels().backward(
             dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual), dropout, zero_centered=zero_centered
@@ -99,7 +102,10 @@ def _backward(
 
 
 def deliver_sums(weight: Tensor, dweight: Tensor) -> Tensor | None:
-    """Give a norm's gradient `[c]`, or its partial sums `[p, c]`, in the weight's dtype to its sink, or to autograd."""
+    """Add a norm's weight gradient to the weight's sink, or return it for autograd, in the weight's dtype.
+
+    `dweight` is the gradient `[c]` or its partial sums `[p, c]`. The result is None if a sink took the gradient.
+    """
     if dweight.dim() == 2:
         main_grad = summed_in_place(weight)
         if main_grad is not None:
@@ -131,7 +137,7 @@ def _unfused(
     total = x if branch is None else x + branch
     factor = norm_factor(weight, zero_centered).to(x.dtype) if zero_centered else weight
     if bias is not None:
-        return total, F.layer_norm(total, weight.shape, factor, bias.to(factor.dtype), eps)  # torch wants one dtype
+        return total, F.layer_norm(total, weight.shape, factor, bias.to(factor.dtype), eps)  # PyTorch: one dtype
     return total, F.rms_norm(total, weight.shape, factor, eps)
 
 
@@ -139,10 +145,20 @@ def norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, form: InputFormat | None, *,
     dropout: Dropout | None = None, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | LinearInput]:  # fmt: skip
-    """`x + branch` (x without a branch), and its norm over the last dim: values, or what the layer after it takes.
+    """Add `branch` to `x` and normalize the sum over the last dim: LayerNorm with a bias, RMSNorm without.
 
-    RMSNorm without a bias, LayerNorm with one; weight and bias `[c]`. `form`: how the layer takes its input. `dropout`:
-    of the branch, before it is added. `zero_centered`: the norm multiplies by 1 + weight.
+    Args:
+        x: Residual stream, `[..., c]`.
+        branch: Output of the previous sublayer, in the shape of `x`; None to normalize `x` alone.
+        weight: `[c]`.
+        bias: `[c]`, or None.
+        eps: Number added to the variance.
+        form: Input format of the next layer; None for values.
+        dropout: Dropout applied to `branch` before the addition.
+        zero_centered: Multiply by `1 + weight` instead of `weight`.
+
+    Returns:
+        The sum, and its norm in the format `form`.
     """
     if form is None and dropout is None and runs_unfused(x):
         return _unfused(x, branch, weight, bias, eps, zero_centered=zero_centered)

@@ -1,11 +1,11 @@
-"""What a layer does to the residual stream after its mixer and feed-forward network, and per-layer embeddings.
+"""Per-layer embeddings, and the end of a layer after its mixer and feed-forward network.
 
-With per-layer embeddings (Gemma 3n and 4) each token has a vector for each layer: that of a second table of tokens, and
-a projection of its embedding, normed. A layer multiplies its part by a gate that it computes from the residual stream,
-and adds a projection of that to the stream, normed. The vectors are narrow, so projections are whole on each
-tensor-parallel rank, for its own tokens.
+With per-layer embeddings (Gemma 3n and 4) each token has a vector for each layer: the sum of the token's row in a
+second embedding table and the norm of a projection of the token's embedding. At its end, a layer multiplies its vector
+by a gate computed from the residual stream, projects and normalizes the product, and adds it to the stream. The vectors
+are narrow, so every tensor-parallel rank holds the whole projections and applies them to its own tokens.
 
-Shapes: s sequence, b micro-batch, h hidden, l layers, p width of a token's vector for a layer.
+Shapes: s sequence length, b micro-batch size, h hidden size, l layers, p width of a token's vector for a layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megafp8.spec import ModelSpec
 
 
 class WholeLinear(nn.Module):
-    """A linear layer that is whole on each tensor-parallel rank, and computes its own tokens in high precision."""
+    """High-precision linear layer that every tensor-parallel rank holds whole and applies to its own tokens."""
 
     def __init__(self, name: str, inputs: int, outputs: int, context: BuildContext, std: float) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class WholeLinear(nn.Module):
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Project `[..., inputs]` to `[..., outputs]`."""
         return linear(x, self.weight, self.state)
 
 
 class PerLayerEmbedding(nn.Module):
-    """Tokens `[b, s]` and their embeddings `[s, b, h]` -> vectors for the layers, `[s, b, l, p]` (s/t
-    sequence-parallel)."""
+    """Embedding that gives each token a vector for each layer."""
 
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
@@ -63,15 +63,28 @@ class PerLayerEmbedding(nn.Module):
         )  # fmt: skip
 
     def forward(self, tokens_bs: Tensor, x_sbh: Tensor) -> Tensor:
+        """Compute the vectors of all layers.
+
+        Args:
+            tokens_bs: Token ids.
+            x_sbh: Embeddings of the tokens, `[s/t, b, h]` with sequence parallelism over t ranks.
+
+        Returns:
+            Vectors `[s, b, l, p]`, or `[s/t, b, l, p]` with sequence parallelism.
+        """
         embedded, projected = self.word(tokens_bs), self.projection(x_sbh) * self.scale
         projected, embedded = (x.unflatten(-1, (-1, self.width)) for x in (projected, embedded))
         return (self.norm(projected) + embedded) * math.sqrt(0.5)
 
 
 class LayerTail(nn.Module):
-    """The residual stream `[s, b, h]` (`[s/t, b, h]` sequence-parallel), with all branches added -> the next layer's.
+    """End of a layer: it adds the layer's per-layer embedding to the residual stream and multiplies by a scalar.
 
-    `scalar`: fp32 `[1]`, a constant of the layer that belongs to the weights and is not trained; None without one.
+    Both steps are optional.
+
+    Attributes:
+        scalar: Constant factor of the layer, fp32 `[1]`. It belongs to the weights but is not trained. None if the
+            model has no layer scalars.
     """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext) -> None:
@@ -98,13 +111,13 @@ class LayerTail(nn.Module):
         return saved | {"per-layer tail": inputs + self.norm.saved(batch), **self.kept(batch)}
 
     def kept(self, batch: MicroBatch) -> dict[str, int]:
-        """Return the bytes saved by `PerLayerEmbedding` for this layer, even where the layer is recomputed."""
+        """Return the bytes saved by `PerLayerEmbedding` for this layer, even if the layer is recomputed."""
         if not self.width:
             return {}
         return {"per-layer embedding": batch.own_tokens * (3 * self.width * batch.element + batch.statistic)}
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """It reads and writes the stream once or twice, and reads a branch."""
+        """Return the work of passes over the residual stream and, if used, over the per-layer embedding."""
         stream = batch.own_tokens * self.hidden_size * batch.element
         total = KernelWork() if self.scalar is None else KernelWork(2.0 * stream, 2.0 * stream, 1)
         per_layer = 6.0 * batch.own_tokens * self.width * batch.element
@@ -112,6 +125,10 @@ class LayerTail(nn.Module):
         return total + KernelWork(per_layer + 5 * stream, per_layer + 4 * stream, 4) if self.width else total
 
     def forward(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """Return the residual stream of the next layer.
+
+        `x_sbh` is the residual stream with all branches added, `[s, b, h]`, or `[s/t, b, h]` with sequence parallelism.
+        """
         if self.width:
             assert inputs.per_layer_sblp is not None, "a stage without the embedding"
             both = torch.cat([self.gate(x_sbh), inputs.per_layer_sblp[:, :, self.index]], dim=-1)

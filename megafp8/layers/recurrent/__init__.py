@@ -1,1 +1,1 @@
-"""The base of mixers that pass a state from token to token."""
+"""Base of mixers that pass a state from token to token."""

@@ -1,15 +1,18 @@
-"""Base of recurrent mixers: a recurrence linear in the state before, and in many a causal convolution before it.
+"""Base of recurrent mixers: a recurrence that is linear in the state, often after a causal convolution.
 
-    x  [s, b, n]   each channel's causal convolution over the last `kernel` tokens, then SiLU
-    S  [b, ...]    the state of a sequence: for each token S ← T S + U, with T and U of that token alone
+    x  [s, b, n]   causal convolution of each channel over the last `kernel` tokens, then SiLU
+    S  [b, ...]    state of a sequence: each token computes S ← T S + U, where T and U depend only on that token
 
-Tokens leave behind a `State`: the last inputs that later tokens read, if any, and S, if there is one. A mixer says how
-tokens advance a state (`advance`), and how a run of tokens maps the S before it to the S after it (`transition`), from
-which ranks that share a sequence compute where each begins (`megafp8.layers.recurrent.context_parallel`).
+After its tokens a sequence has a `State`: the last inputs that later tokens read, if any, and S, if there is one. A
+mixer implements how tokens advance a state (`advance`), and how a run of tokens maps the S before it to the S after it
+(`transition`). Ranks that share a sequence use `transition` to compute the state at the start of each rank's tokens
+(`megafp8.layers.recurrent.context_parallel`).
 
-A document that begins resets the state: no input is read across it, and T is zero at its first token.
+The beginning of a document resets the state: T is zero at its first token, and no token reads inputs of an earlier
+document.
 
-Shapes: s sequence, b micro-batch, n channels of the convolution, k tokens that it sees, t = k - 1 before a token.
+Shapes: s sequence length, b micro-batch size, n channels of the convolution, k tokens that the convolution sees, t =
+k - 1 tokens before the current one.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_fro
 
 
 class RecurrentMixer(Mixer):
-    """A mixer that passes a state from token to token."""
+    """Mixer that passes a state from token to token."""
 
     context: BuildContext
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return what all ranks compute of their own tokens, of all tokens.
+        """Share a replicated tensor with the heads of all tensor-parallel ranks.
 
-        Each rank's heads use it, so its gradient is their sum.
+        With sequence parallelism, gather the tokens of all ranks. The gradient is the sum over ranks, because each
+        rank's heads use the tensor.
         """
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
         return share(x, self.context.tensor)
@@ -46,30 +50,35 @@ class RecurrentMixer(Mixer):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a sequence's S on this rank, kept in fp32 or wider; empty where there is a convolution only."""
+        """Shape of the state S of one sequence on this rank, in fp32 or wider; empty for a convolution alone."""
 
     @property
     def factor_shape(self) -> tuple[int, ...]:
-        """The shape of a sequence's `Transition.factor` on this rank, by default a matrix; empty without S."""
+        """Shape of `Transition.factor` of one sequence on this rank, by default a matrix; empty without S."""
         return () if not self.state_shape else (*self.state_shape[:-1], self.state_shape[-2])
 
     @property
     def last_shape(self) -> tuple[int, ...]:
-        """The shape of a sequence's last inputs that later tokens read, on this rank; empty where they read none."""
+        """Shape of the last inputs of one sequence that later tokens read, on this rank; empty if they read none."""
         return ()
 
     @abstractmethod
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
-        """The outputs `[s, b, ...]` of tokens, and the state after them.
+        """Run tokens through the recurrence.
 
-        `xs`: what the mixer computes of each token, `[s, b, ...]`.
-        `starts_sb`: bool, the tokens that begin a document; None where none does.
+        Args:
+            xs: Tensors that the mixer computes from each token, `[s, b, ...]`.
+            state: State before the tokens.
+            starts_sb: Tokens that begin a document, bool; None if none does.
+
+        Returns:
+            Outputs `[s, b, ...]`, and the state after the tokens.
         """
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition | None:
         """Return the map of S by all these tokens together; None without S.
 
-        S in `state` is zero, so that it can serve as the state that gives `Transition.added`.
+        S in `state` is zero, so that the state after the tokens is `Transition.added`.
         """
         assert not self.state_shape, "a mixer with S says how it is mapped"
         return None
@@ -77,78 +86,87 @@ class RecurrentMixer(Mixer):
     @property
     @abstractmethod
     def rule_flops(self) -> float:
-        """Model FLOPs by which a token reads and writes S."""
+        """Model FLOPs per token to read and write S."""
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of the recurrence."""
+        """Return the model FLOPs of the recurrence."""
         return batch.tokens * self.rule_flops
 
     def inputs(self, layer: int, tokens: Tokens) -> RecurrentInputs:
+        """Return how the recurrence of layer `layer` runs over `tokens`."""
         return RecurrentInputs(tokens.recurrence(layer))
 
     def run(self, inputs: RecurrentInputs, *xs: Tensor) -> Tensor:
-        """The recurrence over a micro-batch's tokens; only `xs` are kept for its backward."""
+        """Run the recurrence over a micro-batch; return its outputs and save only `xs` for backward."""
         if not torch.is_grad_enabled():
             return inputs.recurrence(self, xs)
         return recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
 
     @property
     def cache(self) -> tuple[StateCache]:
+        """Tensors that generation stores for each sequence."""
         return (self.state_cache,)
 
     @property
     def state_cache(self) -> StateCache:
-        """The last inputs that later tokens read, and S."""
+        """Shapes and dtypes of the state of one sequence: the last inputs that later tokens read, and S."""
         dtype = next(self.parameters()).dtype
         kept = [(self.last_shape, dtype), (self.state_shape, torch.promote_types(dtype, torch.float32))]
         shapes, dtypes = zip(*(x for x in kept if x[0]))
         return StateCache(shapes, dtypes)
 
     def zeros(self, b: int) -> State:
-        """The state of sequences at their start."""
+        """Return the state of `b` sequences at their start, which is zero."""
         device = next(self.parameters()).device
         return tuple(torch.zeros(b, *shape, dtype=dtype, device=device) for shape, dtype in zip(*self.state_cache))
 
     def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor | None:
-        """Return the inputs that the tokens after these read, `[b, t, n]`, of at least t tokens; None for none."""
+        """Return the last inputs `[b, t, n]`, which later tokens read, or None if they read none.
+
+        There must be at least t tokens.
+        """
         return None
 
     def keys_and_values(self, batch: MicroBatch) -> int:
-        """Bytes of T, U and last inputs of two slots (`megafp8.layers.recurrent.context_parallel`)."""
+        """Return the bytes of T, U and last inputs of two slots (`megafp8.layers.recurrent.context_parallel`)."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(*self.state_cache)]
         factor = math.prod(self.factor_shape) * self.state_cache.dtypes[-1].itemsize if self.factor_shape else 0
         return 2 * batch.sequences * (sum(sizes) + factor)
 
 
 class ConvolvedMixer(RecurrentMixer):
-    """A recurrent mixer with a causal convolution of the first of `xs` before the recurrence.
-
-    Args:
-        convolution: Weight of this rank's channels, `[n, 1, k]`.
-    """
+    """Recurrent mixer that applies a causal convolution to the first of `xs` before the recurrence."""
 
     convolution: nn.Parameter
+    """Weight of this rank's channels, `[n, 1, k]`."""
 
     @property
     def last_shape(self) -> tuple[int, ...]:
+        """Shape of the last inputs of the convolution, `(t, n)`."""
         n, _, k = self.convolution.shape
         return k - 1, n
 
     def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+        """Return the last inputs of the convolution, `[b, t, n]`."""
         last_btn = self.zeros(xs[0].shape[1])[0]
         return last_inputs(xs[0], last_btn.shape[1], last_btn, starts_sb)
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of the recurrence and the convolution."""
+        """Return the model FLOPs of the recurrence and the convolution."""
         return batch.tokens * (self.rule_flops + 2.0 * self.convolution.numel())
 
 
 def short_convolution(
     name: str, context: BuildContext, widths: dict[str, int], kernel: int, **options: bool
 ) -> nn.Parameter:
-    """Return the weight of convolutions with `widths` channels each, `[n, 1, kernel]` as in torch's Conv1d.
+    """Create the weight of the convolutions of several inputs, `[n, 1, kernel]` as in PyTorch's Conv1d.
 
-    Channels are divided over tensor-parallel ranks.
+    Args:
+        name: Prefix of the names of the weights, `<name>.<part>_conv.weight`.
+        context: Process groups, dtype and device of the model.
+        widths: Number of channels of each part. Tensor-parallel ranks divide the channels.
+        kernel: Number of tokens that the convolution sees.
+        **options: Options of `new_parameter`.
     """
     group = context.tensor
     shards = [

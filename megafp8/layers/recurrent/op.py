@@ -1,7 +1,7 @@
-"""Recurrences over tokens: what a layer says of its own, and who runs it over the tokens there are.
+"""Interface between a layer's recurrence and the code that runs it over tokens.
 
 A recurrence passes a state from token to token. Tokens may be whole sequences (training), parts of sequences on several
-ranks (`megafp8.layers.recurrent.context_parallel`), or the next ones of sequences whose states are stored (generation).
+ranks (`megafp8.layers.recurrent.context_parallel`), or the next tokens of sequences with stored states (generation).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 State = tuple[Tensor, ...]
-"""What a recurrence knows of the tokens before: tensors `[b, ...]`."""
+"""State of a recurrence after the tokens so far: tensors `[b, ...]`."""
 
 
 class Transition(NamedTuple):
-    """Linear map of the state before a run of tokens to the state after it.
+    """Affine map from the state before a run of tokens to the state after it.
 
-    The product of many diagonal-plus-rank-one factors has no form smaller than a matrix, unless the tokens are fewer
-    than half of the channels of a key.
+    The product of many diagonal-plus-rank-one factors has no form smaller than a matrix, unless there are fewer tokens
+    than half of a key's channels.
 
     Args:
-        factor: `[b, ..., d, d]`, a matrix; `[b, ..., d, 1]`, its diagonal; `[b, ..., 1, 1]`, one number of each state.
+        factor: A matrix `[b, ..., d, d]`, its diagonal `[b, ..., d, 1]`, or one number per state `[b, ..., 1, 1]`.
         added: State after the tokens if the state before them is zero, `[b, ..., d, w]`.
     """
 
@@ -35,21 +35,27 @@ class Transition(NamedTuple):
 
 
 class RecurrentRule(Protocol):
-    """Functions by which a layer's tokens advance a state, documented in
-    `megafp8.layers.recurrent.module.RecurrentMixer`."""
+    """Rule that says how a layer's tokens advance a state.
 
-    def zeros(self, b: int, /) -> State: ...
+    `megafp8.layers.recurrent.module.RecurrentMixer` documents and implements them.
+    """
 
-    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None, /) -> tuple[Tensor, State]: ...
+    def zeros(self, b: int, /) -> State:
+        """Return the state of `b` sequences at their start."""
 
-    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None, /) -> Tensor | None: ...
+    def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None, /) -> tuple[Tensor, State]:
+        """Return the outputs of tokens, and the state after them."""
 
-    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None, /) -> Transition | None: ...
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None, /) -> Tensor | None:
+        """Return the last inputs that later tokens read, or None."""
+
+    def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None, /) -> Transition | None:
+        """Return the map of S by all these tokens together, or None without S."""
 
 
 class Recurrence(Protocol):
-    """Runs a layer's recurrence over the tokens of a micro-batch or a step, each sequence from its own state."""
+    """Callable that runs a layer's recurrence over a micro-batch or step, each sequence from its own state."""
 
     def __call__(self, rule: RecurrentRule, xs: tuple[Tensor, ...], /) -> Tensor:
-        """The outputs `[s, b, ...]` of tensors `[s, b, ...]`."""
+        """Return the outputs `[s, b, ...]` for the layer's tensors `[s, b, ...]`."""
         ...

@@ -1,1 +1,1 @@
-"""Time mix of RWKV-7 (arXiv:2503.14456)."""
+"""Time mix of RWKV-7, a recurrent mixer (arXiv:2503.14456)."""

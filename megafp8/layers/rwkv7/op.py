@@ -1,20 +1,21 @@
-"""The recurrence of RWKV-7 (arXiv:2503.14456): a state that decays, and in which a token replaces part of a value.
+"""Recurrence of RWKV-7 (arXiv:2503.14456): the state decays, and each token replaces part of a stored value.
 
-A head's state S `[d, d]` maps keys to values. Each token has a decay g of each channel, a unit removal key κ, an
-in-context learning rate a of each channel, a key k and a value v:
+The state S `[d, d]` of a head maps keys to values. Each token has a log decay g per channel, a removal key κ of length
+1, an in-context learning rate a per channel, a key k and a value v:
 
     S ← exp(g) S − (a κ) (Sᵀκ)ᵀ + k vᵀ;    y = Sᵀr        (`recurrence`, token by token, is the specification)
 
-The transition diag(exp(g)) − (a κ) κᵀ is diagonal plus rank one. Within a chunk of tokens with sums of decays G, what
-the tokens read for removal, u, solves a triangular system, and the state is read and written once for each chunk:
+The transition diag(exp(g)) − (a κ) κᵀ is diagonal plus rank one. Consider a chunk of tokens, and let G be the running
+sum of g. The values u that the tokens read with their removal keys solve a triangular system, and the state is read and
+written only once per chunk:
 
     (I + A) u = κ exp(G') S₀ + B v
     A_ij = Σ_d κ_i exp(G'_i − G_j) a_j κ_j,  B_ij = Σ_d κ_i exp(G'_i − G_j) k_j  for j < i
     S_c = exp(G_c) S₀ + Σ_j exp(G_c − G_j) (k_j v_jᵀ − a_j κ_j u_jᵀ),    G'_i = G_(i−1)
 
-No kernel computes it yet: `in_chunks` takes PyTorch's operations, with c² products of channels for each chunk.
+There is no kernel yet. `in_chunks` uses PyTorch's operations, with c² products per channel of each chunk.
 
-Shapes: s sequence, b micro-batch; a heads of this rank of d channels; c tokens of a chunk, m chunks.
+Shapes: s sequence length, b micro-batch size; a heads of d channels on this rank; c tokens per chunk, m chunks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,20 @@ def recurrence(
     r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbad: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
     state_badd: Tensor, starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run RWKV-7's recurrence token by token: outputs `[s, b, a, d]` and the state after the last token.
+    """Run the recurrence token by token. This is the specification of `in_chunks`.
 
     Args:
+        r_sbad: Receptances, which tokens use to read the state.
         decay_sbad: Logarithms g of decays.
-        starts_sb: bool, tokens before which the state is zero; None: none.
+        k_sbad: Keys.
+        v_sbad: Values.
+        removal_sbad: Removal keys κ of length 1.
+        rate_sbad: In-context learning rates a.
+        state_badd: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, a, d]`, and the state after the last token.
     """
     outputs = []
     tokens = zip(r_sbad, decay_sbad, k_sbad, v_sbad, removal_sbad, rate_sbad, strict=True)
@@ -58,7 +68,7 @@ def in_chunks(
     c = min(CHUNK, s)
 
     def chunks(x: Tensor) -> Tensor:
-        """Return `[m, b, a, c, ...]`; tokens behind the end are zeros, which leave the state as it is."""
+        """Split `[s, b, a, ...]` into chunks `[m, b, a, c, ...]`, padded with zeros that do not change the state."""
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -s % c)).unflatten(0, (-1, c))
         return x.movedim(1, 3)
 
@@ -80,17 +90,17 @@ def in_chunks(
         after, over = after * (document == document[..., -1:]).unsqueeze(-1), over * first[..., -1, :]
 
     def products(x: Tensor, y: Tensor, decays: Tensor) -> Tensor:
-        """Return products of x of each token and decayed y of those before it, `[m, b, a, c, c]`."""
+        """Return the products of x of each token with the decayed y of its chunk, `[m, b, a, c, c]`."""
         return ((x.unsqueeze(-2) * y.unsqueeze(-3)) * decays).sum(-1)
 
     right = torch.cat([products(removal, k, before) @ v, removal_of_state], dim=-1)
-    # The diagonal is 1, whatever stands there.
+    # `unitriangular=True` takes the diagonal as 1 and does not read it.
     solved = torch.linalg.solve_triangular(products(removal, replaced, before), right, upper=False, unitriangular=True)
     written, read = solved.split([v.shape[-1], removal.shape[-1]], dim=-1)
-    of_values, of_removed = products(r, k, within) @ v, products(r, replaced, within)
+    value_outputs, removal_scores = products(r, k, within) @ v, products(r, replaced, within)
     added, replaced = (k * after).mT @ v, (replaced * after).mT
     outputs = []
-    tensors = written, read, of_values, of_removed, added, replaced, r_of_state, over
+    tensors = written, read, value_outputs, removal_scores, added, replaced, r_of_state, over
     for written_i, read_i, values_i, removed_i, added_i, replaced_i, r_i, over_i in zip(*tensors, strict=True):
         u = written_i + read_i @ state_badw
         outputs.append(r_i @ state_badw + values_i - removed_i @ u)

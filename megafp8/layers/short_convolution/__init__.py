@@ -1,1 +1,1 @@
-"""The gated short convolution (LFM2), and causal convolutions of a few tokens."""
+"""Gated short convolution (LFM2), and causal convolutions over a few tokens."""

@@ -1,14 +1,14 @@
-"""Causal convolution of a few tokens in each channel, then SiLU, and perhaps the heads' norm, in one pass each way.
+"""Kernels for a short causal convolution with SiLU and optional normalization of heads, one pass in each direction.
 
-Reference: `convolve` in `megafp8.layers.short_convolution.op`, whose PyTorch operations read and write the channels
-some ten times. Forward reads and writes them once. Backward computes the outputs again from the inputs, so nothing is
-kept; a token's input has a part in the outputs of the next k - 1 tokens, whose gradients each program computes again,
-as that costs no memory traffic.
+Reference: `convolve` in `megafp8.layers.short_convolution.op`. Its PyTorch operations read and write the channels about
+ten times; the forward kernel reads and writes them once. Forward saves only the inputs, and backward recomputes the
+outputs. The input of a token affects the outputs of the next k - 1 tokens. Each program recomputes the gradients of
+these outputs, because this costs no memory traffic.
 
-A program has some tokens and the channels of one head (or as many channels). Gradients of the weights are added up over
-a program's tokens in fp32; the sums of programs are added by PyTorch, in a fixed order.
+A program computes some tokens and the channels of one head. It adds up the weight gradients over its tokens in fp32;
+PyTorch adds the sums of all programs in a fixed order.
 
-Shapes: s sequence, b micro-batch, c channels of one part, k tokens that the convolution sees, t = k - 1.
+Shapes: s sequence length, b micro-batch size, c channels of one part, k tokens that the convolution sees, t = k - 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megafp8.kernels.limits import LENGTH_EPS
 
 _TOKENS = 32
 _TILES = 8
-"""Tiles of tokens of a program in backward: partial gradients of weights are one row a program."""
+"""Tiles of tokens per program in backward. Each program writes one row of partial weight gradients."""
 _EPS = tl.constexpr(LENGTH_EPS)
 
 
@@ -34,7 +34,7 @@ _EPS = tl.constexpr(LENGTH_EPS)
 def _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b, s, stride_s, stride_b, c,
                 K: tl.constexpr, DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """The convolution at tokens `[T]` of channels `[C]`, in fp32; tokens outside the sequence give anything."""
+    """Compute the convolution at tokens `[T]` of channels `[C]` in fp32; undefined outside the sequence."""
     total = tl.zeros((T, C), tl.float32)
     if BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -60,7 +60,7 @@ def _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b
 def _gradient_before(x, last, weight, bias, starts, dy, token, channel, inside, sample, b, s, stride_s, stride_b, c,
                      K: tl.constexpr, DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
                      T: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The gradient of the convolution's outputs at tokens `[T]`, before SiLU, in fp32; 0 outside the sequence."""
+    """Compute the gradient of the convolution before SiLU at tokens `[T]` in fp32; 0 outside the sequence."""
     u = _sum_before(x, last, weight, bias, starts, token, channel, inside, sample, b, s, stride_s, stride_b, c, K,
                     DOCUMENTS, BIAS, T, C)  # fmt: skip
     inside_part = ((token >= 0) & (token < s))[:, None] & inside[None, :]
@@ -80,7 +80,7 @@ def _gradient_before(x, last, weight, bias, starts, dy, token, channel, inside, 
 def forward_kernel(x, last, weight, bias, starts, y, b, s, stride_s, stride_b, c, K: tl.constexpr,
                    DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
                    C: tl.constexpr):  # fmt: skip
-    """`[b, s, c]` of T tokens and one head of D channels."""
+    """Compute the outputs, in `[b, s, c]`, of T tokens and one head of D channels."""
     tiles = tl.cdiv(s, T)
     sample, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token = tile * T + tl.arange(0, T)
@@ -101,9 +101,10 @@ def backward_kernel(x, last, weight, bias, starts, dy, dx, dlast, dweight, b, s,
                     dx_stride_b, c, K: tl.constexpr, DOCUMENTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
                     D: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
                     ROWS: tl.constexpr):  # fmt: skip
-    """Gradients of the inputs at TILES × T tokens, from K - 1 before the first on, and this program's of the weights.
+    """Compute the input gradients of TILES × T tokens, and this program's partial weight gradients.
 
-    `dweight` `[programs, K + 1, c]`: those of the bias last.
+    The tokens begin K - 1 before the first token, to include the last inputs of the earlier tokens. `dweight` is
+    `[programs, K + 1, c]`, with the bias gradient in the last row.
     """
     programs = tl.cdiv(s + K - 1, T * TILES)
     sample, program = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -147,18 +148,22 @@ def _width(d: int) -> int:
 
 
 class ConvolutionInputs(NamedTuple):
-    """What both passes read: `x_sbc`, contiguous in its last dim, `weight_ck`, the inputs before, `last_btc`, int8
-    `starts_sb`, the tokens that see nothing before them, and `bias_c`; all contiguous but the first."""
+    """Inputs of the forward and backward kernels. All tensors except `x_sbc` are contiguous."""
 
     x_sbc: Tensor
+    """Inputs of the tokens, contiguous in the last dim."""
     weight_ck: Tensor
+    """Weights of the convolution."""
     last_btc: Tensor
+    """Inputs of the t tokens before the first."""
     starts_sb: Tensor | None
+    """Tokens that begin a document and see no earlier tokens, int8; None if none does."""
     bias_c: Tensor | None
+    """Bias of each channel, or None."""
 
 
 def forward(inputs: ConvolutionInputs, d: int, *, norm: bool) -> Tensor:
-    """`[b, s, c]`, contiguous. `norm`: heads of d channels get length 1."""
+    """Return the outputs `[b, s, c]`, contiguous. With `norm`, heads of d channels are normalized to length 1."""
     x_sbc, weight_ck, last_btc, starts_sb, bias_c = inputs
     (s, b, c), k = x_sbc.shape, weight_ck.shape[1]
     y_bsc = x_sbc.new_empty(b, s, c)
@@ -174,8 +179,11 @@ def forward(inputs: ConvolutionInputs, d: int, *, norm: bool) -> Tensor:
 def backward(
     inputs: ConvolutionInputs, d: int, dy_bsc: Tensor, dx_sbc: Tensor, *, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes `dx_sbc`; gradients of the last inputs `[b, t, c]`, the weight `[c, k]` and the bias `[c]`, the latter two
-    in fp32. `dy_bsc`: contiguous."""
+    """Write the input gradient to `dx_sbc`, and return the other gradients. `dy_bsc` is contiguous.
+
+    Returns:
+        Gradients of the last inputs `[b, t, c]`, of the weight `[c, k]` in fp32, and of the bias `[c]` in fp32.
+    """
     x_sbc, weight_ck, last_btc, starts_sb, bias_c = inputs
     (s, b, c), k = x_sbc.shape, weight_ck.shape[1]
     programs = b * ceil_div(s + k - 1, _TOKENS * _TILES)

@@ -1,10 +1,10 @@
-"""A gated short convolution as mixer, as in LFM2.
+"""Gated short convolution as a mixer (LFM2).
 
-    b, c, x = projection(input)         column-parallel; as many channels each as the residual stream has
-    y = c · convolution(b · x)          causal, of each channel over the last tokens
+    b, c, x = projection(input)         column-parallel; b, c and x have h channels each
+    y = c · convolution(b · x)          causal, in each channel over the last tokens
     output = projection(y)              row-parallel
 
-Shapes: s sequence, b micro-batch, h hidden; n channels of this rank.
+Shapes: s sequence length, b micro-batch size, h hidden size; n channels on this rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megafp8.spec import ModelSpec
 
 
 class ShortConvolution(ConvolvedMixer):
-    """A gated short convolution."""
+    """Mixer that multiplies a short causal convolution by gates before and after it."""
 
     def __init__(
         self,
@@ -64,18 +64,21 @@ class ShortConvolution(ConvolvedMixer):
 
     @property
     def input_format(self) -> InputFormat | None:
+        """Input format of the projection; None for values."""
         return self.projection.state.input_format
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
+        """Return the output of the mixer in the shape of its input. Collective."""
         b_sbn, c_sbn, x_sbn = self.projection(x_sbh).chunk(3, dim=-1)
         return self.proj(c_sbn * self.run(inputs, b_sbn * x_sbn))
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Empty shape: the mixer has no S, only last inputs."""
         return ()
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
-        """From `[s, b, n]` to as much."""
+        """Advance the convolution; return the outputs `[s, b, n]` and the new state."""
         (x_sbn,), (last_btn,) = xs, state
         y_sbn = convolve(x_sbn, self.convolution[:, 0], last_btn, starts_sb)
         return y_sbn, (last_inputs(x_sbn, last_btn.shape[1], last_btn, starts_sb),)
@@ -83,6 +86,7 @@ class ShortConvolution(ConvolvedMixer):
     # --- what it keeps and computes ---------------------------------------------------------------------------------
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward, by tensor."""
         channel_bytes = batch.tokens * len(self.convolution) * batch.element
         return {
             "bcx input": batch.saved_input(self.projection.state),
@@ -93,11 +97,12 @@ class ShortConvolution(ConvolvedMixer):
         }
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Passes over channels: 6 of the two gates, and 3 and more for each token that the convolution sees."""
+        """Return the work of passes over channels: 6 for the gates, 3 for the current token, 5 per earlier token."""
         n, _, k = self.convolution.shape
         moved = batch.tokens * n * (9 + 5 * (k - 1)) * batch.element
         return KernelWork(moved, 3 * moved, kernels=5 + 2 * k, more_in_backward=5 + 4 * k)
 
     @property
     def rule_flops(self) -> float:
+        """Model FLOPs of S per token: zero, because there is no S."""
         return 0.0

@@ -1,10 +1,10 @@
-"""Causal convolution of a few tokens in each channel, before a recurrence, with SiLU and the norms of heads.
+"""Causal convolution over a few tokens in each channel, before a recurrence, with SiLU and normalization of heads.
 
-On a GPU `megafp8.layers.short_convolution.kernel` computes it in one pass; elsewhere, and in fp64, PyTorch's operations
-do.
+On a GPU, `megafp8.layers.short_convolution.kernel` computes all of this in one pass. On other devices and in fp64,
+PyTorch's operations compute it.
 
-Shapes: s sequence, b micro-batch, n channels, of which parts have c each; k tokens that the convolution sees, t = k - 1
-before a token.
+Shapes: s sequence length, b micro-batch size, n channels, divided into parts of c channels; k tokens that the
+convolution sees, t = k - 1 tokens before the current one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ def _kernels() -> ModuleType:
 
 
 class ChannelGroup(NamedTuple):
-    """Channels that the recurrence reads as one tensor: `heads` of `width` channels, of length 1 if `norm`."""
+    """Channels that the recurrence reads as one tensor.
+
+    Args:
+        heads: Number of heads.
+        width: Channels of a head.
+        norm: Whether each head is normalized to length 1.
+    """
 
     heads: int
     width: int
@@ -46,9 +52,17 @@ class ChannelGroup(NamedTuple):
 def convolve(
     x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, bias_n: Tensor | None = None
 ) -> Tensor:
-    """Causal convolution of each channel, `[s, b, n]`.
+    """Compute the causal convolution of each channel.
 
-    `last_btn`: the inputs before these. `starts_sb`: bool, tokens that see nothing before them.
+    Args:
+        x_sbn: Inputs.
+        weight_nk: Weights; the last one is for the current token.
+        last_btn: Inputs of the t tokens before these.
+        starts_sb: Tokens that begin a document and see no earlier tokens, bool.
+        bias_n: Bias of each channel.
+
+    Returns:
+        Outputs `[s, b, n]`.
     """
     s, t = len(x_sbn), weight_nk.shape[1] - 1
     padded = torch.cat([last_btn.transpose(0, 1).to(x_sbn.dtype), x_sbn])
@@ -65,7 +79,7 @@ def convolve(
 
 
 def last_inputs(x_sbn: Tensor, t: int, last_btn: Tensor, starts_sb: Tensor | None) -> Tensor:
-    """The inputs that the tokens after these see, `[b, t, n]`; zero those of earlier documents than the last."""
+    """Return the last inputs `[b, t, n]`, which later tokens see, with zeros for tokens of earlier documents."""
     s = len(x_sbn)
     last = x_sbn[s - t :] if s >= t else torch.cat([last_btn.transpose(0, 1)[s:].to(x_sbn.dtype), x_sbn])
     if starts_sb is not None:
@@ -78,9 +92,13 @@ def convolve_parts(
     x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None, parts: Sequence[ChannelGroup],
     bias_n: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """SiLU of `convolve`, `[s, b, heads, width]` of each part; heads of those with a norm are divided by their length.
+    """Compute SiLU of `convolve` and split it into parts.
 
-    The length is √(Σx² + 1e-6). In memory a part is `[b, s, heads, width]` where a kernel wrote it.
+    Heads of parts with `norm` are divided by their length, √(Σx² + 1e-6). A part that a kernel wrote is
+    `[b, s, heads, width]` in memory.
+
+    Returns:
+        A tensor `[s, b, heads, width]` for each part.
     """
     assert sum(part.heads * part.width for part in parts) == x_sbn.shape[2]
     if x_sbn.is_cuda and x_sbn.dtype != torch.float64 and x_sbn.stride(-1) == 1:
@@ -133,7 +151,7 @@ def _inputs(
     parts: Sequence[ChannelGroup], x_sbn: Tensor, weight_nk: Tensor, last_btn: Tensor, starts_sb: Tensor | None,
     bias_n: Tensor | None,
 ) -> list[ConvolutionInputs]:  # fmt: skip
-    """What the kernels read of each part."""
+    """Return the kernel inputs of each part."""
     widths = [part.heads * part.width for part in parts]
     starts = None if starts_sb is None else starts_sb.to(torch.int8).contiguous()
     biases = [None] * len(parts) if bias_n is None else bias_n.split(widths)

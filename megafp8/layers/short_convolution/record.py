@@ -1,4 +1,4 @@
-"""A gated short convolution as mixer: its keys."""
+"""Config keys of the gated short convolution."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from megafp8.spec import ModelSection
 
 
 class ShortConvolutionConfig(ConvolvedConfig):
-    """A causal convolution of a few tokens in each channel, with a gate before it and one after it (LFM2). Its state is
-    the last inputs."""
+    """Gated short convolution (LFM2): a causal convolution over a few tokens in each channel.
+
+    There is a gate before and a gate after the convolution. The state of a sequence is its last inputs.
+    """
 
     module: ClassVar[str] = "megafp8.layers.short_convolution.module:ShortConvolution"
     tensor_prefix: ClassVar[str] = "short_convolution"
 
     kind: Literal["short_convolution"] = "short_convolution"
-    """A gated short convolution."""
+    """Kind of mixer: gated short convolution."""
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
+        """Return the hidden size, which tensor parallelism divides."""
         return {"hidden_size": model.hidden_size}

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another choice of groups": (D | {"topk_method": "group_limited_greedy"}, "topk_method = .*supported: 'noaux_tc'"),
     "no shared expert in DeepSeek": (D | {"n_shared_experts": 0}, "n_shared_experts = 0: .*supported: 1 or more"),
     "groups of one expert": (D | {"n_group": 8}, r"n_group = 8: .*at least two of the n_routed_experts \(8\)"),
-    "more choices than experts in groups": (D | {"num_experts_per_tok": 5}, "top_groups = 2: so many groups have 4"),
+    "more choices than experts in groups": (D | {"num_experts_per_tok": 5}, "top_groups = 2: these groups have 4"),
     "DeepSeek without experts": (D | {"first_k_dense_replace": 3}, "none of the 3 layers has experts"),
     "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
     "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
