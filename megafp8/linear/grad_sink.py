@@ -32,14 +32,22 @@ class GradSink(Protocol):
         """Sum of the gradients, in the weight's shape and usually in fp32."""
 
     @property
-    def is_empty(self) -> bool: ...
+    def is_empty(self) -> bool:
+        """Whether there is no sum yet.
+
+        In this case `main_grad` has undefined values, and the first gradient is written instead of added.
+        """
 
     @property
     def wgrads(self) -> WgradStore | None:
         """Store that takes wgrad for later while it is open; None if wgrad is never deferred."""
 
     @property
-    def pair(self) -> WgradPair | None: ...
+    def pair(self) -> WgradPair | None:
+        """Keeper of operands, for kernels that compute the gradients of two micro-batches together.
+
+        None if every gradient is computed separately.
+        """
 
     def added(self) -> None:
         """Report that a gradient has been written or added to `main_grad`."""

@@ -97,9 +97,9 @@ class GroupState:
         return self._quantizers
 
     def one_by_one(self) -> str:
-        """Why the host starts the FP8 GEMMs of one expert after the other on CUDA; empty if it never does.
+        """Return why the host starts the experts' FP8 GEMMs one by one on CUDA, or an empty string if it never does.
 
-        By the layers' sites, for bf16.
+        The answer is for bf16 and the sizes in the layers' sites.
         """
         if self.high_precision:
             return ""
@@ -167,7 +167,10 @@ class GroupState:
         return self._quantizers.weight(source, groups, rowwise=rowwise, columnwise=columnwise)
 
     def set_gathered_weight(self, weight: ScaledTensor) -> None:
-        """Compute with `weight` `[e·n, k]`, gathered in FP8 with scales `[e]`, from now on; values are never read."""
+        """Compute with `weight` `[e·n, k]`, gathered in FP8 with scales `[e]`, from now on.
+
+        The parameter's values are no longer read.
+        """
         if self._gathered_weight is None:
             for e, state in enumerate(self.states):
                 state.set_gathered_part(partial(self._gathered_part, e))

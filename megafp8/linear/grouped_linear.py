@@ -252,7 +252,10 @@ class _OneByOneLinear(Function):
 
 
 def _weights(weight: Tensor, states: Sequence[LinearState]) -> Sequence[Tensor]:
-    """The weight of each expert; of those gathered in FP8, which have no values, that of all."""
+    """Return the weight of each expert.
+
+    Weights gathered in FP8 have no values per expert; every expert then gets the whole weight.
+    """
     if states[0].gathered_weight is not None:
         return [weight] * len(states)
     weights: Sequence[Any] = weight.detach().view(len(states), -1, weight.shape[1]).unbind()

@@ -76,7 +76,10 @@ def _vector_product(x_1k: Tensor, w_nk: Tensor, bias_n: Tensor | None) -> Tensor
 
 
 class OneDnnInt8Weight:
-    """`data_nk` int8 `[n, k]` times `scale_inv_n` float32 `[n]`; the other operand becomes two int8 digits."""
+    """Weight as `data_nk` int8 `[n, k]` times `scale_inv_n` float32 `[n]`.
+
+    The other operand is quantized to two int8 digits.
+    """
 
     def __init__(self, data_nk: Tensor, scale_inv_n: Tensor) -> None:
         n, k = data_nk.shape

@@ -200,12 +200,12 @@ class LinearState:
             quantizer.record(x)
 
     def skip_grad_output(self) -> None:
-        """Take note of a micro-batch without tokens, so that later ones have the noise that they have elsewhere."""
+        """Advance the random noise past a micro-batch without tokens, so that later ones get the same noise."""
         if self.plan.fp8 and isinstance(self.own_quantizers.grad_output, RecipeQuantizer):
             self.own_quantizers.grad_output.skip()
 
     def grad_handoff(self) -> QuantizedGradHandoff | None:
-        """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""
+        """Return the slot for the next forward's quantized output gradient; None if the layer quantizes it itself."""
         return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None
 
     # --- Weight -----------------------------------------------------------------------------------------------------
