@@ -103,7 +103,7 @@ def rank_rows(slot_bs: Tensor, ranks: int) -> Tensor:
 
 
 def first(class_bs: Tensor, count: int) -> Tensor:
-    """Positions of `count` tokens: by class, and in the order of the sequence within it; `[b, count]`."""
+    """Return the positions of the first `count` tokens by class, then by place in the sequence; `[b, count]`."""
     return class_bs.argsort(dim=1, stable=True)[:, :count]
 
 

@@ -43,7 +43,10 @@ class SymmetricBuffer:
         self._views: dict[tuple[int, ...], list[list[Tensor]]] = {}
 
     def views(self, sizes: tuple[int, ...]) -> list[list[Tensor]]:
-        """Each rank's buffer split into tensors of `sizes` bytes. Cached: making views takes longer than a launch."""
+        """Split each rank's buffer into tensors of `sizes` bytes.
+
+        Views are cached, because making them takes longer than a kernel launch.
+        """
         if sizes not in self._views:
             self._views[sizes] = [split(buffer, sizes) for buffer in self.buffers]
         return self._views[sizes]

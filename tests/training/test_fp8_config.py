@@ -157,7 +157,7 @@ ONE_BY_ONE: list[tuple[dict[str, Any], int, str]] = [
     ({"recipe": "mxfp8"}, 32, "no kernel computes all experts together under this recipe"),
     ({"recipe": "blockwise"}, 32, "the recipe needs widths that are multiples of 128, but experts have 64"),
     ({"recipe": "current"}, 40, "the recipe needs widths that are multiples of 16, but experts have 40"),
-    ({"recipe": "delayed", "report_interval": 10}, 32, "a recorder looks at"),
+    ({"recipe": "delayed", "report_interval": 10}, 32, "a recorder samples"),
     ({"recipe": "delayed", "param_gather": True}, 32, ""),
 ]
 
