@@ -230,7 +230,10 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """The first rank of the pipeline. Which stages a rank holds depends on the schedule's placement."""
+        """Whether this is the first rank of the pipeline.
+
+        The stages that a rank holds depend on the schedule's placement.
+        """
         return self.pipeline.is_first
 
     @property

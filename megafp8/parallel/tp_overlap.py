@@ -171,7 +171,7 @@ class TPOverlap(Protocol):
         ...
 
     def sum(self, product: Product) -> ReduceHandle:
-        """Compute this rank's partial sum and start summing over ranks, to the rows that it has outside the layer."""
+        """Compute this rank's partial sum, and start to sum over ranks into the rows that each rank keeps."""
         ...
 
 

@@ -39,7 +39,7 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 RECEIVE_BEFORE = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD}
 SEND_AFTER = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD}
 DIRECTION = {transfer: compute for table in (RECEIVE_BEFORE, SEND_AFTER) for compute, transfer in table.items()}
-"""FORWARD for transfers of activations, BACKWARD for those of gradients. Each direction has its own communicator."""
+"""Direction of each transfer: FORWARD for activations, BACKWARD for gradients. Each has its own communicator."""
 
 
 class Action(NamedTuple):
@@ -91,9 +91,10 @@ class StagePlacement:
         return tuple(homes[stage] for stage in range(self.num_stages))
 
     def neighbour(self, transfer: Kind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """(rank, chunk) at the other end of chunk `chunk`'s `transfer` on `rank`; None at the ends of the model.
+        """Return the (rank, chunk) at the other end of chunk `chunk`'s `transfer` on `rank`.
 
-        The rank may be `rank` itself; then the tensor is passed without a transfer.
+        Return None at the ends of the model. The other rank may be `rank` itself; the tensor is then passed on without
+        a transfer.
         """
         return self._neighbours[transfer][rank][chunk]
 

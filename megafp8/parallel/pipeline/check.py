@@ -71,7 +71,10 @@ def check_schedule(schedule: Schedule, placement: StagePlacement) -> None:
 
 
 def _check_ranks(schedule: Schedule, placement: StagePlacement, num_microbatches: int, *, transfers: bool) -> None:
-    """Each rank has exactly the actions it needs, once each and in order. Splitting a backward is optional."""
+    """Check that each rank has exactly the actions it needs, once each and in order.
+
+    Splitting a backward is optional.
+    """
     trains = any(action.kind in (Kind.BACKWARD, Kind.WEIGHT) for actions in schedule for action in actions)
     needed = [Kind.FORWARD, Kind.BACKWARD] if trains else [Kind.FORWARD]
     if transfers:

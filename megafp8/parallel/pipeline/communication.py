@@ -31,7 +31,7 @@ from megafp8.parallel.pipeline.actions import RECEIVE_BEFORE, SEND_AFTER, Action
 from megafp8.parallel.pipeline.simulate import TimedAction, simulate
 
 _Order = tuple[float, int, int]
-"""A transfer's place in the global order: when its tensor is made, then micro-batch and stage, to break ties."""
+"""Place of a transfer in the global order: time at which its tensor is produced, micro-batch and stage."""
 
 
 def with_communication(compute: Schedule, placement: StagePlacement) -> Schedule:

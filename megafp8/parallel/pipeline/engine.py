@@ -201,7 +201,7 @@ class _Run:
             if key in self.split:
                 self.wgrads[key] = deque()
             return
-        # Run backward in this thread: in autograd's thread, on another core, Python code of Functions is a fifth slower.
+        # Stay in this thread: in autograd's thread, on another core, the Python code of Functions is a fifth slower.
         with torch.autograd.set_multithreading_enabled(False):
             if key in self.split:
                 assert self.engine.wgrads is not None

@@ -107,6 +107,7 @@ def cell(action: Action) -> str:
 
 
 def _call(source: str, placement: StagePlacement, num_microbatches: int) -> Schedule:
+    """Import the function `source` and return its schedule; raise ValueError if this fails."""
     module_name, colon, function_name = source.partition(":")
     if not colon:
         near = near_name(source, SCHEDULES)

@@ -41,7 +41,7 @@ class StageTimes:
     p2p: float = 0.0
 
     def duration(self, kind: Kind, *, split: bool) -> float:
-        """The duration of a compute action; `split`: the backward leaves its weight gradients to a WEIGHT."""
+        """Return the duration of a compute action. `split`: a separate WEIGHT computes the weight gradients."""
         if kind is Kind.BACKWARD:
             return self.backward if split else self.backward + self.weight
         return self.forward if kind is Kind.FORWARD else self.weight

@@ -23,7 +23,10 @@ _CHUNK = 1 << 24  # elements generated at a time; limits the int64 temporaries t
 
 
 def normal_at(index: Tensor, key: Key) -> Tensor:
-    """Standard normals (float32) of the elements `index` (int64) of a stream. Box-Muller on two Philox words."""
+    """Return standard normals (float32) at the elements `index` (int64) of a stream.
+
+    Box-Muller transforms two Philox words to each normal.
+    """
     a, b, _, _ = philox(index, key)
     u = (a.double() + 0.5) / 2.0**32
     angle = (b.double() + 0.5) * (2 * math.pi / 2.0**32)
