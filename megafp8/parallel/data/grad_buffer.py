@@ -229,7 +229,7 @@ class GradBuffer:
     def count(self, index: int) -> None:
         """Record that parameter `index` received a gradient."""
         bucket = self._bucket_of[index]
-        assert bucket >= self._started, f"a gradient of {self._name(index)} arrived after its bucket was reduced"
+        assert bucket >= self._started, f"a gradient of {self._name(index)} came after its bucket was reduced"
         if not self._overlap:
             return
         self._expected[index] -= 1

@@ -99,7 +99,10 @@ class ParamBuffer:
                 self._works.pop(i).wait()
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
-        """Make each of `modules` wait for its own parameters when it is called. Together they must have all of them."""
+        """Make each of `modules` wait for its own parameters when it is called.
+
+        Together the modules must have all parameters.
+        """
         covered: set[nn.Parameter] = set()
         for module in modules:
             params = {param for param in module.parameters() if param in self._bucket_of}

@@ -76,7 +76,7 @@ class DataParallelPlan:
         return self.ranks, self.stride
 
     def received(self, elements: float) -> float:
-        """How much of `elements`, a number or bytes, a rank receives in a collective that runs once a step."""
+        """Return the part of `elements` (a count or bytes) that a rank receives in a collective of the step."""
         return elements * (self.ranks - 1) / self.ranks
 
     def gathered(self, elements: float) -> float:

@@ -137,7 +137,10 @@ class DataParallelStrategy:
             self.gather()
 
     def gather(self) -> None:
-        """Start to gather weights that have been updated since; modules wait for theirs. Collective."""
+        """Start to gather weights that have been updated since the last gather. Collective.
+
+        Modules wait for their weights.
+        """
         if self._updated:
             self._gather()
             self._updated = False
@@ -146,7 +149,10 @@ class DataParallelStrategy:
         """Start to gather all weights."""
 
     def wait(self) -> None:
-        """Gather weights that have been updated since, and wait; call it before reading them. Collective."""
+        """Gather weights that have been updated since the last gather, and wait for them. Collective.
+
+        Call this before reading the weights.
+        """
         self.gather()
 
     def invalidate(self) -> None:
@@ -164,7 +170,7 @@ class DataParallelStrategy:
         self.invalidate()
 
     def describe(self) -> str:
-        """Memory and traffic of the weights on a rank, for the log; empty where there is nothing to say."""
+        """Return the memory and traffic of the weights on a rank for the log; empty by default."""
         return ""
 
 

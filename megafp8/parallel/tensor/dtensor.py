@@ -70,7 +70,7 @@ class Fp8RowwiseParallel(ParallelStyle):
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:
         if output_layouts not in (None, Replicate(), Shard(1)):
-            raise ValueError(f"output_layouts is {output_layouts}; it must be Replicate() or Shard(1) (the sequence)")
+            raise ValueError(f"output_layouts is {output_layouts}; it must be Replicate() or Shard(1), the sequence")
         self.sequence_parallel = output_layouts == Shard(1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -82,10 +82,11 @@ class Fp8RowwiseParallel(ParallelStyle):
 
 
 class PrepareFp8ModuleInput(ParallelStyle):
-    """Gathers the first argument of a module, `[b, s/t, k]`, along the sequence, in FP8 for column-parallel layers.
+    """Style that gathers a module's first argument along the sequence, in FP8 for column-parallel layers.
 
-    These must be all that reads it: others see NaNs. It is gathered in high precision where one of them has a finer
-    scale than one per tensor, or runs in high precision. `argument`: its name, where it is passed by name.
+    The argument is `[b, s/t, k]` on each rank. Only column-parallel layers may read it: other readers see NaNs. It is
+    gathered in high precision if one of the layers has a finer scale than one per tensor, or runs in high precision.
+    `argument` is the name of the argument if it is passed by name.
     """
 
     def __init__(self, argument: str = "hidden_states") -> None:
@@ -222,7 +223,10 @@ def _gather(module: nn.Module, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _takes_gathered(state: LinearState, first: LinearState) -> bool:
-    """Whether the layer's input may be quantized as that of `first`: by one scale per tensor, in all GEMMs."""
+    """Return whether the layer can read the input that `first` quantizes.
+
+    This needs the same recipe, one scale per tensor, and all GEMMs in FP8.
+    """
     if (
         state.precision is None
         or state.plan.calibrating

@@ -72,7 +72,7 @@ def freeze(module: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Its linear layers compute x Wᵀ, that is, what the model did before it was adapted."""
+    """Turn off the adapters of `module` inside the context: linear layers compute x Wᵀ, as before adaptation."""
     adapters = [x for x in module.modules() if isinstance(x, (ColumnLora, RowLora))]
     for adapter in adapters:
         adapter.adds = False
@@ -117,10 +117,10 @@ def _init_a(inputs: int) -> Init:
 
 
 class ColumnLora(nn.Module):
-    """x `[s, b, k]`, or `[s/t, b, k]` sequence-parallel, -> what is added to y, `[s, b, n/t]`.
+    """Adapter of a column-parallel layer: x `[s, b, k]`, or `[s/t, b, k]`, to `[s, b, n/t]` to add to y.
 
-    `parts`: the layer's projections and their sizes, of which some are adapted; nothing is added to the others. `adds`:
-    not within `without_adapters`.
+    x is `[s/t, b, k]` with sequence parallelism. `parts` are the layer's projections and their sizes. Projections that
+    are not adapted get zeros. `adds` is False inside `without_adapters`.
     """
 
     adds = True

@@ -92,7 +92,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
     ),
     "orders differ": (
         replaced(1, "rF1 rB0 F1 sF1 rF2", "rF2 rB0 rF1 F1 sF1"),
-        "rank 1, position 3, RECV_FORWARD(2): rank 0 sends what RECV_FORWARD(1) receives here; receives follow",
+        "rank 1, position 3, RECV_FORWARD(2): rank 0 sends the tensor of RECV_FORWARD(1) first; receives follow",
     ),
     "weight gradients before their backward": (
         replaced(0, "B0 rB2", "W0 B0 rB2"),

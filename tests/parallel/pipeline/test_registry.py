@@ -116,8 +116,8 @@ def test_a_function_of_the_users() -> None:
     ("source", "message"),
     [
         (f"{__name__}:nonsense", "the function must return a list of Actions for each rank"),
-        (f"{__name__}:absent", "has no attribute 'absent'; a function is module:function"),
-        ("no_such_module:f", "No module named 'no_such_module'; a function is module:function"),
+        (f"{__name__}:absent", "has no attribute 'absent'; write a function as module:function"),
+        ("no_such_module:f", "No module named 'no_such_module'; write a function as module:function"),
     ],
 )
 def test_a_wrong_function(source: str, message: str) -> None:
