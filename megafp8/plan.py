@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 
 class PerGemm(NamedTuple):
-    """One bool for each of the three GEMMs of a linear layer."""
+    """Bool for each of the three GEMMs of a linear layer."""
 
     fprop: bool
     dgrad: bool
@@ -132,7 +132,7 @@ class LinearSite:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one linear layer runs.
+    """Plan of one linear layer: precision of its GEMMs, form of its operands, and storage of its weight.
 
     Attributes:
         name: Global name of the layer.

@@ -54,7 +54,7 @@ def _in_fp32(value: float) -> float:
 
 
 INTEGER, FLOAT, IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
-# Bounds come before the validator: pydantic leaves bounds behind a validator out of the JSON schema.
+# Bounds come before the validator, because pydantic omits bounds after a validator from the JSON schema.
 Integer = Annotated[int, INTEGER]
 Count = Annotated[int, Field(ge=0), INTEGER]
 PositiveInt = Annotated[int, Field(gt=0), INTEGER]

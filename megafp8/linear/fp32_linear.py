@@ -1,4 +1,4 @@
-"""Linear layer with fp32 output whose input and weight may have 16 bits; used by the router.
+"""Linear layer with fp32 output and an input and weight that may have 16 bits; used by the router.
 
 The product of two bf16 numbers is exact in fp32, and tensor cores accumulate in fp32. The result therefore equals an
 fp32 GEMM of the widened operands, at ten times the speed. The output gradient is fp32. To use the same tensor cores, it

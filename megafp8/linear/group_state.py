@@ -23,7 +23,7 @@ from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
 
-_ALIGNMENT = 8  # rows of 16 bytes
+_ALIGNMENT = 8  # rows must be multiples of 16 bytes
 
 
 def has_kernels(x: Tensor, *widths: int) -> bool:

@@ -222,7 +222,7 @@ class _Linear(Function):
                 dy8 = quantize_grad_output(state, high, dy_mn, needs_dx=needs_dx, needs_dw=needs_dw)
             elif plan.calibrating:
                 state.record_amax("grad_output", dy)
-        # In fp32 for 16-bit dtypes, rounded once to the bias's.
+        # Sum in fp32 for 16-bit dtypes, and round once to the bias's dtype.
         db = dy_mn.sum(0, dtype=bias_dtype) if needs_db else None
         dx = dw = None
         if needs_dx:
@@ -307,7 +307,7 @@ class _ShardedLinear(Function):
         x = _kept_values(ctx, kept_x) if needs_dw and high.wgrad else None  # gathered until wgrad
 
         finish: Callable[[], Tensor | None] = _nothing
-        if dw_in_fp8 and dy8.columnwise is not None:  # a sharded one is gathered while dgrad runs
+        if dw_in_fp8 and dy8.columnwise is not None:  # if dy is sharded, it is gathered while dgrad runs
             begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         dx: ReduceHandle | None = None

@@ -193,7 +193,7 @@ class ParallelState:
         expert_tensor: Ranks of `expert` that hold different parts of the same experts.
         expert_data: Ranks that hold the same parts of experts. Together with `expert` they are data × context × tensor.
         expert_amax: Ranks that hold the same experts, whole or in parts.
-        expert_rows: Ranks of `expert_amax` whose rows are tokens of the same micro-batch and no other. If the ranks of
+        expert_rows: Ranks of `expert_amax` with tokens of the same micro-batch and no other. If the ranks of
             `expert` hold several micro-batches, this is `expert_tensor`.
         expert_shard, expert_shard_backward: Counterparts of `fsdp_shard` and `fsdp_shard_backward` for experts.
         embedding: First and last stage of the pipeline; None on stages in between.
@@ -386,7 +386,7 @@ def initialize_model_parallel(
     )
 
     def joint(name: str, *more: Group) -> Group:
-        """Return the group of an axis, or of `more`, with the same ranks; build a new group if there is none."""
+        """Return a group of an axis or of `more` with the same ranks, or build a new group."""
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
     data_context, amax, tensor_context = joint("data_context"), joint("amax"), joint("tensor_context")

@@ -1,4 +1,4 @@
-"""Description of which part of which global tensor a local parameter holds.
+"""Description of the part of a global tensor that a local parameter holds.
 
 Initialization, checkpoints, gradient norms and weight decay need to know which global tensor a rank's parameter is a
 shard of. Every parameter therefore carries a `ParamSpec` with one or more `ParamShard`s: rectangles of tensors that
@@ -33,7 +33,7 @@ class Init:
 
     Attributes:
         kind: `normal` with mean 0 and `std`; `ones`; `zeros`; `log_uniform`, logarithms of numbers that are uniform
-            from `low` to `high`; or `inverse_softplus`, numbers whose softplus lies between `low` and `high` with a
+            from `low` to `high`; or `inverse_softplus`, numbers with a softplus between `low` and `high` that has a
             uniform logarithm.
     """
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 256  # alignment in bytes of the tensors packed into a buffer
 
 
 class SymmetricBuffer:
-    """One buffer of `size` bytes per rank of `group` (GPUs of one host): `buffers[rank]`, uint8.
+    """Buffer of `size` bytes on each rank of `group` (GPUs of one host), mapped by all: `buffers[rank]`, uint8.
 
     The constructor is a collective. `barrier()` synchronizes the GPUs' current streams.
 

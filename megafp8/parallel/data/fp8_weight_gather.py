@@ -141,7 +141,7 @@ class _Buffer:
 
 
 class _BufferPool:
-    """Pool with as many buffers as have been in use at once."""
+    """Pool of buffers. It grows to the largest number of buffers in use at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

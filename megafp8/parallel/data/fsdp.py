@@ -67,10 +67,12 @@ class Released(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Released:
+        """Make a tensor of this shape, dtype and device without storage."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Raise RuntimeError for any operation except the ones that make a parameter."""
         if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # needed to make a parameter
             return cls(args[0].shape, args[0].dtype, args[0].device)
         raise RuntimeError(f"{func} on a weight without values: it exists only in FP8")

@@ -3,8 +3,8 @@
                     weights             gradients           optimizer state     sent in a step
     Replicated      all                 all                 all                 sums of gradients
     Zero1           all                 all, then a shard   a shard             sums of a shard; updated weights
-    FullySharded    a shard             a shard             a shard             weights of each block, twice; likewise
-                    (experts of one rank: as Replicated)
+    FullySharded    a shard             a shard             a shard             in each micro-batch: weights of each
+                    (experts on one rank: as Replicated)                        block, twice; sums of a shard
 
 The training loop, checkpoints, optimizer and consistency check use only the interface (`DataParallelStrategy`).
 

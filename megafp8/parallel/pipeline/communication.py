@@ -12,11 +12,11 @@ that its rank executes at that time, or one compute action before the action tha
 comes after all transfers that are earlier in the order.
 
 *Why this always ends.* Take the first transfer, in the global order, that does not happen. All transfers before it have
-happened. Both its ranks reach the point where they issue it: all their earlier computation needs only transfers whose
-tensors were produced earlier, and a send waits at most for the send before it. At both ends the transfer is at the head
-of its queue. So it happens. The argument needs no particular times, only that every action takes some time; real times
-that differ from the simulated times cost waiting, but never cause a deadlock. `check_schedule` checks the resulting
-lists once more.
+happened. Both its ranks reach the point where they issue it: all their earlier computation needs only tensors that
+were produced earlier, and a send waits at most for the send before it. At both ends the transfer is at the head of its
+queue. So it happens. The argument needs no particular times, only that every action takes some time; real times that
+differ from the simulated times cost waiting, but never cause a deadlock. `check_schedule` checks the resulting lists
+once more.
 
 A receive that waits for its sender delays the sends queued behind it, but not the computation. Tensors are received
 when they are produced, so a sender never waits for a receiver that does not need them yet; instead, the receiver's

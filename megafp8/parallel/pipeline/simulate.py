@@ -175,7 +175,7 @@ def _needed(rank: int, action: Action, placement: StagePlacement) -> list[tuple[
 
 
 def _raise_if_stuck(compute: Schedule, positions: list[int], placement: StagePlacement) -> None:
-    """Raise ValueError if a rank has not ended, preferably about a rank that waits for a later action of its own."""
+    """Raise ValueError if a rank has not ended; name a rank that waits for one of its own later actions, if any."""
     waiting: list[tuple[bool, int, int, Action]] = []
     for rank, actions in enumerate(compute):
         if positions[rank] < len(actions):

@@ -20,7 +20,7 @@ class Member:
         index: Index of the replica, from 0.
         step: Number of steps that its state has completed; `NEW` without a state.
         lineage: Lineage of the state; see `after_step`.
-        nonce: Key of its current connections, or a random word if it has none.
+        nonce: Key of its current connections; without connections, a random word.
         writes: Whether it was the member that writes checkpoints.
         store: Host and port of the store through which its ranks can be reached.
     """

@@ -109,8 +109,8 @@ def _shard(
     """Convert the parameters of an FP8 layer to DTensors, and tell the layer and its state how ranks communicate."""
     if type(module) is not Fp8LinearModule:
         raise ValueError(
-            f"{type(module).__name__} is not a converted nn.Linear; call megafp8.fp8.convert before parallelize_module, "
-            "and use torch's own styles for layers that stay in high precision"
+            f"{type(module).__name__} is not a converted nn.Linear; call megafp8.fp8.convert before "
+            "parallelize_module, and use torch's own styles for layers that stay in high precision"
         )
     group, fp8 = mesh.get_group(), module.fp8
     for name, param in list(module.named_parameters()):

@@ -103,7 +103,7 @@ class AdapterPlacement(NamedTuple):
     def parameter(self, pieces: Sequence[ParamShard], init: Init, *, whole: bool) -> nn.Parameter:
         """Allocate a parameter of `pieces`, stacked along dim 0.
 
-        If it is `whole` on each rank, each rank computes only the gradient of its own tokens.
+        If it is `whole` on each rank, each rank computes only the gradient of its local tokens.
         """
         reduce = whole and self.sequence_sharded
         return empty_parameter(
