@@ -51,8 +51,7 @@ class PartRecord(PartialSection):
     """
 
     megatron: ClassVar[Mapping[str, str]] = {}
-    """Names of the part's modules or parameters in Megatron Core's layers; several modules may be rows of one tensor.
-    """
+    """Names of the part's modules or parameters in Megatron Core's layers; several may be rows of one tensor."""
 
     def resolved(self, model: ModelSection) -> Self:
         """Return the complete record, with a value for each key."""

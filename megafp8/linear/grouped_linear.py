@@ -116,7 +116,7 @@ class _JointLinear(Function):
         if needs_dw:
             x = x_mk if high.wgrad else x8.required_columnwise
         ctx.granularity = x.granularity if isinstance(x, ScaledTensor) else None
-        ends = ends_e if x is x_mk else None  # wgrad of high-precision values reads the ends of the rows
+        ends = ends_e if x is x_mk else None  # the ends of the rows are saved together with high-precision values
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, ends, *tensors_of(x))
         ctx.weight, ctx.layer, ctx.groups, ctx.handoff, ctx.w8 = weight, layer, groups, handoff, w8
         return y_mn
@@ -213,7 +213,7 @@ class _OneByOneLinear(Function):
             granularity = None if kept_x is None else kept_x.granularity
             ctx.experts.append(_Expert(rows, state, high, state.plan.calibrating, w8, granularity))
         values = x_mk if needs_dw and any(state.high_precision.wgrad for state in states) else None
-        ends = None if values is None else ends_e  # saved together with high-precision values
+        ends = None if values is None else ends_e  # the ends are saved together with high-precision values
         ctx.save_for_backward(values, ends, *(tensor for x in kept for tensor in tensors_of(x)))
         ctx.weight = weight
         return y_mn

@@ -200,7 +200,7 @@ class LinearState:
             quantizer.record(x)
 
     def skip_grad_output(self) -> None:
-        """Advance the random noise past a micro-batch without tokens, so that later ones get the same noise."""
+        """Advance the noise past a micro-batch without tokens, so that later ones get the same noise in any layout."""
         if self.plan.fp8 and isinstance(self.own_quantizers.grad_output, RecipeQuantizer):
             self.own_quantizers.grad_output.skip()
 

@@ -3,7 +3,7 @@
 If data-parallel ranks each update a shard of the weights, every rank gathers all weights after the step and then
 quantizes all of them. If the shards are quantized first, half the bytes are sent, each weight is quantized once instead
 of on every rank, and only the owners of its masters hold its values: instead of a weight of 2 bytes per element and two
-FP8 copies, the other ranks hold only the two copies.
+FP8 copies, a rank holds only the two copies.
 
 A shard is a flat run of a weight's elements that begins and ends anywhere in a row. With one scale per tensor this does
 not matter: quantization is elementwise once the scale is known. The scale is known beforehand if it comes from earlier

@@ -341,13 +341,13 @@ class FullySharded(DataParallelStrategy):
         return self.stages.masters
 
     def gather(self) -> None:
-        """Start to gather updated weights, and track reads of FP8 weights for the next update. Collective."""
+        """Start to gather updated weights, and make FP8 gathers wait for all work that is queued so far. Collective."""
         super().gather()
         for gather in self._fp8_gathers:
             gather.record_reads()
 
     def wait(self) -> None:
-        """Gather updated weights and wait, and make the stages callable outside torch's hooks. Collective."""
+        """Gather updated weights and wait for them, and allow single modules to be called. Collective."""
         super().wait()
         self.stages.make_callable()
 
