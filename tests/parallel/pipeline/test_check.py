@@ -84,11 +84,11 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
     "gradient late": (replaced(0, "rB1 B0 rB2 B1", "B0 rB2 B1 rB1"), "position 9, BACKWARD(1): the gradient must be"),
     "first stage receives": (
         replaced(0, "F0", "rF0 F0"),
-        "rank 0, position 0, RECV_FORWARD(0): stage 0 of 3 has no neighbour",
+        "rank 0, position 0, RECV_FORWARD(0): stage 0 of 3 has no neighbor",
     ),
     "last stage sends": (
         replaced(2, "F2", "F2 sF2"),
-        "rank 2, position 10, SEND_FORWARD(2): stage 2 of 3 has no neighbour",
+        "rank 2, position 10, SEND_FORWARD(2): stage 2 of 3 has no neighbor",
     ),
     "orders differ": (
         replaced(1, "rF1 rB0 F1 sF1 rF2", "rF2 rB0 rF1 F1 sF1"),

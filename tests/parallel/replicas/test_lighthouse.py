@@ -254,7 +254,7 @@ def test_the_place_of_a_process() -> None:
         ({REPLICA: "4"}, "MEGAFP8_REPLICA is 4, but the replicas of the job are numbered from 0 to 3"),
         ({REPLICA: "-1"}, "MEGAFP8_REPLICA is -1"),
         ({TOKEN: "short"}, "has 5 characters and needs 16"),
-        ({ADDRESS: "head:x"}, "head:x is no address"),
+        ({ADDRESS: "head:x"}, "head:x is not the address"),
     ):
         with pytest.raises(ValueError, match=message):
             place_of(environment | changed, 4)
