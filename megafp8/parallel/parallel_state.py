@@ -259,7 +259,7 @@ def set_cuda_environment() -> None:
     queues = os.environ.setdefault(_QUEUES, "32")
     if not queues.isdigit() or int(queues) < 8:
         raise ValueError(
-            f"the environment has {_QUEUES}={queues}, with which streams that wait for other ranks block others; "
+            f"the environment has {_QUEUES}={queues}, under which streams that wait for other ranks block others; "
             f"unset it, or try {_QUEUES}=32"
         )
     registers = os.environ.setdefault(_REGISTER, "0")
@@ -475,7 +475,7 @@ _DESTROYED = False  # whether this process has destroyed groups
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether `initialize_model_parallel` has been called."""
+    """Return whether the model-parallel groups are initialized."""
     return _STATE is not None
 
 
