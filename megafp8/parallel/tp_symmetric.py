@@ -142,7 +142,7 @@ class SymmetricMemory:
 
     def _next_buffer(self, size: int) -> SymmetricBuffer:
         """Return the buffer of the next exchange, with at least `size` bytes."""
-        assert not self._busy, "an exchange began before the last one was waited for"
+        assert not self._busy, "an exchange began before the previous exchange was waited for"
         self._busy = True
         if size > self._size:
             self._grow(size)

@@ -68,8 +68,8 @@ def token_of(environment: Mapping[str, str]) -> str:
     token = environment.get(TOKEN, "")
     if len(token) < _SHORTEST_TOKEN:
         raise ValueError(
-            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN} or more, the same for the lighthouse and "
-            f"all replicas: export {TOKEN}=$(openssl rand -hex 16)"
+            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN} or more; give the lighthouse and all "
+            f"replicas the same token: export {TOKEN}=$(openssl rand -hex 16)"
         )
     return token
 
