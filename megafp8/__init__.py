@@ -1,12 +1,12 @@
-"""megafp8: Megatron-style pretraining of GPT models in FP8, launched by torchrun from one YAML file.
+"""Megatron-style pretraining of GPT models in FP8, launched by torchrun from one YAML file.
 
-The names in `__all__` are imported at first use, as they need torch: `import megafp8` itself takes milliseconds.
+The names in `__all__` need torch and are imported at first use, so `import megafp8` itself takes milliseconds.
 """
 
 from importlib import import_module
 from typing import Any
 
-import megafp8.kernels  # noqa: F401  how quantizers find their kernels; imports none of them
+import megafp8.kernels  # noqa: F401  registers how quantizers find their kernels, without importing the kernels
 
 __version__ = "0.1.0.dev0"
 
@@ -26,7 +26,7 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names in `__all__`, imported."""
+    """Import and return one of the names in `__all__`."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

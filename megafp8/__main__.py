@@ -1,4 +1,4 @@
-"""`python -m megafp8`: the command `megafp8`, also as the module that a launcher starts on each rank."""
+"""Entry point of `python -m megafp8`: the command `megafp8`, which a launcher also starts on each rank."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`Batch`: a micro-batch as it travels from the data through the pipeline to a stage.
+"""Micro-batch (`Batch`), as it moves from the data through the pipeline to a stage.
 
 Shapes: b micro-batch, s sequence, d the decoder's sequence or depths of multi-token prediction, n documents.
 """
@@ -20,21 +20,21 @@ class Batch:
     """Micro-batch of tensors `[b, s]`; after `with_later_labels`, labels, mask and padding are `[(1 + d) b, s]`.
 
     Attributes:
-        tokens: int64; of T5, the tokens of the encoder.
-        labels: int64; of T5 `[b, d]`, as its mask.
-        loss_mask: float32, 0 for labels that do not count; None if all count.
+        tokens: int64; the encoder's tokens for T5.
+        labels: int64; `[b, d]` for T5, as is the loss mask.
+        loss_mask: float32, 0 for labels that are not learned; None if all labels are learned.
         position_ids: int64; None unless attention and positions restart at documents.
         cu_seqlens: int32 `[b, n + 1]`, first token of each document of a sample, then s until the row is full; None
-            unless attention restarts at documents. n is a power of two of at least 64, so that it hardly ever differs
-            between batches, as it must not for CUDA graphs.
+            unless attention restarts at documents. n is a power of two of at least 64, so that it rarely changes
+            between batches: CUDA graphs need a fixed shape.
         samples: int64 `[b]`, indices of the samples in the run; None without dropout.
         token_types: int64; None if all are 0.
-        prefix: int64 `[b]`, number of a sample's first tokens that all of its tokens attend to; None if tokens attend
-            to earlier tokens only.
-        padding: bool, tokens that fill up a sample, which routers do not count; None if there are none.
-        label_padding: bool, labels that fill up a sample; None with `padding`.
+        prefix: int64 `[b]`, number of leading tokens of a sample that all of its tokens attend to; None if tokens
+            attend only to earlier tokens.
+        padding: bool, padding tokens, which routers do not count; None without padding.
+        label_padding: bool, padding labels; None if `padding` is None.
         decoder_tokens: int64 `[b, d]`, tokens of T5's decoder.
-        documents: int64, document of its sample that each token belongs to, if losses are summed by document.
+        documents: int64, document of the sample that each token belongs to; None unless losses are summed by document.
         places: int64, place of each token in a file that has a record of it, -1 for padding
             (`PackedDataset.first_place`).
         reference: Output of a frozen model for the micro-batch, as its loss defines it
@@ -59,20 +59,20 @@ class Batch:
     sampled: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """This batch on `device`, copied asynchronously if it is in pinned memory."""
+        """Copy this batch to `device`, asynchronously if it is in pinned memory."""
         return self.map(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """This batch in pinned memory."""
+        """Copy this batch to pinned memory."""
         return self.map(Tensor.pin_memory)
 
     @property
     def room(self) -> int:
-        """Documents of a sample that `cu_seqlens` has room for; 0 without."""
+        """Number of documents per sample that fit in `cu_seqlens`; 0 without `cu_seqlens`."""
         return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
 
     def with_room(self, documents: int) -> Batch:
-        """With room for at least so many documents."""
+        """Pad `cu_seqlens` and `reference` to hold at least `documents` documents per sample."""
         if self.cu_seqlens is None or documents <= self.room:
             return self
         padding = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
@@ -82,10 +82,10 @@ class Batch:
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, padding], dim=1), reference=reference)
 
     def with_later_labels(self, depths: int) -> Batch:
-        """Append the labels of depths 1 to `depths` of multi-token prediction, which are d tokens later.
+        """Append the labels of depths 1 to `depths` of multi-token prediction: at depth d, the labels d tokens later.
 
-        A label does not count if its token's document, or sample, ends before it. A token is padding at depth d if one
-        of the d tokens after it is, since the layers of that depth read their embeddings.
+        A label is masked if its token's document or sample ends before it. A token is padding at depth d if one of the
+        d tokens after it is padding, because the layers of that depth read the embeddings of these tokens.
         """
         if not depths:
             return self
@@ -107,10 +107,10 @@ class Batch:
         )  # fmt: skip
 
     def shard(self, rank: int, ranks: int, *, cuts_documents: bool = True) -> Batch:
-        """The tokens of context-parallel `rank`, with their positions `[b, s/ranks]`; what is of whole samples stays.
+        """Return the tokens of context-parallel `rank`, with their positions `[b, s/ranks]`.
 
-        Positions are `[1, s/ranks]` where they are the same in all samples. `cuts_documents`: as in
-        `parallel.context.place_tokens`.
+        Positions are `[1, s/ranks]` if they are the same in all samples. Tensors of whole samples stay unchanged.
+        `cuts_documents` has the same meaning as in `parallel.context.place_tokens`.
         """
         if ranks == 1:
             return self
@@ -130,10 +130,10 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors there are, in the order of the fields."""
+        """All tensors that are present, in the order of the fields."""
         return [x for field in fields(self) if (x := getattr(self, field.name)) is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """With `function` of each tensor there is."""
+        """Apply `function` to each tensor and return the new batch."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: function(x) for name, x in parts.items() if x is not None})

@@ -1,13 +1,14 @@
-"""How each linear layer will run: one immutable `LinearPlan` per layer, decided when the model is built.
+"""Plan of each linear layer: an immutable `LinearPlan` that is decided when the model is built.
 
-What a linear layer does depends on its FP8 recipe, on the operations before and after it, on how weights and tokens are
-sharded, on biases, recompute, ZeRO or FSDP, and on calibration. All of that is known once the layer is constructed, so
-it is decided there, by one pure function, `plan_linear`. Norms, activations, linear layers, the FP8 weight gather and
-the memory planner read the result; `--dry-run` prints it, with the reason wherever the fast way is not taken.
+How a linear layer runs depends on its FP8 recipe, on the operations before and after it, on how weights and tokens are
+sharded, and on biases, recomputation, ZeRO or FSDP, and calibration. All of this is known when the layer is
+constructed, so one pure function, `plan_linear`, decides it there. Norms, activations, linear layers, the FP8 weight
+gather and the memory planner read the plan. `--dry-run` prints it, with the reason wherever the fast path is not taken.
 
-Two events replace a plan: the end of calibration (static scaling), and its beginning when a checkpoint is loaded.
+Two events replace a plan: the end of calibration (static scaling), and the start of calibration when a checkpoint is
+loaded.
 
-The three GEMMs of a linear layer, y = x wᵀ:  fprop y = x wᵀ,  dgrad dx = dy w,  wgrad dw = dyᵀ x.
+A linear layer y = x wᵀ has three GEMMs: fprop y = x wᵀ, dgrad dx = dy w, and wgrad dw = dyᵀ x.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Literal, NamedTuple
 
 
 class PerGemm(NamedTuple):
-    """A yes or no for each of the three GEMMs."""
+    """Bool for each of the three GEMMs of a linear layer."""
 
     fprop: bool
     dgrad: bool
@@ -28,10 +29,13 @@ class PerGemm(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbor:
-    """The operation before or after a linear layer, and which quantization its kernel can do for the layer.
+    """Operation before or after a linear layer, and the quantization that its kernel can do for the layer.
 
-    `fuses`: "any" granularity; "per_tensor or blocks", one scale per tensor or for 128 neighbours; "per_tensor" only;
-    or "none", for the `reason`.
+    Attributes:
+        name: Name of the operation in plans and log messages.
+        fuses: Scales that the kernel can compute: "any" granularity; "per_tensor or blocks", one scale per tensor or
+            per block of 128 elements; "per_tensor" only; or "none".
+        reason: Why `fuses` is "none".
     """
 
     name: str
@@ -39,16 +43,20 @@ class Neighbor:
     reason: str = ""
 
 
-UNKNOWN = Neighbor("", "none", "nothing is known of its neighbor")
+UNKNOWN = Neighbor("", "none", "the neighboring operation is unknown")
 
 
 class Quantization(NamedTuple):
-    """What a plan needs to know of how one operand is quantized.
+    """Properties of one operand's quantization that a plan depends on.
 
-    `per_tensor`: with one scale; `blocks`: with one for 128 neighbours.
-    `shard_alignment`: ranks that hold slices of the tokens can quantize these alone where each is a multiple of so many
-    tokens; None where they cannot. `gatherable_weight`: data-parallel ranks can quantize any part of a weight alone, so
-    that it can be gathered in FP8 (`fp8.param_gather`).
+    Attributes:
+        recipe: Name of the recipe, for messages.
+        per_tensor: Whether the whole tensor has one scale.
+        shard_alignment: Smallest number of tokens that can be quantized separately: ranks can quantize their slices of
+            the tokens if each slice is a multiple of it. None if slices cannot be quantized separately.
+        gatherable_weight: Whether data-parallel ranks can quantize any part of a weight separately, so that the weight
+            can be gathered in FP8 (`fp8.param_gather`).
+        blocks: Whether each block of 128 neighboring elements has one scale.
     """
 
     recipe: str
@@ -59,7 +67,13 @@ class Quantization(NamedTuple):
 
 
 class LinearPrecision(NamedTuple):
-    """How the recipe has a layer: each operand's quantization, and which GEMMs are FP8 and accumulate fast."""
+    """Precision of one linear layer in its recipe.
+
+    Attributes:
+        input, weight, grad_output: Quantization of each operand.
+        high_precision: GEMMs that run in high precision instead of FP8.
+        fast_accum: FP8 GEMMs that use fast accumulation.
+    """
 
     input: Quantization
     weight: Quantization
@@ -73,16 +87,27 @@ WeightStorage = Literal["resident", "zero", "fsdp"]
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A linear layer and its place in the model: what its plan depends on besides the recipe.
+    """Linear layer and its place in the model: everything its plan depends on, except the recipe.
 
-    `parallel`: how the weight is sharded over `tensor_parallel` ranks; None for a whole one. `tokens`: of a micro-batch
-    on this rank outside the layer, None where they vary (then slices are assumed to be aligned). `adds_bias`: the layer
-    adds its bias itself. `gathers_output`: a column-parallel layer's output is gathered. `recompute_input`: what wgrad
-    needs of the input is recomputed in backward. `weight_storage`: where the weight is between steps; `param_gather`:
-    it may be gathered in FP8. `gathers_values`: why it is gathered in high precision nevertheless; empty where it need
-    not be. `expert`: one of the experts of a layer, whose tokens are whole on this rank however those of the layer are
-    cut. `inputs`, `outputs`: of this rank's part; 0 where nobody asks. `high_precision`: why the layer must not be FP8;
-    empty where it may be.
+    Attributes:
+        name: Global name of the layer.
+        inputs, outputs: Sizes of this rank's shard of the weight; 0 if no caller needs them.
+        parallel: How the weight is sharded over `tensor_parallel` ranks; None if it is not sharded.
+        tensor_parallel: Number of tensor-parallel ranks.
+        sequence_parallel: Whether tokens are sharded over the tensor-parallel ranks outside the layer.
+        tokens: Tokens of a micro-batch on this rank outside the layer; None if the number varies (slices are then
+            assumed to be aligned).
+        adds_bias: Whether the layer adds its bias itself.
+        gathers_output: Whether the output of a column-parallel layer is gathered.
+        scatters_input: Whether the layer scatters a replicated input.
+        before, after: Operations before and after the layer.
+        recompute_input: Whether the input that wgrad reads is recomputed in backward.
+        weight_storage: Where the weight is stored between steps.
+        param_gather: Whether the weight may be gathered in FP8.
+        gathers_values: Reason to gather the weight in high precision even so; empty if there is no such reason.
+        expert: Whether this is one expert of a layer. All tokens of an expert are on one rank, however the layer's
+            tokens are sharded.
+        high_precision: Reason why the layer must not run in FP8; empty if it may.
     """
 
     name: str = ""
@@ -107,17 +132,28 @@ class LinearSite:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one linear layer runs.
+    """Plan of one linear layer: precision of its GEMMs, form of its operands, and storage of its weight.
 
-    `gemms`: "fp8", "fp8 fast" (fast accumulation) or "high" (the tensors' own precision), for fprop, dgrad, wgrad.
-    `input`: quantized by the operation before the layer ("fused"), by the layer ("layer"), or not at all ("high").
-    `gather`: what sequence parallelism gathers of a column-parallel layer's input; None where nothing is gathered.
-    `saved`: what is kept of the input for wgrad: FP8 "columnwise" of all tokens, or of this rank's ("columnwise
-    shard"), the values ("high"), or nothing ("recompute"). `grad_output`: quantized by the operation after the layer in
-    its backward ("fused"), by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or
-    not ("high"). `weight`: "resident"; "zero fp8" and "fsdp fp8" where FP8 data is gathered; "fsdp" where values are.
-    `calibrating`: runs in high precision and records amaxes. `batch_invariant`: fprop sums in an order that does not
-    depend on the number of rows. `reasons`: why the fast way is not taken, one each.
+    Attributes:
+        name: Global name of the layer.
+        gemms: Precision of fprop, dgrad and wgrad: "fp8", "fp8 fast" (fast accumulation) or "high" (the tensors' own
+            precision).
+        input: How the input is quantized: by the operation before the layer ("fused"), by the layer ("layer"), or not
+            at all ("high").
+        gather: Format in which sequence parallelism gathers the input of a column-parallel layer; None if nothing is
+            gathered.
+        saved: Form of the input that is saved for wgrad: columnwise FP8 data of all tokens ("columnwise") or of this
+            rank's tokens ("columnwise shard"), the high-precision values ("high"), or nothing ("recompute").
+        grad_output: How the output gradient is quantized: by the operation after the layer in its backward ("fused"),
+            by the layer ("layer"), by the layer before tokens are gathered ("layer, then gather"), or not at all
+            ("high").
+        weight: Storage of the weight: "resident"; "zero fp8" or "fsdp fp8" if FP8 data is gathered; "fsdp" if
+            high-precision values are gathered.
+        input_neighbor, output_neighbor: Operations that quantize the input and the output gradient; empty if the layer
+            does.
+        calibrating: Whether the layer runs in high precision and records amaxes.
+        batch_invariant: Whether fprop sums in an order that does not depend on the number of rows.
+        reasons: Reasons why the fast path is not taken, one string each.
     """
 
     name: str
@@ -140,9 +176,9 @@ class LinearPlan:
 
     @cached_property
     def fp8_only(self) -> bool:
-        """All GEMMs run in FP8, and between forward and backward the quantized input and weight are kept as they are.
+        """Whether all GEMMs run in FP8, and the quantized input and weight are kept unchanged from forward to backward.
 
-        Then, where nothing is communicated either, a layer needs none of what the other plans may ask for.
+        If the layer also does not communicate, it needs none of the steps that other plans may require.
         """
         kept = self.saved == "columnwise" and self.weight in ("resident", "zero fp8")
         return kept and self.gather is None and "high" not in self.gemms and self.grad_output in ("fused", "layer")
@@ -156,7 +192,15 @@ def plan_linear(
     calibrating: bool = False,
     batch_invariant: bool = False,
 ) -> LinearPlan:
-    """The plan of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision."""
+    """Return the plan of the layer at `site`.
+
+    Args:
+        site: The layer and its place in the model.
+        precision: Precision of the layer in the recipe; None keeps the layer in high precision.
+        high_reason: Reason for high precision if `precision` is None.
+        calibrating: Run in high precision to calibrate static scales.
+        batch_invariant: Sum in an order that does not depend on the number of rows.
+    """
     sharded = site.sequence_parallel and site.tensor_parallel > 1
     gathers_input = sharded and site.parallel == "column"
     if precision is None or calibrating:
@@ -176,7 +220,9 @@ def plan_linear(
     reasons = []
     high = precision.high_precision
     names = [gemm for gemm, is_high in zip(PerGemm._fields, high) if is_high]
-    values_needed = f"{' and '.join(names)} in high precision (override_linear_precision) needs values" if names else ""
+    values_needed = (
+        f"{' and '.join(names)} in high precision (override_linear_precision) reads unquantized values" if names else ""
+    )
     if names:
         reasons.append(f"{', '.join(names)} in high precision: override_linear_precision")
 
@@ -204,7 +250,7 @@ def plan_linear(
     else:
         grad_why_not = (
             grad_why_not
-            or ("the bias gradient needs values" if site.adds_bias else "")
+            or ("the bias gradient needs the high-precision values" if site.adds_bias else "")
             or ("the output is gathered" if site.gathers_output else "")
             or _cannot_quantize(site.after, precision.grad_output)
         )
@@ -247,36 +293,37 @@ def plan_linear(
 
 
 def not_gatherable_weight(precision: LinearPrecision) -> str:
-    """Why data-parallel ranks cannot gather a layer's weight in FP8; empty where they can."""
+    """Return why data-parallel ranks cannot gather a layer's weight in FP8, or an empty string if they can."""
     if precision.high_precision.fprop or precision.high_precision.dgrad:
-        return "fprop or dgrad in high precision needs the values"
+        return "fprop or dgrad in high precision needs the high-precision values"
     if not precision.weight.gatherable_weight:
         return f"{precision.weight.recipe} has several scales per weight"
     return ""
 
 
 def _cannot_quantize(neighbor: Neighbor, operand: Quantization) -> str:
+    """Return why `neighbor` cannot quantize `operand`, or an empty string if it can."""
     if neighbor.fuses == "none":
         return neighbor.reason or f"{neighbor.name} does not quantize"
     if neighbor.fuses == "per_tensor" and not operand.per_tensor:
-        return f"{neighbor.name} quantizes with one scale per tensor only, and {operand.recipe} has finer ones"
+        return f"{neighbor.name} supports only one scale per tensor, but {operand.recipe} has finer scales"
     if neighbor.fuses == "per_tensor or blocks" and not (operand.per_tensor or operand.blocks):
-        return f"{neighbor.name} quantizes with one scale per tensor or block of 128, and {operand.recipe} has others"
+        return f"{neighbor.name} supports one scale per tensor or block of 128, but {operand.recipe} has other scales"
     return ""
 
 
 def _not_gatherable(operand: Quantization, tokens: int | None) -> str:
-    """Why slices of an operand's tokens are not quantized where they are; empty where they are."""
+    """Return why ranks cannot quantize their slices of an operand's tokens, or an empty string if they can."""
     alignment = operand.shard_alignment
     if alignment is None:
-        return f"{operand.recipe} cannot quantize slices of the tokens alone"
+        return f"{operand.recipe} cannot quantize slices of the tokens separately"
     if tokens is not None and tokens % alignment:
-        return f"{tokens} tokens a rank are no multiple of {alignment}, which {operand.recipe} needs"
+        return f"{tokens} tokens per rank are not a multiple of {alignment} ({operand.recipe})"
     return ""
 
 
 def plans_table(plans: Iterable[LinearPlan]) -> str:
-    """A table of plans, one line for equal layers of consecutive blocks, and the reasons below it."""
+    """Return a table of plans, with one line for equal layers of consecutive blocks and the reasons below."""
     groups: dict[tuple[str, LinearPlan], list[str]] = {}
     for plan in plans:
         kind = ".".join(part for part in plan.name.split(".") if not part.isdigit())
@@ -301,18 +348,19 @@ def plans_table(plans: Iterable[LinearPlan]) -> str:
 
 
 def _fused(place: str, neighbor: str) -> str:
+    """Return the table cell for `place`, with the name of the neighbor that fuses the quantization."""
     return f"fused: {neighbor}" if place == "fused" else place
 
 
 def _folded(names: list[str]) -> str:
-    """`layers.0-31.attention.qkv` of the names of one kind."""
+    """Fold the names of equal layers into one, such as `layers.0-31.attention.qkv`."""
     numbers = zip(*([int(part) for part in name.split(".") if part.isdigit()] for name in names))
     shown = iter([_ranges(sorted(set(numbers_of_key))) for numbers_of_key in numbers])
     return ".".join(next(shown) if part.isdigit() else part for part in names[0].split("."))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,5` of ascending numbers."""
+    """Format ascending numbers as ranges, such as `0-3,5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

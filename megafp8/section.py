@@ -1,6 +1,7 @@
-"""What the sections of a config are made of: their base class, and types of numbers with their bounds.
+"""Base classes of config sections, and number types with bounds.
 
-Below the config and the packages whose options are sections, so that each can define its own.
+This module imports neither the config nor the packages whose options are sections, so each of them can define its own
+sections.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from pydantic_core import PydanticCustomError
 
 
 def _number(value: object) -> object:
-    """Rejects booleans, which pydantic would take for 0 or 1."""
+    """Reject booleans, which pydantic would convert to 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number, not a truth value")
     return value
 
 
 def _whole_number(value: object) -> object:
-    """A 64-bit integer; accepts text such as 1e3, which YAML does not read as a number."""
+    """Parse a 64-bit integer, and accept text such as 1e3, which YAML does not read as a number."""
     if isinstance(value, str):
         try:
             number = Decimal(value)
@@ -46,14 +47,14 @@ def _whole_number(value: object) -> object:
 
 
 def _in_fp32(value: float) -> float:
-    """Rejects floats outside the range of fp32."""
+    """Reject floats outside the range of fp32."""
     if abs(value) > 3.4e38:
         raise PydanticCustomError("float_range", "Input should be a number in the range of fp32")
     return value
 
 
 INTEGER, FLOAT, IN_FP32 = BeforeValidator(_whole_number), BeforeValidator(_number), AfterValidator(_in_fp32)
-# Bounds come before the validator: pydantic leaves bounds behind a validator out of the JSON schema.
+# Bounds come before the validator, because pydantic omits bounds after a validator from the JSON schema.
 Integer = Annotated[int, INTEGER]
 Count = Annotated[int, Field(ge=0), INTEGER]
 PositiveInt = Annotated[int, Field(gt=0), INTEGER]
@@ -64,15 +65,18 @@ Dropout = Annotated[float, Field(ge=0, lt=1), FLOAT]
 UserPath = Annotated[str, AfterValidator(expanduser)]
 """Path or URL as users write it; a leading `~` becomes the home folder."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Part of the name of a file or of a metric."""
+"""Part of a file name or of a metric name."""
 Pattern = Annotated[
     str, StringConstraints(min_length=1), Field(examples=["*", "layers.0.*", "*.mlp.*", "*.attention.*"])
 ]
 
 
 class Quantity(Enum):
-    """What an integer of a config counts. A small model for tests has numbers of one quantity in proportion
-    (`megafp8.prove.shrink`); what is no quantity has the same value there."""
+    """Kinds of quantities that an integer of a config can count.
+
+    A small model for tests scales all numbers of one quantity in proportion (`megafp8.prove.shrink`). Integers without
+    a quantity keep their value.
+    """
 
     CHANNELS = "channels"
     HEADS = "heads"
@@ -92,18 +96,19 @@ Steps = Annotated[Count, Quantity.STEPS]
 
 
 class Section(BaseModel):
-    """A section of a config. `choices`: its keys that choose a kind, which has options that other kinds lack."""
+    """Section of a config, as an immutable pydantic model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     choices: ClassVar[tuple[str, ...]] = ()
+    """Keys of the section that choose a kind. Each kind has options that other kinds lack."""
 
     @classmethod
     def options(cls, choice: str, values: Mapping[str, Any]) -> Collection[str]:
-        """Keys that belong to what the key `choice` has in `values`, without those that all kinds have."""
+        """Return the keys that only the kind `values[choice]` has, without the keys that all kinds share."""
         raise NotImplementedError
 
     def __copy__(self) -> Self:
-        """A copy without cached properties, which `model_copy` would keep beside the values that it changes."""
+        """Copy the section without cached properties, which `model_copy` would keep with stale values."""
         copied = super().__copy__()
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
@@ -111,13 +116,17 @@ class Section(BaseModel):
 
 
 class PartialSection(Section):
-    """A section whose fields have the values of another one where they are not given; only given ones are written."""
+    """Section in which fields that are not set take the values of another section.
+
+    Only the fields that are set are written.
+    """
 
     @model_serializer(mode="wrap")
     def _given_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize only the fields that are set."""
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are given."""
+        """Fields that are set, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}

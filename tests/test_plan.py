@@ -80,7 +80,7 @@ def test_everything_is_fused_where_it_can_be() -> None:
         (replace(QKV, weight_storage="zero"), of_(PER_TENSOR), {"weight": "resident"}, "fp8.param_gather is off"),
         (replace(QKV, weight_storage="fsdp", param_gather=True), of_(BLOCKS), {"weight": "fsdp"}, "several scales"),
         (replace(QKV, weight_storage="zero", param_gather=True), of_(PER_TENSOR, PerGemm(False, True, False)),
-         {"weight": "resident"}, "needs the values"),
+         {"weight": "resident"}, "needs the high-precision values"),
         (replace(DOWN, weight_storage="fsdp", param_gather=True, expert=True, after=NORM), of_(PER_TENSOR),
          {"weight": "fsdp fp8"}, ""),
         (replace(QKV, weight_storage="fsdp", param_gather=True, gathers_values="others are not"), of_(PER_TENSOR),

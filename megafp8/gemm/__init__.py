@@ -1,1 +1,1 @@
-"""FP8 matrix products: dispatch over cuBLASLt, torch's scaled_mm, and emulation."""
+"""FP8 matrix products, with backends for cuBLASLt, torch's scaled_mm, and emulation."""

@@ -1,27 +1,28 @@
 """Matrix products by cuBLASLt, called through NVIDIA's own low-level binding (nvmath-python).
 
-It offers three things that torch's `scaled_mm` does not:
+It has three features that torch's `scaled_mm` lacks:
     algorithm   cuBLASLt predicts which of its kernels is fastest for a shape. Timing its eight best predictions once
-                makes a layer's GEMMs 7% faster on an H200 at its power limit, single ones 12%; on five of them, two
-                hundred more variants set by hand gained less than 1%
-    beta = 1    adds the product to what is in memory in fp32: a weight's gradient goes straight into its fp32 buffer,
+                makes a layer's GEMMs 7% faster on an H200 at its power limit, and single GEMMs 12% faster; on five of
+                them, two hundred more variants set by hand gained less than 1%
+    beta = 1    adds the product to the fp32 values in memory: a weight's gradient goes directly into its fp32 buffer,
                 without a temporary or an `add_`
     scales      every granularity of Hopper, with bf16 or fp32 results
-A call of nvmath's own `Matmul` costs the host 36 µs. Here a `Plan` holds all that can be prepared, so a call is a
-look-up, two pointers to set and the launch: under 8 µs, of which cuBLASLt's own part is 5.
+A call of nvmath's own `Matmul` costs the host 36 µs. Here, a `Plan` holds everything that can be prepared, so a call is
+a lookup, two pointers to set and the launch: less than 8 µs, including 5 µs in cuBLASLt itself.
 
-cuBLASLt is column-major. A row-major `[m, n]` is its `[n, m]`, so out = a · b is computed as outᵀ = bᵀ · aᵀ: its A is
-our b, its B our a, and no byte moves. Hopper takes FP8 with both operands contiguous along k ("TN"); a bf16 operand may
-be row-major or transposed. `megafp8.gemm.cublaslt_problem` has the layouts of operands and scales.
+cuBLASLt is column-major. Its `[n, m]` is a row-major `[m, n]`, so out = a · b is computed as outᵀ = bᵀ · aᵀ: cuBLASLt's
+A is our b, its B is our a, and no byte moves. Hopper needs FP8 operands that are contiguous along k ("TN"); a bf16
+operand may be row-major or transposed. `megafp8.gemm.cublaslt_problem` has the layouts of operands and scales.
 
-What it gives up. Two algorithms round differently, so which one ran is part of the result: two runs are bit-identical
-only if both read the same cache file, or neither tunes. Given the algorithm, NVIDIA promises the same bits. Processes
-that share a file agree from their first call, because the first to finish timing a problem decides for all. Ranks that
-share none may choose differently; data-parallel ranks keep identical weights all the same, since they apply the same
-reduced gradient. Each call changes its plan's descriptors, so only one thread at a time may call a `CublasLt`, which
-all layers of a process on one device share; autograd's may, as the thread that called `backward` waits for it.
+*Limits.* Two algorithms round differently, so the result depends on the algorithm: two runs are bitwise equal only if
+both read the same cache file, or neither tunes. For a given algorithm, NVIDIA guarantees equal bits. Processes that
+share a file agree from their first call, because the first process that finishes timing a problem decides for all.
+Ranks that do not share a file may choose differently; data-parallel ranks keep identical weights even so, because they
+apply the same reduced gradient. Each call changes its plan's descriptors, so only one thread at a time may call a
+`CublasLt`, which all layers of a process on one device share. autograd's thread may call it, because the thread that
+called `backward` waits for it.
 
-Shapes: m, n the result's dims, k the dim summed over.
+Shapes: m, n the result's dims, k the summed dim.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.flo
 _FP32, _COMPUTE_FP32 = 0, 68
 _SCALE_MODES = {"tensor": "SCALAR_32F", "row": "OUTER_VEC_32F", "1x128": "VEC128_32F", "128x128": "BLK128x128_32F"}
 
-_WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper
-_ALGO_BYTES = 64  # of `cublasLtMatmulAlgo_t`
-_CANDIDATES = 32  # asked for; cuBLASLt 13.1 never gives more than 8
+_WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's recommendation for Hopper
+_ALGO_BYTES = 64  # size of `cublasLtMatmulAlgo_t`
+_CANDIDATES = 32  # number requested; cuBLASLt 13.1 never returns more than 8
 _WARM_ROUNDS, _ROUNDS = 2, 11
 
 
 def available(device: torch.device) -> bool:
-    """Whether `device` has FP8 tensor cores and nvmath-python is there to call cuBLASLt."""
+    """Return whether `device` has FP8 tensor cores and nvmath-python is installed."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
         return False
     if torch.cuda.get_device_capability(device) < (9, 0):
@@ -71,8 +72,8 @@ def available(device: torch.device) -> bool:
 class AlgorithmFile:
     """Cache of the fastest algorithms: a JSON file `{machine: {problem: 128 hex digits}}`.
 
-    An algorithm is 64 opaque bytes, valid for the same release of cuBLASLt on the same GPU, hence `machine`. Processes
-    may share the file: it is replaced whole, under a lock, and the first choice stays.
+    An algorithm is 64 opaque bytes, valid for one release of cuBLASLt on one type of GPU, which `machine` names.
+    Processes may share the file: it is replaced as a whole, under a lock, and the first choice stays.
     """
 
     def __init__(self, file: Path, machine: str) -> None:
@@ -80,12 +81,12 @@ class AlgorithmFile:
         self.machine = machine
 
     def find(self, problem: str) -> bytes | None:
-        """The algorithm stored for `problem`, or None."""
+        """Return the algorithm stored for `problem`, or None."""
         digits = self._read().get(self.machine, {}).get(problem)
         return None if digits is None else bytes.fromhex(digits)
 
     def store_first(self, problem: str, algorithm: bytes) -> bytes:
-        """Store `algorithm` unless another process was first; returns what is then stored."""
+        """Store `algorithm` unless another process was first, and return the stored algorithm."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file.with_name(self.file.name + ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,7 +98,7 @@ class AlgorithmFile:
         return bytes.fromhex(digits)
 
     def _read(self) -> dict[str, dict[str, str]]:
-        """The content, empty where there is no file."""
+        """Return the content, empty if the file does not exist."""
         try:
             content = json.loads(self.file.read_text())
             for algorithms in content.values():
@@ -111,13 +112,16 @@ class AlgorithmFile:
 
 
 def _set(setter: Callable[..., None], dtype_of: Callable[..., Any], target: int, attribute: int, value: int) -> None:
-    """Set one attribute of a descriptor or preference, through a buffer of the attribute's own type."""
+    """Set one attribute of a descriptor or preference, through a buffer of the attribute's type."""
     buffer = np.array([value], dtype=dtype_of(attribute))
     setter(target, attribute, buffer.ctypes.data, buffer.nbytes)
 
 
 class Plan:
-    """cuBLASLt's descriptors of a problem. They live as long as the process. Its A is our b, its B our a."""
+    """Descriptors of a problem for cuBLASLt, which live as long as the process.
+
+    cuBLASLt's A is our b, and its B is our a.
+    """
 
     def __init__(self, lt: ModuleType, handle: int, problem: GemmProblem) -> None:
         self._lt, self._handle = lt, handle
@@ -132,7 +136,7 @@ class Plan:
         self._pointer = ctypes.c_int64(0)
         self._addresses = tuple(ctypes.addressof(x) for x in (self._alpha, self._beta, self._pointer))
         self._beta_on_device: Tensor | None = None
-        if problem.scaled:  # then both numbers are on the device
+        if problem.scaled:  # alpha and beta must then both be on the device
             self._beta_on_device = torch.tensor(self._beta.value, device=torch.cuda.current_device())
 
         attribute = lt.MatmulDescAttribute
@@ -158,7 +162,7 @@ class Plan:
         self._chosen = self.algorithm.ctypes.data
 
     def set_pointers(self, a_scale_inv: int, b_scale_inv: int, bias: int) -> None:
-        """Set the addresses of scale_inv of a and b, and of the bias if there is one, for the launches that follow."""
+        """Set the addresses of scale_inv of a and b, and of the bias if there is one, for the following launches."""
         set_attribute, pointer, at = self._lt.matmul_desc_set_attribute, self._pointer, self._addresses[2]
         pointer.value = a_scale_inv
         set_attribute(self._desc, self._a_scale_inv, at, 8)
@@ -169,7 +173,7 @@ class Plan:
             set_attribute(self._desc, self._bias, at, 8)
 
     def launch(self, a: int, b: int, out: int, workspace: int, stream: int, factor: int = 0) -> None:
-        """Launch the chosen algorithm on these addresses; `factor`: of a scaled problem."""
+        """Launch the chosen algorithm on these addresses. `factor` is the address of a scaled problem's factor."""
         alpha, beta, _ = self._addresses
         if self._beta_on_device is not None:
             alpha, beta = factor, self._beta_on_device.data_ptr()
@@ -180,10 +184,11 @@ class Plan:
         )  # fmt: skip
 
     def choose(self, algorithm: bytes) -> None:
+        """Set the algorithm for the following launches."""
         self.algorithm[:] = np.frombuffer(algorithm, dtype=np.uint64)
 
     def candidates(self, count: int) -> list[bytes]:
-        """Up to `count` algorithms, the likely fastest first; none where cuBLASLt knows none."""
+        """Return up to `count` algorithms, most likely the fastest first; empty if cuBLASLt knows none."""
         lt = self._lt
         attribute = lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
@@ -205,7 +210,7 @@ class Plan:
         return [result["algo"].tobytes() for result in results[: num_found[0]] if result["state"] == 0]
 
     def accepts(self, algorithm: bytes) -> bool:
-        """Whether cuBLASLt runs the problem with `algorithm`, which may come from a file."""
+        """Return whether cuBLASLt can run the problem with `algorithm`, which may come from a file."""
         result = np.zeros(1, dtype=self._lt.matmul_heuristic_result_dtype)
         opaque = np.frombuffer(algorithm, dtype=np.uint64).copy()
         layouts = (self._b_layout, self._a_layout, self._out_layout, self._out_layout)
@@ -217,11 +222,15 @@ class Plan:
 
 
 class CublasLt:
-    """cuBLASLt on one device: its handle, workspaces and plans.
+    """Handle, workspaces and plans of cuBLASLt on one device.
 
-    `autotune`: time the algorithms when a problem is first met, about a tenth of a second each; otherwise take
-    cuBLASLt's prediction. `cache_file`: where choices are looked up, and stored if tuned; None: in this object only.
-    Compute a problem once before capturing it in a CUDA graph. `device` must be torch's current one at every call.
+    Compute a problem once before capturing it in a CUDA graph. `device` must be torch's current device at every call.
+
+    Args:
+        device: CUDA device.
+        autotune: Time the algorithms when a problem is first used, about a tenth of a second each; otherwise use
+            cuBLASLt's prediction.
+        cache_file: File in which choices are looked up, and stored if tuned; None keeps them only in this object.
     """
 
     def __init__(self, device: torch.device, *, autotune: bool, cache_file: Path | None) -> None:
@@ -237,7 +246,7 @@ class CublasLt:
         self.machine = f"{gpu.name}, {gpu.multi_processor_count} SMs, cuBLASLt {cublasLt.get_version()}"
         self._file = None if cache_file is None else AlgorithmFile(cache_file, self.machine)
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._workspaces: dict[int, Tensor] = {}  # one for each stream: two GEMMs at once must not share one
+        self._workspaces: dict[int, Tensor] = {}  # one per stream: concurrent GEMMs must not share a workspace
 
     def matmul_tn(
         self,
@@ -249,18 +258,28 @@ class CublasLt:
         use_fast_accum: bool,
         bias: Tensor | None = None,
     ) -> None:
-        """`out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`; plus `bias`.
+        """Compute `out = a · bᵀ`, or `out += a · bᵀ`, of quantized operands a `[m, k]` and b `[n, k]`, plus `bias`.
 
-        `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. E4M3 and
-        E5M2 mix, but two E5M2 do not. Granularities are `HOPPER_PAIRS`, scale_inv laid out as `arranged` does;
-        `use_fast_accum` has an effect on per-tensor and per-row ones. ValueError where cuBLASLt does not support the
-        problem: n and k must be multiples of 16, m of 4 if a's blocks are 1x128. `bias` `[n]`, contiguous and of out's
-        dtype, where `cublaslt_problem.adds_bias`.
+        E4M3 and E5M2 operands can be mixed, but two E5M2 operands are not supported. Granularities must be in
+        `HOPPER_PAIRS`.
+
+        Args:
+            a: Operand `[m, k]`, with scale_inv laid out by `arranged`.
+            b: Operand `[n, k]`, with scale_inv laid out by `arranged`.
+            out_mn: Row-major result, bf16 or fp32. If it is accumulated in bf16, the product is rounded before it is
+                added.
+            accumulate: Add the product to `out_mn`.
+            use_fast_accum: Use fast accumulation; only has an effect with scales per tensor or per row.
+            bias: Vector `[n]`, contiguous and with out's dtype, if `cublaslt_problem.adds_bias` allows it.
+
+        Raises:
+            ValueError: If cuBLASLt does not support the problem: n and k must be multiples of 16, and m of 4 if a's
+                blocks are 1x128.
         """
         a8, b8, a_scale_inv, b_scale_inv = a.data, b.data, a.scale_inv, b.scale_inv
         assert a8.is_contiguous()
         assert b8.is_contiguous()
-        # All that a plan was made for and checked against, as cheaply as it can be had.
+        # Everything that a plan was made for and checked against, read as cheaply as possible.
         key = (
             a8.shape, b8.shape, out_mn.shape, a8.dtype, b8.dtype, out_mn.dtype, a_scale_inv.stride(),
             b_scale_inv.stride(), a.granularity.name, b.granularity.name, accumulate, use_fast_accum, bias is None,
@@ -279,10 +298,10 @@ class CublasLt:
     def matmul(
         self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, factor: Tensor | None = None
     ) -> None:
-        """`out = a · b`, or `out += a · b`, of bf16 matrices that are each row-major or the transpose of such.
+        """Compute `out = a · b`, or `out += a · b`, of bf16 matrices that are each row-major or transposed.
 
-        `out_mn` is row-major, bf16 or fp32; accumulated in bf16, the product is rounded before it is added. `factor`:
-        fp32 `[]` that multiplies the product before it is rounded or added.
+        `out_mn` is row-major, bf16 or fp32. If it is accumulated in bf16, the product is rounded before it is added.
+        `factor`, fp32 `[]`, multiplies the product before it is rounded or added.
         """
         key = (
             a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride(), out_mn.shape, a_mk.dtype, b_kn.dtype, out_mn.dtype,
@@ -295,6 +314,7 @@ class CublasLt:
         self._launch(plan, a_mk, b_kn, out_mn, factor)
 
     def _launch(self, plan: Plan, a: Tensor, b: Tensor, out_mn: Tensor, factor: Tensor | None = None) -> None:
+        """Launch a plan on the current stream, with the stream's workspace."""
         assert out_mn.is_contiguous()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         workspace = self._workspaces.get(stream)
@@ -310,9 +330,9 @@ class CublasLt:
         self, problem: GemmProblem, a: Tensor, b: Tensor, pointers: tuple[int, int, int] | None,
         factor: Tensor | None = None,
     ) -> Plan:  # fmt: skip
-        """A plan with its algorithm: the stored one, the fastest on these operands, or the first.
+        """Make a plan and choose its algorithm: the stored one, the fastest on these operands, or the first candidate.
 
-        `pointers`: as for `Plan.set_pointers`.
+        `pointers` are the arguments of `Plan.set_pointers`.
         """
         problem.require_supported()
         plan = Plan(self._lt, self._handle, problem)
@@ -337,11 +357,11 @@ class CublasLt:
     def _fastest(
         self, plan: Plan, candidates: list[bytes], problem: GemmProblem, a: Tensor, b: Tensor, factor: Tensor | None
     ) -> bytes:
-        """The algorithm with the least median time; it writes to a scratch result."""
+        """Return the algorithm with the smallest median time, measured on a scratch result."""
         assert not torch.cuda.is_current_stream_capturing(), "compute a problem once before capturing it"
         out_mn = torch.zeros(problem[:2], dtype=problem.out_dtype, device=self.device)
-        # Overwriting L2 before each run leaves the operands in memory, as in training, and gives the host time to get
-        # ahead, so that the events enclose the GEMM and not its launch.
+        # Overwriting L2 before each run leaves the operands in memory, as in training. It also gives the host time to
+        # get ahead, so that the events measure the GEMM and not its launch.
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
         flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=self.device)
         times: list[list[float]] = [[] for _ in candidates]
@@ -355,8 +375,8 @@ class CublasLt:
                 self._launch(plan, a, b, out_mn, factor)
                 end.record()
                 events.append((start, end))
-            # Wait for this stream only: in a pipeline a receive posted early is on the device too, and runs until the
-            # neighbour sends, which may wait for this rank.
+            # Wait only for this stream: in a pipeline, an early receive may also be on the device. It runs until the
+            # neighbor sends, and the neighbor may wait for this rank.
             events[-1][1].synchronize()
             for taken, (start, end) in zip(times, events):
                 taken.append(start.elapsed_time(end))

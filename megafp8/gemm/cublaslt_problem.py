@@ -1,14 +1,14 @@
-"""Description of a GEMM for cuBLASLt: its operands' layouts, and what cuBLASLt does not support.
+"""Description of a GEMM for cuBLASLt: the layouts of its operands, and the limits of cuBLASLt.
 
-Pure functions, so they can be tested without cuBLASLt; `megafp8.gemm.cublaslt` calls it.
+These are pure functions, so they can be tested without cuBLASLt; `megafp8.gemm.cublaslt` calls it.
 
-Block scales must lie in memory as cuBLASLt reads them (`scale_inv_strides`), the same for both operands. 1×128: one
-block of k after the other, all rows of a block together, so `[r, blocks]` has strides (1, r). 128×128: rows of blocks,
-each padded to a multiple of four. Rows: one after the other. All but a per-tensor scale start at a multiple of 16
-bytes. The casting kernels write them so; `arranged` copies those that came from elsewhere.
-(cuBLAS documentation, "Narrow Precision Data Types Usage"; sizes and alignments found by trial, cuBLASLt 13.1.)
+Block scales must have cuBLASLt's memory layout (`scale_inv_strides`), the same for both operands. 1×128: one block of k
+after the other, with all rows of a block together, so `[r, blocks]` has strides (1, r). 128×128: rows of blocks, each
+padded to a multiple of four. Rows: one after the other. All scales except per-tensor scales start at a multiple of 16
+bytes. The casting kernels write this layout; `arranged` copies scales from other sources. (cuBLAS documentation,
+"Narrow Precision Data Types Usage"; sizes and alignments found by trial, cuBLASLt 13.1.)
 
-Shapes: m, n the result's dims, k the dim summed over; r, c rows and columns of an operand.
+Shapes: m, n the result's dims, k the summed dim; r, c rows and columns of an operand.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, HOPPER_PAIRS, ROW, TENSOR, Granularity, ScaledTensor
 
-ALIGNMENT = 16  # bytes, of a pointer; elements, of an FP8 row
+ALIGNMENT = 16  # bytes of a pointer; elements of an FP8 row
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SCALINGS = [f"{a.name}·{b.name}" for a, b in HOPPER_PAIRS]
 
 
 def scale_inv_strides(granularity: Granularity, r: int, c: int) -> tuple[int, int]:
-    """Strides that scale_inv, `granularity.grid(r, c)`, of an operand `[r, c]` must have; not for per-tensor."""
+    """Return the strides that scale_inv of an operand `[r, c]` must have.
+
+    The shape of scale_inv is `granularity.grid(r, c)`. Per-tensor scales have no strides.
+    """
     if granularity is BLOCK_1X128:
         return 1, r
     if granularity is BLOCK_128X128:
@@ -37,7 +40,7 @@ def scale_inv_strides(granularity: Granularity, r: int, c: int) -> tuple[int, in
 
 
 def is_arranged(x: ScaledTensor) -> bool:
-    """Whether scale_inv of `x` lies in memory as cuBLASLt reads it. A dim of one element may have any stride."""
+    """Return whether scale_inv of `x` has cuBLASLt's memory layout. A dim of one element may have any stride."""
     if x.granularity is TENSOR:
         return True
     wanted = scale_inv_strides(x.granularity, *x.data.shape)
@@ -45,7 +48,7 @@ def is_arranged(x: ScaledTensor) -> bool:
 
 
 def arranged(x: ScaledTensor) -> ScaledTensor:
-    """`x` with scale_inv as cuBLASLt reads it: itself, or with a copy of scale_inv."""
+    """Return `x` with scale_inv in cuBLASLt's memory layout: `x` itself, or with a copy of scale_inv."""
     if is_arranged(x):
         return x
     if x.granularity is BLOCK_128X128:
@@ -57,16 +60,23 @@ def arranged(x: ScaledTensor) -> ScaledTensor:
 
 
 def adds_bias(a_scaling: str, b_scaling: str, out_dtype: torch.dtype) -> bool:
-    """Whether products with granularities of these names add a bias of the result's dtype."""
+    """Return whether products with granularities of these names can add a bias of the result's dtype."""
     return a_scaling == b_scaling == TENSOR.name and out_dtype in (torch.bfloat16, torch.float16)
 
 
 class GemmProblem(NamedTuple):
-    """What cuBLASLt's choice of an algorithm depends on.
+    """Properties of a GEMM that determine cuBLASLt's choice of an algorithm.
 
-    `*_order`: an operand's dims, the contiguous one last. `*_scaling`: the name of its granularity, or "none". `fast`:
-    sums are accumulated in the tensor cores' 14 bits. `bias`: a vector `[n]` is added before the result is rounded.
-    `scaled`: sums of operands without scales are multiplied by a number on the device before they are rounded.
+    Attributes:
+        m, n, k: Sizes.
+        a_dtype, b_dtype, out_dtype: Dtypes of the operands and the result.
+        a_order, b_order: Dims of each operand, the contiguous one last.
+        a_scaling, b_scaling: Name of each operand's granularity, or "none".
+        accumulate: Whether the product is added to the result.
+        fast: Whether sums are accumulated in the tensor cores' 14 bits.
+        bias: Whether a vector `[n]` is added before the result is rounded.
+        scaled: Whether sums of operands without scales are multiplied by a number on the device before they are
+            rounded.
     """
 
     m: int
@@ -88,7 +98,10 @@ class GemmProblem(NamedTuple):
     def from_scaled(
         a: ScaledTensor, b: ScaledTensor, out_mn: Tensor, *, accumulate: bool, use_fast_accum: bool, bias: bool = False
     ) -> GemmProblem:
-        """`out (+)= a · bᵀ`, a `[m, k]`, b `[n, k]`. Sums of blocks are promoted at every block, so never fast."""
+        """Describe `out (+)= a · bᵀ` for quantized a `[m, k]` and b `[n, k]`.
+
+        Sums of blocks are promoted at every block, so they are never fast.
+        """
         (m, k), n = a.data.shape, b.data.shape[0]
         assert b.data.shape[1] == k
         assert out_mn.shape == (m, n)
@@ -102,7 +115,7 @@ class GemmProblem(NamedTuple):
 
     @staticmethod
     def from_unscaled(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor, *, accumulate: bool, scaled: bool) -> GemmProblem:
-        """`out (+)= a · b`, or a factor times that, each operand row-major or the transpose of such."""
+        """Describe `out (+)= a · b`, or a factor times the product, for row-major or transposed operands."""
         (m, k), n = a_mk.shape, b_kn.shape[1]
         assert b_kn.shape[0] == k
         assert out_mn.shape == (m, n)
@@ -116,7 +129,7 @@ class GemmProblem(NamedTuple):
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Its name, in the cache file and in messages."""
+        """Return the problem's name in the cache file and in messages."""
         a = f"{self.a_order}:{self.a_dtype}:{self.a_scaling}"
         b = f"{self.b_order}:{self.b_dtype}:{self.b_scaling}"
         size = f"m={self.m} n={self.n} k={self.k}"
@@ -124,7 +137,7 @@ class GemmProblem(NamedTuple):
         return text.replace("torch.", "") + (" bias" if self.bias else "") + (" scaled" if self.scaled else "")
 
     def require_supported(self) -> None:
-        """ValueError where cuBLASLt has nothing for the problem on Hopper."""
+        """Raise ValueError if cuBLASLt has no algorithm for the problem on Hopper."""
         dtypes = {self.a_dtype, self.b_dtype}
         scalings = f"{self.a_scaling}·{self.b_scaling}"
         rules = [

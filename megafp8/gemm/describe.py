@@ -1,7 +1,7 @@
-"""How a recipe's GEMMs are computed on a device, in a line for the log: tensor cores or emulation.
+"""Log line that says how a recipe's GEMMs are computed on a device: on tensor cores or by emulation.
 
-mxfp8 and nvfp4 run in bf16 on every GPU. Their tensor cores are Blackwell's, for which megafp8 has no GEMMs; the line
-says so, because a user of a Blackwell GPU expects otherwise.
+mxfp8 and nvfp4 run in bf16 on every GPU. Only Blackwell has tensor cores for them, and megafp8 has no GEMMs for
+Blackwell; the line says so, because a user of a Blackwell GPU expects otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megafp8.numerics.tensor import HOPPER_PAIRS, on_hopper
 
 
 def describe_path(recipe: Fp8Recipe | None, device: torch.device, backend: GemmBackend = "auto") -> str:
-    """Return a line for the log: the recipe, and whether its GEMMs run on tensor cores or are emulated on `device`."""
+    """Return a log line with the recipe and whether its GEMMs run on tensor cores or are emulated on `device`."""
     if recipe is None:
         return "fp8: none, all layers in high precision"
     parts = list({part.name: part for operands in recipe.combinations for part in operands}.values())

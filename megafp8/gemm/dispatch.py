@@ -1,22 +1,22 @@
 """Matrix products: one for FP8 operands with several backends, one for all other dtypes.
 
-Hopper's tensor cores take FP8 only as a · bᵀ with both operands row-major ("TN"), so that is the one form there is; the
-caller transposes beforehand. Scales finer than per-tensor are applied by the GEMM itself, block by block.
+Hopper's tensor cores support FP8 only as a · bᵀ with both operands row-major ("TN"), so this is the only form; the
+caller transposes beforehand. The GEMM itself applies scales finer than per-tensor, block by block.
 
 Backends for FP8:
     cublaslt   cuBLASLt through nvmath-python: the algorithm is chosen by measurement, weight gradients are accumulated
                in place, and a call costs the host a few microseconds
-    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch has it
-    emulated   the same product with fp32 operands, anywhere: exact products (FP8 × FP8 fits fp32), fp32 sums;
-               for a float64 result float64 sums, which lets layouts be compared without the noise of their order
+    scaled_mm  torch.nn.functional.scaled_mm: cuBLASLt's first choice on CUDA; oneDNN on CPU, where torch supports it
+    emulated   the same product with fp32 operands, on any device: exact products (FP8 × FP8 fits fp32), fp32 sums;
+               for a float64 result float64 sums, so that layouts can be compared without noise from the order of sums
 
-Blocks of 32 and 16 (mxfp8, nvfp4) belong to Blackwell's tensor cores, which no backend uses: the casts dequantize such
-operands, and GEMMs in bf16 multiply them. Pairs of granularities that Hopper's tensor cores do not take are emulated.
+Blocks of 32 and 16 (mxfp8, nvfp4) need Blackwell's tensor cores, which no backend uses: the casts dequantize such
+operands, and bf16 GEMMs multiply them. Pairs of granularities that Hopper's tensor cores do not support are emulated.
 
-cuBLASLt wants n and k to be multiples of 16. Others are padded with zeros, which adds nothing to any sum and costs a
-copy; layer sizes and tokens per micro-batch that are multiples of 16 never pay it.
+cuBLASLt needs n and k to be multiples of 16. Other sizes are padded with zeros, which adds nothing to the sums and
+costs a copy. Layer sizes and tokens per micro-batch that are multiples of 16 avoid the copy.
 
-Shapes: m, n the result's dims, k the dim summed over.
+Shapes: m, n the result's dims, k the summed dim.
 """
 
 from __future__ import annotations
@@ -55,34 +55,36 @@ _SCALING = {
 }
 _ONE_SCALE = (TENSOR, DEQUANTIZED)
 _BLOCK_SCALED_ROWS = 4
-"""cuBLASLt multiplies rows with scales of 1×128 blocks in multiples of this."""
+"""Number that the rows must be a multiple of in cuBLASLt with 1×128 block scales."""
 
 
 def algorithm_file() -> Path:
-    """Where cuBLASLt's fastest algorithms are stored between runs."""
+    """Return the path of the file that stores cuBLASLt's fastest algorithms between runs."""
     return user_cache() / "cublaslt.json"
 
 
 @cache
 def _shared_cublaslt(index: int, autotune: bool) -> CublasLt:
-    """cuBLASLt's handle of GPU `index`, shared by all layers: workspaces of one for each would add up."""
+    """Return the cuBLASLt handle of GPU `index`. All layers share it, because each handle has large workspaces."""
     device = torch.device("cuda", index)
     return CublasLt(device, autotune=autotune, cache_file=algorithm_file() if autotune else None)
 
 
 class Fp8Gemm:
-    """FP8 products with one backend on one device. `backend` "auto" is the fastest there is on the device.
+    """FP8 products with one backend on one device; "auto" selects the fastest backend available on the device.
 
-    `autotune`: let cuBLASLt's algorithms be timed when a shape is first met. ValueError where a backend is asked for by
-    name and is not there.
+    With `autotune`, cuBLASLt's algorithms are timed when a shape is first used.
+
+    Raises:
+        ValueError: If a backend is requested by name and is not available.
     """
 
     def __init__(self, backend: GemmBackend, device: torch.device, *, autotune: bool = True) -> None:
         has_cublaslt = available(device)
         if backend == "cublaslt" and not has_cublaslt:
             raise ValueError(
-                f"fp8.gemm_backend = cublaslt: needs nvmath-python ({install_command('gpu')}) and a Hopper GPU, and "
-                f"{device} has not both; try auto"
+                f"fp8.gemm_backend = cublaslt: needs nvmath-python ({install_command('gpu')}) and a Hopper GPU, but "
+                f"{device} does not have both; try auto"
             )
         if backend == "auto":
             backend = ("cublaslt" if has_cublaslt else "scaled_mm") if device.type == "cuda" else "emulated"
@@ -102,9 +104,9 @@ class Fp8Gemm:
         out: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """`a · bᵀ`, `[m, n]` in `out_dtype`, rounded to it once; into `out`, contiguous, if given.
+        """Return `a · bᵀ`, `[m, n]`, rounded once to `out_dtype`; written to `out`, contiguous, if given.
 
-        `use_fast_accum` has an effect on Hopper only. `bias` `[n]` is added before rounding where cuBLASLt does it,
+        `use_fast_accum` has an effect only on Hopper. `bias` `[n]` is added before rounding if cuBLASLt supports this,
         otherwise to the rounded product.
         """
         if bias is not None and not self._adds(a_mk, b_nk, out_dtype, bias):
@@ -127,10 +129,10 @@ class Fp8Gemm:
         return _into(out, _scaled_mm(a_mk, b_nk, out_dtype, use_fast_accum))
 
     def _bf16(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """The product of dequantized operands on CUDA, `[m, n]` in `out_dtype`.
+        """Return the product of dequantized operands on CUDA, `[m, n]` in `out_dtype`.
 
-        Sums are multiplied by the product of both scales. It loses digits below 2^-126: for nvfp4, of tensors whose
-        amaxes' product is below 2^-103.
+        Sums are multiplied by the product of both scales. This product loses digits below 2^-126: in nvfp4, for tensors
+        with amaxes that multiply to less than 2^-103.
         """
         a, b_kn = a_mk.data, b_nk.data.t()
         factor = a_mk.scale_inv * b_nk.scale_inv
@@ -142,7 +144,7 @@ class Fp8Gemm:
         return out
 
     def _adds(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, bias: Tensor) -> bool:
-        """Whether cuBLASLt adds this bias to this product."""
+        """Return whether cuBLASLt adds this bias to this product."""
         return (
             self._cublaslt is not None
             and _fits(a_mk, b_nk)
@@ -153,7 +155,7 @@ class Fp8Gemm:
         )
 
     def accumulate_tn(self, a_mk: ScaledTensor, b_nk: ScaledTensor, out_mn: Tensor, *, use_fast_accum: bool) -> None:
-        """Add `a · bᵀ` to `out_mn`, fp32 and contiguous."""
+        """Add `a · bᵀ` to `out_mn`, which is fp32 and contiguous."""
         if self._cublaslt is not None and _fits(a_mk, b_nk):
             self._cublaslt.matmul_tn(a_mk, b_nk, out_mn, accumulate=True, use_fast_accum=use_fast_accum)
         elif self._cublaslt is not None and _in_bf16(a_mk, b_nk, out_mn.dtype) and _fits_bf16(a_mk.data, b_nk.data.t()):
@@ -164,23 +166,27 @@ class Fp8Gemm:
 
 
 def _into(out: Tensor | None, y_mn: Tensor) -> Tensor:
+    """Return `y_mn`, copied into `out` if given."""
     return y_mn if out is None else out.copy_(y_mn)
 
 
 def _in_bf16(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype) -> bool:
-    """Whether tensor cores multiply these operands in bf16."""
+    """Return whether tensor cores multiply these operands in bf16."""
     dequantized = a_mk.granularity is DEQUANTIZED and b_nk.granularity is DEQUANTIZED
     return dequantized and a_mk.data.is_cuda and out_dtype != torch.float64
 
 
 def _fits_bf16(a_mk: Tensor, b_kn: Tensor) -> bool:
-    """Whether cuBLASLt takes these matrices as they are: rows of whole 16 bytes, transposed or not."""
+    """Return whether cuBLASLt supports these matrices unpadded.
+
+    Their rows, transposed or not, must be multiples of 16 bytes.
+    """
     sizes = (*a_mk.shape, b_kn.shape[1])
     return min(sizes) > 0 and not any(size * 2 % ALIGNMENT for size in sizes)
 
 
 def _fits(a_mk: ScaledTensor, b_nk: ScaledTensor) -> bool:
-    """Whether cuBLASLt takes these operands as they are."""
+    """Return whether cuBLASLt supports these operands unpadded."""
     n, k = b_nk.data.shape
     return (
         (a_mk.granularity, b_nk.granularity) in HOPPER_PAIRS
@@ -196,9 +202,12 @@ def emulated(
     out_dtype: torch.dtype,
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`Fp8Gemm.tn` in fp32 or wider. `multiply`: a · bᵀ of such matrices; None: torch's."""
+    """Compute `Fp8Gemm.tn` in fp32 or wider.
+
+    `multiply` computes a · bᵀ of the converted matrices; torch's matmul by default.
+    """
     wide = torch.promote_types(out_dtype, torch.float32)
-    one_scale = a_mk.granularity in _ONE_SCALE and b_nk.granularity in _ONE_SCALE  # they multiply the finished sum
+    one_scale = a_mk.granularity in _ONE_SCALE and b_nk.granularity in _ONE_SCALE  # scales multiply the finished sum
     if one_scale:
         a, b = a_mk.data.to(wide), b_nk.data.to(wide)
     else:
@@ -208,6 +217,7 @@ def emulated(
 
 
 def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    """Compute `Fp8Gemm.tn` with torch's scaled_mm, on padded operands."""
     m, (n, k) = a_mk.data.shape[0], b_nk.data.shape
     pad_m = -m % _BLOCK_SCALED_ROWS if a_mk.granularity is BLOCK_1X128 else 0
     pad_n, pad_k = -n % ALIGNMENT, -k % ALIGNMENT
@@ -217,9 +227,9 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
         a_scale_inv = F.pad(a_scale_inv.t(), (0, pad_m)).t()
     if b_nk.granularity is ROW:
         b_scale_inv = F.pad(b_scale_inv, (0, 0, 0, pad_n)).t()
-    elif b_nk.granularity is BLOCK_128X128:  # its scales have room for a multiple of four blocks of k
+    elif b_nk.granularity is BLOCK_128X128:  # scales are padded to a multiple of four blocks of k
         b_scale_inv = F.pad(b_scale_inv, (0, -b_scale_inv.shape[1] % 4)).t()
-    y_mn = F.scaled_mm(  # torch has fp16 results for some granularities only
+    y_mn = F.scaled_mm(  # torch supports fp16 results only for some granularities
         zero_pad(a_mk.data, pad_m, pad_k),
         zero_pad(b_nk.data, pad_n, pad_k).t(),
         a_scale_inv,
@@ -227,7 +237,7 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
         b_scale_inv,
         _SCALING[b_nk.granularity],
         output_dtype=torch.float32 if out_dtype == torch.float16 else out_dtype,
-        use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch refuses it for blocks
+        use_fast_accum=use_fast_accum and a_mk.granularity in (TENSOR, ROW),  # torch rejects it for blocks
     ).to(out_dtype)
     return y_mn[:m, :n].contiguous() if pad_m or pad_n else y_mn
 
@@ -235,10 +245,10 @@ def _scaled_mm(a_mk: ScaledTensor, b_nk: ScaledTensor, out_dtype: torch.dtype, u
 def gemm(
     a_mk: Tensor, b_kn: Tensor, out_dtype: torch.dtype, out: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """`a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; into `out` if given.
+    """Return `a · b` of two matrices of one dtype in any layout, `[m, n]` in `out_dtype`; written to `out` if given.
 
-    Sums are fp32 for 16-bit operands, and reach an fp32 result unrounded. On CPU those operands are widened first: the
-    same products and sums, and far faster there. `bias` `[n]`: as for `Fp8Gemm.tn`.
+    Sums are fp32 for 16-bit operands, and an fp32 result is not rounded. On CPU, these operands are widened first: the
+    products and sums are the same, and much faster. `bias` `[n]` is added as in `Fp8Gemm.tn`.
     """
     if bias is not None:
         if a_mk.is_cuda and out_dtype == a_mk.dtype == bias.dtype:

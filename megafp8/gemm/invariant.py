@@ -1,8 +1,8 @@
-"""Batch-invariant products: a row of the result depends on its row of x and on w, and not on how many rows there are.
+"""Batch-invariant products: a row of the result depends only on its row of x and on w, not on the number of rows.
 
-On CUDA a kernel of ours sums in an order that follows from the weight's shape (`megafp8.kernels.invariant_gemm`). On
-CPUs the library that multiplies chooses its kernel by the shape, so each call has `_ROWS` rows, filled up with zeros,
-and widths that are multiples of `_ALIGNMENT`: kernels for other widths may compute the rows of one product unlike.
+On CUDA, our own kernel sums in an order that follows from the weight's shape (`megafp8.kernels.invariant_gemm`). On
+CPUs, the math library chooses its kernel by the shape, so each call has `_ROWS` rows, padded with zeros, and widths
+that are multiples of `_ALIGNMENT`: kernels for other widths may compute the rows of one product differently.
 
 Shapes: m rows of x, n outputs, k inputs.
 """
@@ -23,10 +23,12 @@ def product(
     x: Tensor | ScaledTensor, w: Tensor | ScaledTensor, dtype: torch.dtype, *, fast: bool = True,
     out: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x wᵀ`, `[m, n]` in `dtype`, into `out` if given; of FP8 operands, or of values of one dtype.
+    """Return `x wᵀ`, `[m, n]` in `dtype`, written to `out` if given; x and w are FP8, or values of one dtype.
 
-    `fast`: FP8 sums stay in Hopper's tensor cores. `bias` `[n]` is added to the rounded product. ValueError for pairs
-    of granularities that the kernel does not take.
+    `fast` keeps FP8 sums in Hopper's tensor cores. `bias` `[n]` is added to the rounded product.
+
+    Raises:
+        ValueError: If the kernel does not support the pair of granularities.
     """
     data = x.data if isinstance(x, ScaledTensor) else x
     if data.is_cuda and dtype != torch.float64:
@@ -46,11 +48,11 @@ def product(
 
 
 def product_in_blocks(x_mk: Tensor, w_nk: Tensor) -> Tensor:
-    """`x wᵀ`, `[m, n]`, by products of `_ROWS` rows each."""
+    """Return `x wᵀ`, `[m, n]`, computed as products of `_ROWS` rows each."""
     (m, k), n = x_mk.shape, len(w_nk)
     w_kn = F.pad(w_nk, (0, -k % _ALIGNMENT, 0, -n % _ALIGNMENT)).t()
     x_mk = F.pad(x_mk, (0, -k % _ALIGNMENT, 0, -m % _ROWS))
     y_mn = x_mk.new_empty(len(x_mk), w_kn.shape[1])
     for rows, y in zip(x_mk.split(_ROWS), y_mn.split(_ROWS), strict=True):
-        y.copy_(rows.clone() @ w_kn)  # a copy: kernels may look at where a matrix lies
+        y.copy_(rows.clone() @ w_kn)  # copy the rows: the choice of a kernel may depend on the address of a matrix
     return y_mn[:m, :n].contiguous()

@@ -1,1 +1,1 @@
-"""The linear core: three GEMMs, forms of a weight, and the autograd Functions over them."""
+"""Core of linear layers: the three GEMMs, the forms of a weight, and the autograd Functions."""

@@ -1,4 +1,4 @@
-"""`once_differentiable` for Functions that run many times a step."""
+"""Cheap `once_differentiable` for autograd Functions that run many times per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch.autograd import function
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of that name; without its cost where no second derivative is wanted (`create_graph`)."""
+    """Decorate `backward` like torch's `once_differentiable`.
+
+    Unlike torch's decorator, it costs nothing unless second derivatives are requested (`create_graph`).
+    """
     checked = function.once_differentiable(backward)
 
     @wraps(backward)

@@ -1,4 +1,4 @@
-"""CUDA graphs: what records work of the device, and replays it."""
+"""CUDA graphs that record work of the device and replay it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """Records `work` without running it, and returns what replays it, one recording at a time.
+    """Recorder that records `work` without running it, and returns a function that replays it.
 
-    Every replay returns the same object, whose tensors it has overwritten.
+    Only one recording may run at a time. Every replay returns the same object, with overwritten tensors.
     """
 
-    def __call__(self, work: Callable[[], T]) -> Callable[[], T]: ...
+    def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record `work` and return a function that replays it."""
+        ...
 
 
 class CudaCapture:
-    """Records into CUDA graphs that share one memory pool."""
+    """Recorder into CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record `work` into a CUDA graph and return a function that replays it."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do, such as a loader that pins memory or the watchdog of a process group,
-        # need not break a capture.
+        # thread_local: work of other threads, such as a loader that pins memory or a process group's watchdog, must
+        # not break a capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
 

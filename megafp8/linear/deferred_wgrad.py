@@ -1,17 +1,17 @@
 """Weight gradients deferred by a backward pass.
 
-Nothing waits for a weight's gradient before the optimizer step, so a pipeline schedule may compute it where a rank
-would otherwise idle. While a `WgradStore` is open, linear layers whose gradient sink has it compute their input's
-gradient as usual and put into the store a closure over the operands of wgrad (FP8 data where the layer is in FP8).
-Gradients of norms, biases and embeddings are cheap and stay in the backward pass.
+Nothing reads a weight's gradient before the optimizer step, so a pipeline schedule may compute it when a rank would
+otherwise be idle. While a `WgradStore` is open, linear layers that have the store in their gradient sink compute their
+input's gradient as usual, and put into the store a closure over the operands of wgrad (FP8 data if the layer runs in
+FP8). Gradients of norms, biases and embeddings are cheap and stay in the backward pass.
 
-A deferred gradient begins and finishes in two calls. Under sequence parallelism it begins by gathering columnwise data
-over the tensor-parallel ranks, and `run` begins the next one before it finishes the current one, so that the gather
+A deferred gradient takes two calls: begin and finish. Under sequence parallelism, it begins by gathering columnwise
+data over the tensor-parallel ranks. `run` begins the next gradient before it finishes the current one, so the gather
 overlaps with a GEMM. All tensor-parallel ranks run the same schedule, so their gathers match.
 
-*Pairs.* A gradient that is added to an fp32 sum reads and writes all of it, which for experts with few rows takes
-longer than the products. With a `WgradPair` operands of a micro-batch are kept until the next one's gradient, and one
-kernel adds both. It costs the memory of the operands.
+*Pairs.* Adding a gradient to an fp32 sum reads and writes the whole sum. For experts with few rows, this takes longer
+than the product itself. A `WgradPair` keeps the operands of one micro-batch until the next micro-batch's gradient, and
+one kernel adds both. The cost is the memory of the operands.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from typing import Any
 import torch
 
 Wgrad = Callable[[], Callable[[], object]]
-"""Begins a weight gradient; what it returns computes it and adds it to the weight's sink."""
+"""Function that begins a weight gradient, and returns a function that computes it and adds it to the weight's sink."""
 
 
 class WgradStore:
-    """Deferred weight gradients of linear layers, collected while it is open. One for all layers of a rank."""
+    """Store that collects deferred weight gradients while it is open. All layers of a rank share one store."""
 
     def __init__(self) -> None:
         self._open: deque[Wgrad] | None = None
 
     @property
     def is_open(self) -> bool:
+        """Whether the store collects gradients."""
         return self._open is not None
 
     @contextmanager
     def collect(self) -> Iterator[deque[Wgrad]]:
-        """Open the store; the weight gradients of the backward passes within, for `run`."""
+        """Open the store, and yield the weight gradients that backward passes inside the context defer, for `run`."""
         assert self._open is None, "the store is open already"
         self._open = wgrads = deque[Wgrad]()
         try:
@@ -54,9 +55,9 @@ class WgradStore:
 
 
 class WgradPair:
-    """Operands of one weight's gradient that are kept until those of the next micro-batch come.
+    """Operands of one weight's gradient, kept until the operands of the next micro-batch arrive.
 
-    `is_last`: whether no other gradient is known to come.
+    `is_last` returns whether no further gradient is expected.
     """
 
     def __init__(self, is_last: Callable[[], bool]) -> None:
@@ -69,9 +70,9 @@ class WgradPair:
         return self._kept is not None
 
     def put(self, operands: Any, alone: Callable[[Any], object]) -> Sequence[Any]:
-        """The operands to compute with now: those kept and `operands`, or `operands` if they are the last.
+        """Return the operands to compute with now: the kept ones and `operands`, or `operands` if they are the last.
 
-        Empty if `operands` are kept; where no others come, `alone` is called with them.
+        Return an empty sequence if `operands` are kept. If no further operands arrive, `flush` calls `alone` with them.
         """
         if self._kept is not None:
             (earlier, _), self._kept = self._kept, None
@@ -83,19 +84,19 @@ class WgradPair:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Compute with what is kept."""
+        """Compute the gradient of the kept operands, if any."""
         if self._kept is not None:
             (operands, alone), self._kept = self._kept, None
             alone(operands)
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop the kept operands."""
         self._kept = None
 
 
 @torch.no_grad()
 def run(wgrads: deque[Wgrad]) -> None:
-    """Compute `wgrads` in order; each is taken out, so that its operands are freed."""
+    """Compute `wgrads` in order, and remove each from the queue so that its operands are freed."""
     finish: Callable[[], object] | None = None
     while wgrads:
         following = wgrads.popleft()()

@@ -1,19 +1,19 @@
-"""Fusion interface between a linear layer and the operation before it: quantized inputs, and how to recompute them.
+"""Fusion interface between a linear layer and the operation before it: quantized inputs and their recomputation.
 
-*Quantized instead of values.* A norm or an activation before an FP8 layer quantizes what it computes, as the layer's
-`InputFormat` says, and the values are never stored: autograd carries a placeholder of the right shape without storage.
-In backward, an activation leaves the gradient of its input quantized in the `QuantizedGradHandoff` of the layer that
-made that input.
+*Quantized inputs.* A norm or an activation before an FP8 layer quantizes its own output in the layer's `InputFormat`,
+and the high-precision values are never stored. Autograd sees a placeholder of the right shape without storage. In
+backward, an activation quantizes the gradient of its input and leaves it in the `QuantizedGradHandoff` of the layer
+that produced that input.
 
-*Recomputed instead of kept.* For wgrad a layer keeps its input, FP8 columnwise or values. The operation that computed
-the input keeps its own inputs anyway: a norm the residual stream, an activation the product before it. So the layer may
-keep references to those, and compute and quantize them once more in backward: a pass over them instead of memory. The
-result is the same bit for bit: scales do not change within a step, recording an amax is a maximum, and inputs are
-rounded to nearest. `current` scaling computes the amax a second time.
+*Recomputed inputs.* For wgrad, a layer saves its input, as columnwise FP8 data or as values. The operation that
+computed the input saves its own inputs anyway: a norm the residual stream, an activation the preceding product. The
+layer may therefore keep references to these tensors, and compute and quantize its input again in backward. This trades
+memory for one more pass over the tensors. The result is bitwise equal: scales do not change within a step, recording an
+amax is a maximum, and inputs are rounded to nearest. `current` scaling computes the amax a second time.
 
-Where ranks hold slices of the tokens, each recomputes its own, and the slices are gathered while dgrad runs. Columnwise
-data with a scale per block or row is gathered in backward in any case; with one scale per tensor, and for values, that
-is a second gather.
+If ranks hold slices of the tokens, each rank recomputes its slice, and the slices are gathered while dgrad runs.
+Columnwise data with a scale per block or row is gathered in backward in any case. With one scale per tensor, and for
+values, recomputation adds a second gather.
 
 Shapes: m tokens (all leading dims), k channels.
 """
@@ -38,10 +38,12 @@ from megafp8.parallel.collectives import all_gather_async
 
 @dataclass(frozen=True)
 class Recompute:
-    """How a layer's input is recomputed from tensors.
+    """Recipe to recompute a layer's input from saved tensors.
 
-    `quantizer`: quantizes it as in forward; None where the layer was given values. `group`: the ranks whose slices of
-    the tokens follow each other; None where this rank computes all of them.
+    Attributes:
+        source: Builds the matrix source from the tensors.
+        quantizer: Quantizes the input as in forward; None if the layer's input was high-precision values.
+        group: Ranks whose slices of the tokens are concatenated; None if this rank recomputes all tokens.
     """
 
     source: Callable[..., MatrixSource]
@@ -51,9 +53,9 @@ class Recompute:
     def columnwise(
         self, tensors: Sequence[Tensor | None], layer_quantizer: Quantizer
     ) -> tuple[ScaledTensor, ProcessGroup | None]:
-        """The input columnwise `[k, m]` and None; or this rank's, and the group to gather it over.
+        """Return the columnwise input `[k, m]` and None, or this rank's slice and the group to gather it over.
 
-        `layer_quantizer` quantizes values.
+        `layer_quantizer` quantizes the input if it was high-precision values.
         """
         if self.quantizer is None:
             quantized = layer_quantizer(Plain(self.values(tensors)()), rowwise=False, columnwise=True)
@@ -62,10 +64,10 @@ class Recompute:
         return quantized.required_columnwise, self.group
 
     def values(self, tensors: Sequence[Tensor | None]) -> Callable[[], Tensor]:
-        """Start gathering the values; what it returns waits for them, `[m, k]`."""
+        """Start to gather the values, and return a function that waits for them and returns `[m, k]`."""
         source = self.source(*tensors)
         values = source.x_rc if type(source) is Plain else casts(source).materialize(source)
-        alive = [values]  # until it has been sent
+        alive = [values]  # keep the tensor until it has been sent
         (whole,), work = all_gather_async(alive, self.group)
 
         def wait() -> Tensor:
@@ -77,17 +79,19 @@ class Recompute:
 
 
 class RecomputedInput(NamedTuple):
-    """A layer's input, to be recomputed from `tensors`, which other operations keep for backward anyway."""
+    """Layer input that is recomputed from `tensors`, which other operations save for backward anyway."""
 
     tensors: tuple[Tensor | None, ...]
     how: Recompute
 
 
 class LinearInput(NamedTuple):
-    """A linear layer's input `[..., k]` from an operation that is fused with it.
+    """Input `[..., k]` of a linear layer, from an operation that is fused with the layer.
 
-    `tensor`: the values; or, with `quantized`, a placeholder that takes their place in autograd's graph. `recompute`:
-    the layer keeps this instead of the input, and `quantized` has no columnwise copy.
+    Attributes:
+        tensor: Values of the input; if `quantized` is set, a placeholder that represents them in autograd's graph.
+        quantized: Quantized input, or None.
+        recompute: Saved by the layer in place of its input; `quantized` then has no columnwise copy.
     """
 
     tensor: Tensor
@@ -96,45 +100,54 @@ class LinearInput(NamedTuple):
 
 
 def placeholder(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of `shape` in autograd's graph without values or memory, of the dtype and device of `like`."""
+    """Return a tensor of `shape` without values or memory for autograd's graph, with the dtype and device of `like`."""
     return _element(like.dtype, like.device).expand(shape)
 
 
 @cache
 def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The element that all placeholders are views of. Its value is never read."""
+    """Return the element that all placeholders of a dtype and device are views of. Its value is never read."""
     return torch.empty(1, dtype=dtype, device=device)
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """`[..., c]` -> `[r, c]`, row-major."""
+    """Reshape `[..., c]` to a row-major matrix `[r, c]`."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def runs_unfused(x: Tensor) -> bool:
-    """Whether an operation on x gives values by PyTorch's own ops: on a CPU, in torch.inference_mode.
+    """Return whether PyTorch's own ops compute an operation on x: on a CPU, in torch.inference_mode.
 
-    What is trained runs the references of the GPU's kernels on a CPU, step by step, in the same order of roundings.
+    Training on a CPU runs the references of the GPU kernels instead, with the same steps and the same order of
+    roundings.
     """
     return not x.is_cuda and torch.is_inference_mode_enabled()
 
 
 @dataclass
 class FusedOutput:
-    """What an operation gives the linear layer after it: made within the operation's autograd Function.
+    """Output of an operation for the next linear layer, made within the operation's autograd Function.
 
-    `format`: how the layer takes it, None for values. `grad_enabled`: torch.is_grad_enabled() outside the Function.
+    Attributes:
+        format: Format in which the layer takes its input; None for high-precision values.
+        grad_enabled: torch.is_grad_enabled() outside the Function. Within a Function, torch reports that gradients are
+            needed even under no_grad.
+        quantized: Quantized output, set by `compute`.
+        recompute: Recipe to recompute the output, set by `compute`.
     """
 
     format: InputFormat | None
-    grad_enabled: bool  # within a Function torch says that gradients are needed even under no_grad
+    grad_enabled: bool
     quantized: QuantizedTensor | None = None
     recompute: RecomputedInput | None = None
 
     def compute(self, source: MatrixSource, lead: Sequence[int], like: Tensor) -> Tensor:
-        """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `quantized` is set.
+        """Return the source's values with leading dims `lead`, or quantize them and return a placeholder.
 
-        ValueError where the rows are no multiple of the format's alignment.
+        In the second case `quantized` is set, and the placeholder has the dtype of `like`.
+
+        Raises:
+            ValueError: If the number of rows is not a multiple of the format's alignment.
         """
         rows, columns = source.shape
         shape, form = (*lead, columns), self.format
@@ -153,25 +166,28 @@ class FusedOutput:
         return placeholder(like, shape)
 
     def result(self, y: Tensor) -> Tensor | LinearInput:
-        """What the layer takes, `y` being what the Function returned."""
+        """Return the layer's input for `y`, the tensor that the autograd Function returned."""
         if self.quantized is None and self.recompute is None:
             return y
         return LinearInput(y, self.quantized, self.recompute)
 
 
 def check_alignment(tokens: int, alignment: int) -> None:
-    """ValueError unless slices of `tokens` tokens can be quantized alone."""
+    """Raise ValueError unless slices of `tokens` tokens can be quantized separately."""
     if tokens % alignment:
         raise ValueError(
-            f"{tokens} tokens a rank, and the layer gathers in FP8 slices that must be multiples of {alignment}; build "
-            "the model with the number of tokens it is to run on (BuildContext.tokens)"
+            f"{tokens} tokens per rank, but the layer gathers slices in FP8, which must be multiples of {alignment}; "
+            "build the model with the number of tokens that it will run on (BuildContext.tokens)"
         )
 
 
 def fused_gradient(
     source: MatrixSource, lead: Sequence[int], like: Tensor, handoff: QuantizedGradHandoff | None
 ) -> Tensor:
-    """The source's values, of leading dims `lead`; or a placeholder, of `like`'s dtype, and `handoff.grad` is set."""
+    """Return the source's values with leading dims `lead`, or quantize them and return a placeholder.
+
+    In the second case `handoff.grad` is set, and the placeholder has the dtype of `like`.
+    """
     shape = (*lead, source.shape[1])
     if handoff is None:
         return casts(source).materialize(source).view(shape)

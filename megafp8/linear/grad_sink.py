@@ -1,12 +1,12 @@
-"""Gradient sinks: where weight gradients go instead of to autograd.
+"""Gradient sinks: destinations of weight gradients that bypass autograd.
 
-A weight may have a `GradSink`, given by `set_grad_sink`: dw `[n, k]` is then added to its `main_grad`, by the GEMM
-itself where possible, or written there if it is a step's first. Autograd sees no gradient for the weight, which saves a
-bf16 gradient and its rounding. Without a sink, dw is returned in the dtype that autograd wants: the weight's own unless
-its `grad_dtype` says otherwise. While a sink's `WgradStore` is open, wgrad is deferred
+`set_grad_sink` gives a weight a `GradSink`. dw `[n, k]` is then added to the sink's `main_grad`, in the GEMM itself if
+possible, or written to it if it is the first gradient of a step. Autograd sees no gradient for the weight, which saves
+a bf16 gradient and its rounding. Without a sink, dw is returned in the dtype that autograd expects: the weight's dtype
+unless its `grad_dtype` says otherwise. While a sink's `WgradStore` is open, wgrad is deferred
 (`megafp8.linear.deferred_wgrad`).
 
-A sink belongs to a parameter object: tensors that autograd has saved may come back as other objects, without it.
+A sink belongs to a parameter object. Tensors that autograd has saved may be unpacked as new objects, without the sink.
 
 Shapes: k inputs, n outputs.
 """
@@ -25,52 +25,57 @@ from megafp8.numerics.dtypes import sum_dtype
 
 
 class GradSink(Protocol):
-    """Where a weight's gradient goes: into `main_grad`, a sum of its shape, in fp32 mostly.
-
-    `is_empty`: there is no sum yet, and `main_grad` has any values: the first gradient is written, not added. `wgrads`
-    takes wgrad for later while it is open; None where there is no later. `added` is called when a gradient has been
-    written or added to `main_grad`. `pair`: keeps operands, so that kernels which can compute gradients of two
-    micro-batches at once; None where each is computed by itself.
-    """
+    """Destination of a weight's gradient."""
 
     @property
-    def main_grad(self) -> Tensor: ...
+    def main_grad(self) -> Tensor:
+        """Sum of the gradients, in the weight's shape and usually in fp32."""
 
     @property
-    def is_empty(self) -> bool: ...
+    def is_empty(self) -> bool:
+        """Whether there is no sum yet.
+
+        In this case `main_grad` has undefined values, and the first gradient is written instead of added.
+        """
 
     @property
-    def wgrads(self) -> WgradStore | None: ...
+    def wgrads(self) -> WgradStore | None:
+        """Store that takes wgrad for later while it is open; None if wgrad is never deferred."""
 
     @property
-    def pair(self) -> WgradPair | None: ...
+    def pair(self) -> WgradPair | None:
+        """Keeper of operands, for kernels that compute the gradients of two micro-batches together.
 
-    def added(self) -> None: ...
+        None if every gradient is computed separately.
+        """
+
+    def added(self) -> None:
+        """Report that a gradient has been written or added to `main_grad`."""
 
 
 def set_grad_sink(weight: Tensor, sink: GradSink) -> None:
-    """From now on the gradient of `weight`, a leaf, goes to `sink`."""
+    """Send the gradient of `weight`, a leaf, to `sink` from now on."""
     weight.grad_sink = sink  # type: ignore[attr-defined]
 
 
 def grad_sink(weight: Tensor) -> GradSink | None:
-    """The weight's sink, if it has one."""
+    """Return the weight's sink, or None."""
     return getattr(weight, "grad_sink", None)
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
-    """What dtype `deliver` wants dw in."""
+    """Return the dtype in which `deliver` expects dw."""
     if grad_sink(weight) is not None:
         return sum_dtype(weight.dtype)
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
 def deliver(weight: Tensor, dw: Tensor) -> Tensor | None:
-    """Add dw, of any floating dtype, to the weight's sink and give autograd nothing; or give autograd dw."""
+    """Add dw, of any floating dtype, to the weight's sink and return None; without a sink, return dw."""
     sink = grad_sink(weight)
     if sink is None:
         return dw
-    assert dw.shape == sink.main_grad.shape, f"a gradient {tuple(dw.shape)} for {tuple(sink.main_grad.shape)}"
+    assert dw.shape == sink.main_grad.shape, f"gradient of shape {tuple(dw.shape)} for {tuple(sink.main_grad.shape)}"
     if sink.is_empty:
         sink.main_grad.copy_(dw.detach())
     else:
@@ -80,9 +85,12 @@ def deliver(weight: Tensor, dw: Tensor) -> Tensor | None:
 
 
 class InPlace(NamedTuple):
-    """The fp32 memory of a weight's gradient, which a kernel adds to; not `accumulate`: which it writes.
+    """fp32 memory of a weight's gradient, for a kernel that writes it directly.
 
-    `added` is to be called then.
+    Attributes:
+        main_grad: Memory of the gradient.
+        accumulate: Whether the kernel must add to the memory instead of writing to it.
+        added: Function to call after the kernel.
     """
 
     main_grad: Tensor
@@ -91,7 +99,7 @@ class InPlace(NamedTuple):
 
 
 def in_place(weight: Tensor) -> InPlace | None:
-    """Return where a kernel is to write the weight's gradient, or add it; None where it cannot."""
+    """Return the memory to which a kernel can write or add the weight's gradient; None if it cannot."""
     sink = grad_sink(weight)
     if sink is None or weight.dtype == torch.float64:
         return None
@@ -100,7 +108,7 @@ def in_place(weight: Tensor) -> InPlace | None:
 
 
 def summed_in_place(weight: Tensor) -> Tensor | None:
-    """As `in_place`, for kernels that can only add: the sum is zero where there was none."""
+    """Return the memory like `in_place`, for kernels that can only add: it is zeroed if there is no sum yet."""
     grad_buffer = in_place(weight)
     if grad_buffer is None:
         return None
@@ -108,21 +116,21 @@ def summed_in_place(weight: Tensor) -> Tensor | None:
 
 
 def was_added(weight: Tensor) -> None:
-    """Tell the weight's sink that a gradient has been written or added to what `summed_in_place` returned."""
+    """Report to the weight's sink that a gradient was added to the memory that `summed_in_place` returned."""
     sink = grad_sink(weight)
     assert sink is not None
     sink.added()
 
 
 def open_store(weight: Tensor) -> WgradStore | None:
-    """Where the weight's gradient is to be left for later, if it is."""
+    """Return the store that defers the weight's gradient, or None if the gradient is not deferred."""
     sink = grad_sink(weight)
     store = None if sink is None else sink.wgrads
     return store if store is not None and store.is_open else None
 
 
 def begin_or_defer(weight: Tensor, begin: Callable[[], Callable[[], Tensor | None]]) -> Callable[[], Tensor | None]:
-    """Begin a weight gradient, and return what finishes it; or defer it, and return what does nothing."""
+    """Begin a weight gradient and return a function that finishes it, or defer it and return a no-op."""
     store = open_store(weight)
     if store is None:
         return begin()
@@ -131,14 +139,14 @@ def begin_or_defer(weight: Tensor, begin: Callable[[], Callable[[], Tensor | Non
 
 
 def now_or_later(weight: Tensor, wgrad: Callable[[], Tensor | None]) -> Tensor | None:
-    """What `wgrad` returns; or None, and `wgrad` in the weight's open store."""
+    """Call `wgrad` and return its result; or put `wgrad` in the weight's open store and return None."""
     return begin_or_defer(weight, lambda: wgrad)()
 
 
 def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tensor | None:
-    """dw `[e·n, k]` of experts to the weight's sink, or back.
+    """Compute dw `[e·n, k]` of experts and add it to the weight's sink, or return it if there is no sink.
 
-    `compute(dw_enk, accumulate=...)` writes it to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
+    `compute(dw_enk, accumulate=...)` writes dw to `dw_enk` `[e, n, k]`, or adds it to the sink's fp32 sum.
     """
     grad_buffer = in_place(weight)
     if grad_buffer is None:
@@ -153,9 +161,9 @@ def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tens
 
 
 def paired_wgrad_by(weight: Tensor, experts: int, operands: Any, compute: Callable[..., None]) -> Tensor | None:
-    """As `wgrad_by`, of two micro-batches at once if the weight's sink wants pairs.
+    """Compute dw like `wgrad_by`, for two micro-batches together if the weight's sink uses pairs.
 
-    `compute(of_micro_batches, dw_enk, accumulate=...)`: the sum of those of one or two `operands`.
+    `compute(operands_list, dw_enk, accumulate=...)` computes the sum of the gradients of one or two `operands`.
     """
 
     def alone(operands: Any) -> Tensor | None:
@@ -168,5 +176,5 @@ def paired_wgrad_by(weight: Tensor, experts: int, operands: Any, compute: Callab
     if now:
         wgrad_by(weight, experts, partial(compute, now))
     if len(now) > 1:
-        sink.added()  # the gradient of the micro-batch that was kept
+        sink.added()  # once more, for the gradient of the kept micro-batch
     return None

@@ -1,15 +1,16 @@
-"""Linear layers of many experts at once: consecutive rows of the input are multiplied with weights of their own.
+"""Linear layers of many experts together: consecutive rows of the input are multiplied by the weights of their expert.
 
-The weights of all experts are one parameter, so that a single kernel can multiply them. How many rows an expert has is
-known on the device only. On CUDA kernels read it there, so the host does not wait: in bf16, and in FP8 with scales of
-tensors, rows or blocks of 128. An expert may have no rows: its weight gradient is then zero.
+One parameter holds the weights of all experts, so a single kernel can multiply them. The number of rows of each expert
+is known only on the device. On CUDA, kernels read it there, so the host does not wait: in bf16, and in FP8 with one
+scale per tensor, row or block of 128. An expert may have no rows; its weight gradient is then zero.
 
-*In FP8* each expert is a layer of its own: its input, weight and gradient are quantized as the recipe says, with scales
-that no other expert shares. Where kernels do not compute all experts at once (`GroupState.joint_quantizers`), the host
-reads how many rows each has, and one expert after the other is computed as a layer is (`megafp8.linear.gemms`). Kernels
-are held to that.
+*In FP8*, each expert is a separate layer: the recipe quantizes its input, weight and gradient with scales that no other
+expert shares. If kernels cannot compute all experts together (`GroupState.joint_quantizers`), the host reads the number
+of rows of each expert, and computes the experts one by one like ordinary layers (`megafp8.linear.gemms`). This path is
+the reference for the kernels.
 
-The weight gradient goes where `megafp8.linear.grad_sink` says; on CUDA kernels add to the fp32 sum themselves.
+The weight gradient is added to the weight's sink (`megafp8.linear.grad_sink`); on CUDA, the kernels themselves add to
+the fp32 sum.
 
 Shapes: m rows, e experts, k inputs, n outputs.
 """
@@ -59,11 +60,15 @@ def grouped_linear(
     state: GroupState | None = None,
     handoff: QuantizedGradHandoff | None = None,
 ) -> Tensor:
-    """`[m, n]` in x's dtype: the rows of each expert times the transpose of its weight, as `state` has it planned.
+    """Multiply the rows of each expert by the transpose of its weight, and return `[m, n]` in x's dtype.
 
-    `weight`: `[e·n, k]`, one expert after the other. `groups`: where the rows of each expert end; they begin where
-    those of the expert before end, and the last ends at m. Without a `state` all is in high precision. `handoff`:
-    `state.grad_handoff`, given to the operation after the layer too.
+    Args:
+        x_mk: Rows of all experts, one expert after the other.
+        weight: Weights of all experts `[e·n, k]`, one expert after the other.
+        groups: End of each expert's rows. An expert's rows begin where the previous expert's rows end; the last end is
+            m.
+        state: State of the experts' layers. Without it, everything runs in high precision.
+        handoff: `state.grad_handoff`, which the operation after the layer also gets.
     """
     values, quantized = (x_mk, None) if isinstance(x_mk, Tensor) else (x_mk.tensor, x_mk.quantized)
     experts, grad_enabled = len(groups.ends_e), torch.is_grad_enabled()
@@ -85,7 +90,7 @@ def _kernels() -> ModuleType:
 
 
 class _JointLinear(Function):
-    """All experts at once, by kernels, as one `layer`. With `x8` the values of `x_mk` are not read."""
+    """All experts together as one `layer`, computed by kernels. If `x8` is given, the values of `x_mk` are not read."""
 
     @staticmethod
     def forward(
@@ -111,7 +116,7 @@ class _JointLinear(Function):
         if needs_dw:
             x = x_mk if high.wgrad else x8.required_columnwise
         ctx.granularity = x.granularity if isinstance(x, ScaledTensor) else None
-        ends = ends_e if x is x_mk else None  # beside values the rows' ends are saved, too
+        ends = ends_e if x is x_mk else None  # the ends of the rows are saved together with high-precision values
         ctx.save_for_backward(weight if needs_dx and high.dgrad else None, ends, *tensors_of(x))
         ctx.weight, ctx.layer, ctx.groups, ctx.handoff, ctx.w8 = weight, layer, groups, handoff, w8
         return y_mn
@@ -142,13 +147,13 @@ class _JointLinear(Function):
 
 
 def _joint_wgrad(weight: Tensor, dy: Operand, x: Operand, groups: RowGroups, fast: bool) -> Tensor | None:
-    """dw `[e·n, k]` to the weight's sink or back."""
+    """Add dw `[e·n, k]` to the weight's sink, or return it if there is no sink."""
     if isinstance(x, ScaledTensor):
         operands, add = (dy, x, groups.padded_ends_e), partial(_add_sums, fast=fast)
         if x.granularity in (TENSOR, BLOCK_1X128):
             return paired_wgrad_by(weight, len(groups.ends_e), operands, add)
         sums = partial(add, [operands])
-    elif wgrad_dtype(weight) == x.dtype:  # faster than ours, which can add to fp32
+    elif wgrad_dtype(weight) == x.dtype:  # faster than our kernel, which can add to fp32
         assert isinstance(dy, Tensor)
         return deliver(weight, grouped_mm(dy.t(), x, offs=groups.ends_e).flatten(0, 1))
     else:
@@ -163,7 +168,10 @@ def _add_sums(
     accumulate: bool,
     fast: bool,
 ) -> None:
-    """Write to `dw_enk`, or add to it, the weight gradient of one or two micro-batches: dy, x, padded ends."""
+    """Write or add the weight gradient of one or two micro-batches to `dw_enk`.
+
+    Each micro-batch is a tuple of dy, x and the padded ends of the experts' rows.
+    """
     *earlier, (dy, x, padded_ends_e) = of_micro_batches
     _kernels().sums_over_rows(
         dy, x, padded_ends_e, dw_enk, accumulate=accumulate, fast=fast, earlier=earlier[0] if earlier else None
@@ -171,7 +179,7 @@ def _add_sums(
 
 
 class _OneByOneLinear(Function):
-    """One expert after the other, each as its own `LinearState` says."""
+    """Experts computed one by one, each with its own `LinearState`."""
 
     @staticmethod
     def forward(
@@ -188,8 +196,8 @@ class _OneByOneLinear(Function):
             if state.plan.calibrating:
                 state.record_amax("weight", w_nk)
             if is_empty and w8 is not NOTHING:
-                assert w8.required_rowwise  # cast, as its amax is recorded whether or not tokens come
-            # Where other ranks have other rows of the expert, casts of x and dy may reduce an amax with them.
+                assert w8.required_rowwise  # cast the weight, to record its amax even without tokens
+            # If other ranks have more rows of the expert, casts of x and dy may reduce an amax with these ranks.
             if not is_empty or state.token_group is not None:
                 x8 = quantize_input(state, x, for_wgrad=needs_dw)
             if not is_empty:
@@ -205,7 +213,7 @@ class _OneByOneLinear(Function):
             granularity = None if kept_x is None else kept_x.granularity
             ctx.experts.append(_Expert(rows, state, high, state.plan.calibrating, w8, granularity))
         values = x_mk if needs_dw and any(state.high_precision.wgrad for state in states) else None
-        ends = None if values is None else ends_e  # beside values the rows' ends are saved, too
+        ends = None if values is None else ends_e  # the ends are saved together with high-precision values
         ctx.save_for_backward(values, ends, *(tensor for x in kept for tensor in tensors_of(x)))
         ctx.weight = weight
         return y_mn
@@ -244,19 +252,25 @@ class _OneByOneLinear(Function):
 
 
 def _weights(weight: Tensor, states: Sequence[LinearState]) -> Sequence[Tensor]:
-    """The weight of each expert; of those gathered in FP8, which have no values, that of all."""
+    """Return the weight of each expert.
+
+    Weights gathered in FP8 have no values per expert; every expert then gets the whole weight.
+    """
     if states[0].gathered_weight is not None:
         return [weight] * len(states)
     weights: Sequence[Any] = weight.detach().view(len(states), -1, weight.shape[1]).unbind()
     parts = parts_of(weight)
-    if len(parts) > 1:  # parameters that were joined, whose writes a view of the joined tensor does not tell of
+    if len(parts) > 1:  # a view of the joined tensor does not show writes to the parameters that were joined
         for w_nk, part in zip(weights, parts, strict=True):
             w_nk.parts = (part,)
     return weights
 
 
 class _Expert(NamedTuple):
-    """An expert in one forward: its rows, and how its layer ran. `granularity`: of its kept input, None for values."""
+    """Rows of an expert in one forward, and how its layer ran.
+
+    `granularity` belongs to the saved input; None means high-precision values.
+    """
 
     rows: slice
     state: LinearState
@@ -267,7 +281,7 @@ class _Expert(NamedTuple):
 
 
 class _Wgrad(NamedTuple):
-    """The operands of an expert's weight gradient."""
+    """Operands of an expert's weight gradient."""
 
     expert: int
     state: LinearState
@@ -276,7 +290,7 @@ class _Wgrad(NamedTuple):
 
 
 def _add_wgrads(wgrads: Sequence[_Wgrad], dw_enk: Tensor, *, accumulate: bool) -> None:
-    """Write dw to `dw_enk`, zero for experts without rows, or add it."""
+    """Write dw to `dw_enk`, with zeros for experts without rows, or add dw to it."""
     if not accumulate:
         dw_enk.zero_()
     for expert, state, dy, x in wgrads:

@@ -1,16 +1,16 @@
-"""A linear layer, in FP8 or in high precision, as an autograd Function over `megafp8.linear.gemms`.
+"""Linear layer in FP8 or in high precision, as an autograd Function on top of `megafp8.linear.gemms`.
 
-The weight is quantized once per optimizer step and keeps both copies until `LinearState.invalidate_weight`. Backward
-keeps x columnwise: FP8, half the memory of bf16. Under sequence parallelism it may keep this rank's tokens only and
-gather them while dgrad runs (`megafp8.linear.quantized_gather`).
+The weight is quantized once per optimizer step, and both copies are kept until `LinearState.invalidate_weight`. For
+backward, the layer keeps x columnwise in FP8, half the memory of bf16. Under sequence parallelism it may keep only this
+rank's tokens and gather them while dgrad runs (`megafp8.linear.quantized_gather`).
 
-How a layer runs is its `LinearPlan` (`megafp8.plan`). The input may have been quantized by the operation before the
-layer, and the output's gradient by the one after (`megafp8.linear.fusion`). A GEMM in high precision keeps its operands
+The `LinearPlan` says how a layer runs (`megafp8.plan`). The operation before the layer may have quantized the input,
+and the operation after it the output gradient (`megafp8.linear.fusion`). A GEMM in high precision keeps its operands
 unquantized.
 
-dw goes where `megafp8.linear.grad_sink` says. Communication at the two ends of a tensor-parallel layer (`TPComm`)
-overlaps with the GEMMs: dx is reduced while wgrad is computed (`megafp8.parallel.tp_overlap`). A layer without any
-has a Function of its own, which costs the host less.
+dw is added to the gradient sink of the weight (`megafp8.linear.grad_sink`). Communication at the two ends of a
+tensor-parallel layer (`TPComm`) overlaps with the GEMMs: dx is reduced while wgrad is computed
+(`megafp8.parallel.tp_overlap`). A layer without communication uses a separate Function with less host overhead.
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
 """
@@ -66,10 +66,15 @@ def linear(
     handoff: QuantizedGradHandoff | None = None,
     comm: TPComm = LOCAL_COMM,
 ) -> Tensor:
-    """`x wᵀ + bias` as `state.plan` says: x `[..., k]`, weight `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype.
+    """Return `x wᵀ + bias`, `[..., n]` in x's dtype, computed as `state.plan` says.
 
-    `handoff`: `state.grad_handoff()`, given to the operation after the layer too; excludes a bias. With `comm` the
-    first dim of y is not that of x, and the bias is added after the sum over ranks.
+    Args:
+        x: Input `[..., k]`.
+        weight: Weight `[n, k]`.
+        state: State of the layer.
+        bias: Bias `[n]`. With `comm`, it is added after the sum over ranks.
+        handoff: `state.grad_handoff()`, which the operation after the layer also gets. Excludes a bias.
+        comm: Communication at the ends of a tensor-parallel layer. The first dim of the output then differs from x.
     """
     values, quantized, recompute = (x, None, None) if isinstance(x, Tensor) else x
     if state.packed_weight is not None:
@@ -82,18 +87,18 @@ def linear(
     options = quantized, recompute, handoff, torch.is_grad_enabled()
     if bias is None or plan.fp8_only or (not plan.fp8 and recompute is None):
         return _Linear.apply(values, weight, bias, state, options)
-    return with_bias(_Linear.apply(values, weight, None, state, options), bias)  # rounded twice
+    return with_bias(_Linear.apply(values, weight, None, state, options), bias)  # the output is rounded twice
 
 
 def high_precision_linear(
     x: Tensor | LinearInput, weight: nn.Parameter, bias: Tensor | None = None, *, batch_invariant: bool = False
 ) -> Tensor:
-    """Return `x wᵀ + bias` in x's dtype; a weight of another dtype is converted first."""
+    """Return `x wᵀ + bias` in x's dtype. A weight of another dtype is converted first."""
     return linear(x, weight, INVARIANT_HIGH_PRECISION if batch_invariant else HIGH_PRECISION, bias=bias)
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: TPComm) -> Tensor:
-    """A linear layer whose weight has another form than the parameter; there are no gradients."""
+    """Compute a linear layer with a packed weight instead of the parameter, without gradients."""
     assert not torch.is_grad_enabled()
     if comm == LOCAL_COMM:
         return _shaped(weight.product(as_matrix(x), bias), x)
@@ -108,14 +113,14 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, comm: T
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """`y + bias` in y's dtype."""
+    """Return `y + bias` in y's dtype."""
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
-    """`[m, n]` with the leading dims of x, the first of which grew or shrank with m.
+    """Reshape `[m, n]` to the leading dims of x, with the first dim scaled if m differs from x's tokens.
 
-    Not as a view: what a Function returns as one cannot be changed in place.
+    The result is not a view, because a view that a Function returns cannot be changed in place.
     """
     (m, n), lead = y_mn.shape, list(x.shape[:-1])
     tokens = math.prod(lead)
@@ -125,13 +130,13 @@ def _shaped(y_mn: Tensor, x: Tensor) -> Tensor:
 
 
 def _calibrate(state: LinearState, x: Tensor, weight: Tensor) -> None:
-    """Record the amaxes from which static scales are made, all but that of the output's gradient."""
+    """Record the amaxes for static scales, except the output gradient's amax."""
     state.record_amax("input", x)
     state.record_amax("weight", weight)
 
 
 def _keep(ctx: Any, weight: Tensor | None, x: Operand | None, recompute: RecomputedInput | None) -> None:
-    """Save what backward reads: the weight's values for dgrad, and for wgrad x or what it is recomputed from."""
+    """Save the tensors that backward reads: the weight's values for dgrad; x or its recomputation inputs for wgrad."""
     kept: Sequence[Tensor | None]
     if recompute is not None:
         kept, ctx.recompute = recompute
@@ -145,7 +150,7 @@ def _keep(ctx: Any, weight: Tensor | None, x: Operand | None, recompute: Recompu
 def _kept_columnwise(
     ctx: Any, kept: Sequence[Tensor | None], state: LinearState, group: ProcessGroup | None
 ) -> tuple[ScaledTensor, ProcessGroup | None]:
-    """The input columnwise, recomputed, or kept by the ranks of `group`; and the group to gather it over."""
+    """Return the columnwise input, saved or recomputed, and the group to gather it over."""
     if ctx.recompute is not None:
         return ctx.recompute.columnwise(kept, state.quantizers.input)
     x_km = operand_of(kept, ctx.granularity)
@@ -154,7 +159,7 @@ def _kept_columnwise(
 
 
 def _kept_values(ctx: Any, kept: Sequence[Tensor | None]) -> Callable[[], Tensor]:
-    """What gives x `[m, k]`, kept or recomputed."""
+    """Return a function that returns x `[m, k]`, saved or recomputed."""
     if ctx.recompute is not None:
         return ctx.recompute.values(kept)
     x_mk = kept[0]
@@ -163,10 +168,10 @@ def _kept_values(ctx: Any, kept: Sequence[Tensor | None]) -> Callable[[], Tensor
 
 
 class _Linear(Function):
-    """A linear layer without communication.
+    """Linear layer without communication.
 
-    `given`: the quantized input, how it is recomputed, the handoff, and whether gradients are enabled outside, as torch
-    says that they are needed within no_grad too.
+    `given` is a tuple of the quantized input, its recomputation, the handoff, and whether gradients are enabled
+    outside: within a Function, torch reports that gradients are needed even under no_grad.
     """
 
     @staticmethod
@@ -179,7 +184,7 @@ class _Linear(Function):
         plan, high, dtype, bias_dtype = state.plan, state.high_precision, x.dtype, None
         w8: WeightForm = NOTHING
         if x8 is None:
-            # A matrix of our own: where a dim is 1, torch.matmul may not see that x is one, and multiplies row by row.
+            # Reshape x to a matrix ourselves: if a dim is 1, torch.matmul may miss that x is one, and multiply by row.
             x_mk = as_matrix(x)
         if plan.fp8:
             if x8 is None:
@@ -217,7 +222,7 @@ class _Linear(Function):
                 dy8 = quantize_grad_output(state, high, dy_mn, needs_dx=needs_dx, needs_dw=needs_dw)
             elif plan.calibrating:
                 state.record_amax("grad_output", dy)
-        # In fp32 for 16-bit dtypes, rounded once to the bias's.
+        # Sum in fp32 for 16-bit dtypes, and round once to the bias's dtype.
         db = dy_mn.sum(0, dtype=bias_dtype) if needs_db else None
         dx = dw = None
         if needs_dx:
@@ -234,7 +239,7 @@ class _Linear(Function):
                 operands = dy8.required_columnwise, _kept_columnwise(ctx, kept_x, state, None)[0]
             if open_store(weight) is None:
                 dw = wgrad(state, weight, *operands)
-            else:  # detached, as the graph need not live on
+            else:  # detach, so that the store does not keep the graph alive
                 dw = now_or_later(weight, partial(wgrad, state, weight, *map(detached, operands)))
         return dx, dw, db, None, None
 
@@ -243,12 +248,12 @@ def _product_rows(
     multiply: Callable[..., Tensor], state: LinearState, rows: Rows, w: Operand, dtype: torch.dtype, part: slice,
     out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """fprop or dgrad of some rows, into `out` if given."""
+    """Compute fprop or dgrad of the rows `part`, into `out` if given."""
     return multiply(state, rows.part(part), w, dtype, out=out)
 
 
 class _ShardedLinear(Function):
-    """A linear layer with communication at its ends, without bias; otherwise as `_Linear`."""
+    """Linear layer with communication at its ends and without bias; otherwise like `_Linear`."""
 
     @staticmethod
     def forward(
@@ -299,23 +304,21 @@ class _ShardedLinear(Function):
         if dw_in_fp8:
             x_km, x_group = _kept_columnwise(ctx, kept_x, state, ctx.x_group)
         dy8, rows, overlap, values = _gather_grad_output(ctx, dy, needs_dx=needs_dx, needs_dw=needs_dw)
-        x = _kept_values(ctx, kept_x) if needs_dw and high.wgrad else None  # under way until wgrad
+        x = _kept_values(ctx, kept_x) if needs_dw and high.wgrad else None  # gathered until wgrad
 
         finish: Callable[[], Tensor | None] = _nothing
-        if dw_in_fp8 and dy8.columnwise is not None:  # a sharded one is gathered while dgrad runs
+        if dw_in_fp8 and dy8.columnwise is not None:  # if dy is sharded, it is gathered while dgrad runs
             begin = partial(_begin_wgrad, state, weight, dy8.columnwise, overlap.group, x_km, x_group)
             finish = begin_or_defer(weight, begin)
         dx: ReduceHandle | None = None
         if needs_dx:
             w: Operand = in_dtype(w_nk, dtype) if high.dgrad else ctx.w8.required_columnwise
             product = partial(_product_rows, dgrad, state, rows, w, dtype)
-            dx = comm.input.sum(
-                Product(rows.arriving, weight.shape[1], dtype, product)
-            )  # under way until wgrad is done
+            dx = comm.input.sum(Product(rows.arriving, weight.shape[1], dtype, product))  # reduced until wgrad is done
         if dw_in_fp8 and dy8.columnwise is None:  # one scale per tensor: all rows, transposed
             begin = partial(_begin_wgrad, state, weight, rows.columnwise(), None, x_km, x_group)
             finish = begin_or_defer(weight, begin)
-        if x is not None:  # detached, as the graph need not live on
+        if x is not None:  # detach, so that the store does not keep the graph alive
             finish = partial(now_or_later, weight, partial(wgrad, state, weight, values().detach(), x().detach()))
         dw = finish()
         return None if dx is None else dx.wait().view(ctx.x_shape), dw, *[None] * 6
@@ -324,7 +327,12 @@ class _ShardedLinear(Function):
 def _gather_grad_output(
     ctx: Any, dy: Tensor, *, needs_dx: bool, needs_dw: bool
 ) -> tuple[QuantizedTensor, Rows, TPOverlap, Callable[[], Tensor]]:
-    """dy in FP8 where GEMMs read it so; its rows, being gathered, as dgrad reads them; how both are; and its values."""
+    """Gather dy, quantized if FP8 GEMMs read it.
+
+    Returns:
+        dy in FP8; its rows, being gathered, for dgrad; the overlap that gathers both; and a function that returns dy's
+        values.
+    """
     dy8: QuantizedTensor | None = None if ctx.handoff is None else ctx.handoff.take()
     output, quantizer = ctx.comm.output, ctx.shard_grad_quantizer
     if dy8 is not None:
@@ -343,10 +351,11 @@ def _gather_grad_output(
 
 
 def _nothing() -> None:
-    """Finishes nothing: there is no weight gradient."""
+    """Finish nothing: the weight needs no gradient."""
 
 
 def _no_values() -> Tensor:
+    """Raise AssertionError: the gradient exists only in FP8."""
     raise AssertionError("a gradient that was quantized before it was gathered has no values")
 
 
@@ -358,9 +367,9 @@ def _begin_wgrad(
     x_km: ScaledTensor,
     x_group: ProcessGroup | None,
 ) -> Callable[[], Tensor | None]:
-    """Start gathering what is sharded; returns `wgrad` of what arrives."""
+    """Start to gather the sharded operands, and return a function that computes `wgrad` once they arrive."""
     x, dy = gather_columns(x_km, x_group), gather_columns(dy_nm, dy_group)
-    alive = (x_km, dy_nm)  # what is being gathered, until it has arrived
+    alive = (x_km, dy_nm)  # keep the tensors alive until they have been gathered
 
     def finish() -> Tensor | None:
         assert alive

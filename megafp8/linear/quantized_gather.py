@@ -1,27 +1,31 @@
-"""Quantized tensors whose tokens are sharded: quantized by each rank, then all-gathered in FP8.
+"""Gather of token-sharded tensors in FP8: each rank quantizes its slice, then the slices are all-gathered.
 
-Under sequence parallelism the input of a column-parallel layer and the output gradient of a row-parallel one are
-sharded along the tokens. Gathered in bf16 they are quantized whole by every rank. Quantized first, half the bytes
-travel, a rank quantizes its slice only, and a norm fuses with the quantization as it does on one rank.
+Under sequence parallelism, the input of a column-parallel layer and the output gradient of a row-parallel layer are
+sharded along the tokens. If they are gathered in bf16, every rank quantizes the whole tensor. If they are quantized
+first, half the bytes are sent, each rank quantizes only its slice, and a norm can fuse with the quantization as on a
+single rank.
 
-*Rowwise* data, one row per token, belongs to one rank with all its scales, so gathered rows follow each other.
-*Columnwise* data runs along the tokens: with one scale per tensor it is the gathered rowwise data transposed; with
-finer scales it is another quantization of the same values and has to be gathered too. It is needed for wgrad only. So
-it stays sharded: the input's is kept for backward as a slice, 1/t of the memory, and gathered while dgrad runs.
+*Rowwise* data has one row per token. Each row with all its scales belongs to one rank, so gathered rows are simply
+concatenated. *Columnwise* data runs along the tokens. With one scale per tensor, it is the transpose of the gathered
+rowwise data. With finer scales, it is a different quantization of the same values and must be gathered too. Only wgrad
+needs columnwise data, so it stays sharded: for backward, a rank keeps its slice of the input, 1/t of the memory, and
+gathers the data while dgrad runs.
 
-The scales along a column must be those of the whole tensor. Blocks along the tokens begin anew on every rank, which is
-right where a slice is a multiple of a block (`Quantizer.shard_alignment`); a scale for the whole column is made from
-the amax over all ranks (`Quantizer.for_sharded_input`). Every quantized slice is then, bit for bit, a slice of the
-whole quantized tensor. Where that cannot be had, the plan gathers values (`megafp8.plan`).
+The scales along a column must equal the scales of the whole tensor. Blocks along the tokens start anew on every rank,
+which is correct if the slice is a multiple of the block size (`Quantizer.shard_alignment`). A scale for a whole column
+is computed from the amax over all ranks (`Quantizer.for_sharded_input`). Every quantized slice is then bitwise equal to
+a slice of the whole quantized tensor. Where this is impossible, the plan gathers high-precision values
+(`megafp8.plan`).
 
-Cost beyond the bytes that travel: gathered columnwise data is t matrices `[c, r]` beside each other and the GEMM wants
-one `[c, t·r]`, a copy. Summing t GEMMs instead would pass over the fp32 weight gradient t - 1 times more, up to seven
-times those bytes in Llama-3-8B. The count is in docs/decisions/0006-tensor-parallel-communication.md.
+Cost in addition to communication: gathered columnwise data is t matrices `[c, r]`, one after the other, but the GEMM
+needs one `[c, t·r]`, which takes a copy. Summing t GEMMs instead would read and write the fp32 weight gradient t - 1
+more times, up to seven times as many bytes in Llama-3-8B. The calculation is in
+docs/decisions/0006-tensor-parallel-communication.md.
 
-Scales travel as they lie in memory, block after block of the dim summed over, all rows of a block together (see
-`cublaslt_problem`). So those of gathered columnwise data arrive in place, and those of rowwise data, a 32nd of the
-bytes where blocks are 1×128, are put in order by a copy, unless each rank's rows are multiplied on their own. Where
-tensor cores do not take a tensor's blocks, what travels is dequantized, in bf16 (`megafp8.numerics.tensor`).
+Scales are sent in their memory order: block after block of the summed dim, with all rows of a block together (see
+`cublaslt_problem`). Scales of gathered columnwise data therefore arrive in place. Scales of rowwise data, a 32nd of the
+bytes for 1×128 blocks, are reordered by a copy, unless each rank's rows are multiplied separately. If tensor cores do
+not support a tensor's blocks, the dequantized values are sent in bf16 (`megafp8.numerics.tensor`).
 
 Shapes: r rows (tokens) of a rank's slice, c columns, t ranks.
 """
@@ -40,14 +44,14 @@ from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap
 
 
 class TPComm(NamedTuple):
-    """Communication at the two ends of a tensor-parallel layer: x and dx pass `input`, y and dy `output`."""
+    """Communication at the two ends of a tensor-parallel layer: `input` for x and dx, `output` for y and dy."""
 
     input: TPOverlap = NO_COMM
     output: TPOverlap = NO_COMM
 
     @classmethod
     def from_overlap(cls, parallel: Literal["column", "row"], overlap: TPOverlap) -> TPComm:
-        """That of a layer whose weight is sharded by columns, which gathers x, or by rows, which sums y."""
+        """Return the communication of a layer sharded by columns, which gathers x, or by rows, which sums y."""
         return cls(input=overlap) if parallel == "column" else cls(output=overlap)
 
 
@@ -56,20 +60,21 @@ LOCAL_COMM = TPComm()
 
 
 def _joined(gathered: Tensor, ranks: int) -> Tensor:
-    """`[t·c, r]`, the ranks' matrices one after the other, to `[c, t·r]`, beside each other."""
+    """Rearrange the ranks' stacked matrices `[t·c, r]` side by side to `[c, t·r]`."""
     c, r = gathered.shape[0] // ranks, gathered.shape[1]
     return gathered.view(ranks, c, r).transpose(0, 1).reshape(c, ranks * r)
 
 
 def _joined_data(gathered: Tensor, ranks: int) -> Tensor:
-    word = torch.int64 if gathered.shape[1] % 8 == 0 else torch.uint8  # the widest that a copy of bytes may be of
+    """Rearrange the ranks' stacked FP8 matrices side by side, copying the widest possible words."""
+    word = torch.int64 if gathered.shape[1] % 8 == 0 else torch.uint8
     return _joined(gathered.view(word), ranks).contiguous().view(gathered.dtype)  # a column of one word is a view
 
 
 class Rows:
-    """Rows `[t·r, c]` being gathered from each rank's `shard` `[r, c]`: FP8 data rowwise, or values.
+    """Running all-gather of rows `[t·r, c]` from each rank's `shard` `[r, c]`: rowwise FP8 data, or values.
 
-    `arriving`: which rows have arrived.
+    `arriving` tracks the rows that have arrived.
     """
 
     def __init__(self, shard: ScaledTensor | Tensor, tp_overlap: TPOverlap) -> None:
@@ -83,7 +88,7 @@ class Rows:
         self.arriving = tp_overlap.gather(sent)
 
     def part(self, part: slice) -> ScaledTensor | Tensor:
-        """Some rows, which must have arrived; of all ranks or of one."""
+        """Return the rows `part`, which must have arrived; they may be the rows of one rank or of all ranks."""
         shard, data = self._own, self.arriving.gathered[0]
         if not isinstance(shard, ScaledTensor):
             return data[part]
@@ -98,19 +103,25 @@ class Rows:
         return shard._replace(data=data[part], scale_inv=scale_inv)
 
     def values(self) -> Tensor:
-        """All rows, once they have arrived; for values."""
+        """Wait for all rows and return them. Only for high-precision values."""
         assert not isinstance(self._own, ScaledTensor)
         return self.arriving.wait()[0]
 
     def columnwise(self) -> ScaledTensor:
-        """`[c, t·r]`, waited for; with one scale for the tensor."""
+        """Wait for all rows and return them columnwise, `[c, t·r]`. Only for data with one scale per tensor."""
         assert isinstance(self._own, ScaledTensor)
         return self._own._replace(data=self.arriving.wait()[0]).t()
 
 
 class Columns(NamedTuple):
-    """Columnwise data being gathered: `arriving` has that of `ranks` ranks, `[c, r]` each, one after the other;
-    `sent` is being read."""
+    """Running all-gather of columnwise data.
+
+    Attributes:
+        arriving: Data of `ranks` ranks, `[c, r]` each, one after the other.
+        ranks: Number of matrices in `arriving`.
+        work: Handle to wait for.
+        sent: Tensors that are being sent and must stay alive.
+    """
 
     arriving: ScaledTensor
     ranks: int
@@ -118,7 +129,7 @@ class Columns(NamedTuple):
     sent: list[Tensor]
 
     def wait(self) -> ScaledTensor:
-        """`[c, t·r]`."""
+        """Wait for the data and return it as one matrix `[c, t·r]`."""
         self.work.wait()
         if self.ranks == 1:
             return self.arriving
@@ -126,14 +137,17 @@ class Columns(NamedTuple):
 
 
 def gather_columns(shard: ScaledTensor, group: ProcessGroup | None) -> Columns:
-    """Start gathering columnwise data from each rank's `shard` `[c, r]`, which is whole where there is no group."""
+    """Start to gather columnwise data from each rank's `shard` `[c, r]`.
+
+    Without a group, `shard` is the whole matrix.
+    """
     if group is None:
         return Columns(shard, 1, DONE, [])
-    if shard.granularity is DEQUANTIZED:  # in memory the tokens' rows follow each other
+    if shard.granularity is DEQUANTIZED:  # token rows are consecutive in memory
         sent = [shard.data.t()]
         (data_rc,), work = all_gather_async(sent, group)
         return Columns(shard._replace(data=data_rc.t()), 1, work, sent)
-    same_scales = shard.granularity in (ROW, TENSOR)  # of whole columns, or of the tensor
+    same_scales = shard.granularity in (ROW, TENSOR)  # one scale per whole column, or per tensor
     wanted = [shard.data] if same_scales else [shard.data, shard.scale_inv.t().contiguous()]
     gathered, work = all_gather_async(wanted, group)
     scale_inv = shard.scale_inv if same_scales else gathered[1].t()

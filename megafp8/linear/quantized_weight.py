@@ -1,20 +1,20 @@
-"""Weights of linear layers in 8 or 4 bits, for products whose other operand stays in high precision.
+"""Linear layer weights in 8 or 4 bits, for products with a high-precision operand.
 
-    int8, fp8    w[n, k] = scale_inv[n] · data[n, k]                               a scale for each row (output)
-    int4         w[n, k] = scale_inv[k / group, n] · (data[n, k] - zero[k / group, n])     and for each group of columns
+    int8, fp8    w[n, k] = scale_inv[n] · data[n, k]                                    one scale per row (output)
+    int4         w[n, k] = scale_inv[k / group, n] · (data[n, k] - zero[k / group, n])  one scale per group of columns
 
-Rounding to the nearest number of the format leaves the scale free: that of the largest magnitude spends the format's
-range on few weights. `quantize_weight` tries several for each row or group, and takes that of the smallest squared
-error. This needs nothing but the weight; methods that look at activations (GPTQ, AWQ) need texts as well. int4 has zero
-points, integers from 0 to 15, because 128 weights are rarely spread evenly about zero; a factor fitted by least squares
-(`_refitted`) corrects each trial, as alternating minimization does in Half-Quadratic Quantization (Badri and Shaji,
-Mobius Labs 2023) for another norm of the error.
+Rounding to the nearest number of the format leaves the choice of the scale open. A scale from the largest magnitude
+spends most of the format's range on a few weights. `quantize_weight` tries several scales for each row or group, and
+takes the scale with the smallest squared error. This needs only the weight; methods that look at activations (GPTQ,
+AWQ) need text as well. int4 has zero points, integers from 0 to 15, because 128 weights are rarely distributed evenly
+around zero. A least-squares fit of the scale (`_refitted`) corrects each trial, similar to the alternating minimization
+in Half-Quadratic Quantization (Badri and Shaji, Mobius Labs 2023), which uses another norm of the error.
 
-Scales of rows are float32; scales of groups are bfloat16, to which they are rounded before the weights are, so that
-this loses nothing.
+Scales of rows are float32. Scales of groups are bfloat16; they are rounded before the weights are, so this adds no
+error.
 
-Two int4 values are a byte. Byte j of a group has in its low half column j of the group, in its high half column
-j + group / 2, so that kernels unpack tiles of bytes to two tiles of neighbouring columns.
+Two int4 values share a byte. Byte j of a group holds column j of the group in its low half, and column j + group / 2 in
+its high half, so kernels unpack a tile of bytes to two tiles of neighboring columns.
 
 Shapes: m tokens, n outputs, k inputs, g groups of a row; w columns of a group.
 """
@@ -37,7 +37,7 @@ from megafp8.parallel.collectives import all_reduce
 
 
 class QuantizedWeightFormat(NamedTuple):
-    """A format of weights. `group`: columns that share a scale; None: all of a row."""
+    """Format of quantized weights. `group` is the number of columns that share a scale; None means a whole row."""
 
     name: WeightFormatName
     kind: Literal["int8", "fp8", "int4"]
@@ -54,23 +54,26 @@ WEIGHT_FORMATS: dict[WeightFormatName, QuantizedWeightFormat] = {
 }
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
-"""Weights that are quantized at a time: few enough for a processor's cache, and for little memory on a GPU."""
+"""Number of weights quantized at a time: few enough for a CPU's cache, and for little extra memory on a GPU."""
 _INT8_TRIALS = tuple(1 + 0.004 * i for i in range(8))
 _FP8_TRIALS = tuple(2 ** (i / 8) for i in range(8))
 _INT4_TRIALS = tuple(1 - 0.05 * i for i in range(9))
-"""Scales to try, in units of the naive ones, for which the largest magnitude (int4: the range) is just representable.
+"""Scales to try, relative to the naive scale, at which the largest magnitude (int4: the range) is just representable.
 
-With eight bits nothing is clipped: rows would gain a few percent of squared error, and lose the largest weights, which
-meet the largest activations more often than others.
+With eight bits nothing is clipped: clipping would lower a row's squared error by a few percent but lose the largest
+weights, which meet the largest activations more often than other weights.
 """
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight `[n, k]` as described above; a `PackedWeight`.
+    """Quantized weight `[n, k]` in a format described above; implements `PackedWeight`.
 
-    `data`: `[n, k]` int8 or E4M3, or `[n, k/2]` uint8 for int4. `scale_inv_gn`: `[1, n]` float32, for int4 `[k/group,
-    n]` bfloat16. `zero_gn`: for int4, uint8.
+    Attributes:
+        format: Format of the weight.
+        data: `[n, k]` int8 or E4M3, or `[n, k/2]` uint8 for int4.
+        scale_inv_gn: `[1, n]` float32; for int4 `[k/group, n]` bfloat16.
+        zero_gn: Zero points for int4, `[k/group, n]` uint8.
     """
 
     format: QuantizedWeightFormat
@@ -80,16 +83,17 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Rows n and columns k of the weight."""
         n, width = self.data.shape
         return n, 2 * width if self.format.kind == "int4" else width
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.shape[1] // len(self.scale_inv_gn)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[n, k]`: the products of the formulas in float32, rounded once to `dtype`."""
+        """Return the weight `[n, k]`, computed in float32 and rounded once to `dtype`."""
         if self.zero_gn is None:
             return (self.data.float() * self.scale_inv_gn.t()).to(dtype)
         groups, n = self.scale_inv_gn.shape
@@ -100,13 +104,13 @@ class QuantizedWeight:
 
     @property
     def packed_data(self) -> Any:
-        """What the kernels of `megafp8.kernels.packed_weights` take."""
+        """Weight in the form that the kernels of `megafp8.kernels.packed_weights` take."""
         group = 0 if self.format.group is None else self.format.group
         form = self.format.kind
         return _kernels().PackedData(form, self.data, self.shape[1], self.scale_inv_gn, self.zero_gn, group)
 
     def product(self, x_mk: Tensor, bias_n: Tensor | None = None) -> Tensor:
-        """`x wᵀ + bias`, `[m, n]` in x's dtype; by kernels for bf16 on a GPU."""
+        """Return `x wᵀ + bias`, `[m, n]` in x's dtype. Kernels compute it for bf16 on a GPU."""
         if not x_mk.is_cuda or x_mk.dtype != torch.bfloat16:
             w_nk = self.dequantize(x_mk.dtype)
         elif len(x_mk) <= _kernels().MOST_TOKENS:
@@ -124,13 +128,13 @@ def _kernels() -> ModuleType:
 
 
 def check_columns(name: str, k: int, ranks: int, form: QuantizedWeightFormat) -> None:
-    """ValueError where a weight's k columns, divided over ranks, are not whole groups."""
+    """Raise ValueError unless each rank's share of a weight's k columns is a whole number of groups."""
     if form.group is None or k % (form.group * ranks) == 0:
         return
     fitting = [x.name for x in WEIGHT_FORMATS.values() if x.group is None or k % (x.group * ranks) == 0]
     divided = f"{k} columns" if ranks == 1 else f"{k} columns, {k // ranks} on each of {ranks} tensor-parallel ranks"
     raise ValueError(
-        f"weights = {form.name}: {name} has {divided}, and scales are those of {form.group} columns; "
+        f"weights = {form.name}: {name} has {divided}, but each scale covers {form.group} columns; "
         f"try {', '.join(fitting)}"
     )
 
@@ -139,10 +143,10 @@ def check_columns(name: str, k: int, ranks: int, form: QuantizedWeightFormat) ->
 def quantize_weight(
     w_nk: Tensor, form: QuantizedWeightFormat, sharded_over: ProcessGroup | None = None
 ) -> QuantizedWeight:
-    """`w_nk` in `form`, by the scales (and zero points) of the smallest squared error.
+    """Quantize `w_nk` to `form`, with the scales (and zero points) that give the smallest squared error.
 
-    `sharded_over`: the ranks that hold the other columns of the same rows; with them a rank's values are those of the
-    whole weight. k is a multiple of the group. A row or group that is not finite becomes NaN.
+    `sharded_over` are the ranks that hold the other columns of the same rows; the result then equals this rank's part
+    of the whole quantized weight. k must be a multiple of the group. A row or group that is not finite becomes NaN.
     """
     n, k = w_nk.shape
     group = form.group or k
@@ -165,12 +169,13 @@ def quantize_weight(
 
 
 def _chunks(n: int, k: int, device: str) -> Iterator[slice]:
+    """Yield slices of rows with at most `_CHUNK` weights."""
     step = max(1, _CHUNK[device] // k)
     return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
 
 def _rounded(w_rk: Tensor, scale_inv_r: Tensor, form: QuantizedWeightFormat) -> Tensor:
-    """`w / scale_inv` rounded to the format's numbers, float32."""
+    """Round `w / scale_inv` to numbers of the format, float32."""
     scaled = w_rk / scale_inv_r
     if form.kind == "int8":
         return scaled.round_().clamp_(-127, 127)
@@ -178,9 +183,10 @@ def _rounded(w_rk: Tensor, scale_inv_r: Tensor, form: QuantizedWeightFormat) -> 
 
 
 def _row_scales(w_rk: Tensor, form: QuantizedWeightFormat, sharded_over: ProcessGroup | None) -> Tensor:
-    """`scale_inv` `[r, 1]` of each row's smallest squared error.
+    """Return the `scale_inv` `[r, 1]` with the smallest squared error for each row.
 
-    Errors are summed in float64, and there are no scales but the trials, so that the number of ranks changes nothing.
+    Errors are summed in float64 and only the trial scales are candidates, so the result does not depend on the number
+    of ranks.
     """
     limit, trials = (127.0, _INT8_TRIALS) if form.kind == "int8" else (E4M3.max, _FP8_TRIALS)
     amax_r = all_reduce(w_rk.abs().amax(1, keepdim=True), sharded_over, "max")
@@ -191,15 +197,18 @@ def _row_scales(w_rk: Tensor, form: QuantizedWeightFormat, sharded_over: Process
 
 
 def _usable(scale_inv: Tensor) -> Tensor:
-    """1 where all weights are zero: nothing is divided by zero."""
+    """Replace zero scales, which rows of zeros have, by 1, so that nothing is divided by zero."""
     return torch.where(scale_inv == 0, 1.0, scale_inv)
 
 
 def _int4(w_rgw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values from 0 to 15 `[r, g, w]`, scale_inv and zero `[r, g]`, float32, of each group's smallest squared error."""
+    """Return values from 0 to 15 `[r, g, w]`, and scale_inv and zero `[r, g]`, with each group's smallest error.
+
+    All are float32.
+    """
     low = w_rgw.amin(dim=2, keepdim=True).clamp(max=0)
     high = w_rgw.amax(dim=2, keepdim=True).clamp(min=0)
-    best = torch.stack([low, low]).fill_(torch.nan)  # where nothing is smaller than infinity
+    best = torch.stack([low, low]).fill_(torch.nan)  # stays NaN if no error is finite
     least = torch.full_like(low, torch.inf)
     for width in _INT4_TRIALS:
         scale_inv = _usable(_as_bfloat16((high - low) * (width / 15)))
@@ -214,15 +223,16 @@ def _int4(w_rgw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _centered(w_rgw: Tensor, scale_inv: Tensor, zero: Tensor) -> Tensor:
-    """Rounded values less their zero point."""
+    """Return the rounded values minus their zero point."""
     return torch.minimum(torch.maximum((w_rgw / scale_inv).round_(), -zero), 15 - zero)
 
 
 def _refitted(w_rgw: Tensor, centered: Tensor) -> Tensor:
-    """The factor of the rounded values that is nearest to the weights, by least squares; 0 where there is none."""
+    """Return the scale that fits the rounded values to the weights by least squares; 0 if all of them are zero."""
     squares = centered.square().sum(dim=2, keepdim=True)
     return (w_rgw * centered).sum(dim=2, keepdim=True) / squares.clamp_(min=1)
 
 
 def _as_bfloat16(x: Tensor) -> Tensor:
+    """Round to bfloat16, in float32."""
     return x.to(torch.bfloat16).float()

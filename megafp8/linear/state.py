@@ -1,8 +1,8 @@
-"""State of one linear layer: its plan, and where it runs in FP8 its quantizers, GEMM and the FP8 copies of its weight.
+"""State of one linear layer: its plan, and in FP8 also its quantizers, GEMM and the FP8 copies of its weight.
 
-A layer's state is made by `Fp8Manager.linear` together with the layer, and completed when the model has been built.
-What the operations around the layer need follows from the plan: `input_format` for the one before, `grad_handoff` for
-the one after. Only the state changes its attributes.
+`Fp8Manager.linear` makes a layer's state together with the layer, and completes it when the model has been built. The
+plan determines what the operations around the layer need: `input_format` for the operation before it, and
+`grad_handoff` for the operation after it. Only the state changes its own attributes.
 
 Shapes: n outputs, k inputs of the weight.
 """
@@ -27,7 +27,7 @@ from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, plan_
 
 
 class Quantizers(NamedTuple):
-    """How each operand of a layer is quantized."""
+    """Quantizer of each operand of a layer."""
 
     input: Quantizer
     weight: Quantizer
@@ -35,11 +35,14 @@ class Quantizers(NamedTuple):
 
 
 class InputFormat(NamedTuple):
-    """In which form a linear layer takes its input from the operation before it.
+    """Format in which a linear layer takes its input from the operation before it.
 
-    `quantizer`: quantizes it, None for values; `columnwise`: in both orientations, else rowwise alone. `alignment`: of
-    its rows (tokens). `recompute`: the layer keeps what the
-    input was computed from instead of the input; `group`: the ranks whose slices of the tokens are then gathered.
+    Attributes:
+        quantizer: Quantizer of the input; None if the layer takes values.
+        columnwise: Whether to quantize in both orientations instead of only rowwise.
+        alignment: Number that the rows (tokens) must be a multiple of.
+        recompute: Whether the layer saves the tensors that the input was computed from instead of the input.
+        group: Ranks over which recomputed slices of the tokens are gathered.
     """
 
     quantizer: Quantizer | None
@@ -50,26 +53,33 @@ class InputFormat(NamedTuple):
 
 
 class QuantizedGradHandoff:
-    """Where the operation after a linear layer leaves the output's gradient, quantized, in its backward."""
+    """Slot in which the operation after a linear layer leaves the quantized output gradient in its backward."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
         self.grad: QuantizedTensor | None = None
 
     def take(self) -> QuantizedTensor | None:
+        """Remove and return the gradient, or None if no gradient was left."""
         grad, self.grad = self.grad, None
         return grad
 
 
 class LinearState:
-    """State of the layer at `site`; `precision` None, for `high_reason`, keeps it in high precision.
+    """State of the linear layer at `site`.
 
-    `group`: the tensor-parallel ranks; `sharded_group`: those that hold slices of an activation sharded over them;
-    `token_group`: those over which the tokens of other activations are cut, None where this rank has all. The FP8
-    copies of the weight live from first use to `invalidate_weight`; under FSDP they are made anew for backward.
-    `frozen_weight`: no step changes the weight, so steps do not invalidate it. `watches_weight`: no caller tells
-    it by `invalidate_weight`, and the state sees for itself whether the weight has changed. `batch_invariant`: as in
-    `LinearPlan`.
+    The FP8 copies of the weight live from first use to `invalidate_weight`; under FSDP they are made again for
+    backward. `frozen_weight` says that no step changes the weight, so steps do not invalidate the copies.
+
+    Args:
+        site: The layer and its place in the model.
+        precision: Precision of the layer in the recipe; None keeps the layer in high precision.
+        high_reason: Reason for high precision if `precision` is None.
+        group: Tensor-parallel ranks.
+        sharded_group: Ranks that hold the slices of an activation that is sharded over tensor-parallel ranks.
+        token_group: Ranks over which the tokens of other activations are split; None if this rank has all tokens.
+        watches_weight: The state itself checks whether the weight has changed; no caller calls `invalidate_weight`.
+        batch_invariant: Sum in an order that does not depend on the number of rows, as in `LinearPlan`.
     """
 
     def __init__(
@@ -89,10 +99,10 @@ class LinearState:
         self.group, self.sharded_group, self.token_group = group, sharded_group, token_group
         self.plan = self._planned(calibrating=False)
         self._quantizers: Quantizers | None = None
-        self._own_quantizers: Quantizers | None = None  # as the recipe made them, without what records them
-        self._calibrated: list[Calibrating] = []  # of these; `isinstance` of a protocol takes too long for each pass
+        self._own_quantizers: Quantizers | None = None  # as the recipe made them, without observers
+        self._calibrated: list[Calibrating] = []  # cached, because `isinstance` with a protocol is slow
         self._observing: list[Observing] = []
-        self.gemm: Fp8Gemm  # once it is complete
+        self.gemm: Fp8Gemm  # set by `complete`
         self.watches_weight = watches_weight
         self._copies: WeightCopies | None = None
         self._weight_recording: AmaxRecording | None = None
@@ -103,14 +113,14 @@ class LinearState:
         self.shard_grad_quantizer: Quantizer | None = None
         self.high_precision = self.fast_accum = PerGemm(False, False, False)
         self.packed_weight: PackedWeight | None = None
-        self.transient_weight = False  # the weight exists only while the layer runs: no copies of it are kept either
+        self.transient_weight = False  # the weight exists only while the layer runs, so no copies are kept
         if precision is None:
             self._follow_plan()
 
     def complete(self, quantizers: Quantizers, gemm: Fp8Gemm, observed: Quantizers | None) -> None:
-        """Set what is known once the whole model has been built; `observed`: the same quantizers with an observer.
+        """Set the attributes that are known once the whole model has been built.
 
-        Called by `Fp8Manager.materialize`.
+        `Fp8Manager.materialize` calls this. `observed` are the same quantizers with an observer.
         """
         self.gemm, self._own_quantizers = gemm, quantizers
         self._weight_recording = quantizers.weight if isinstance(quantizers.weight, AmaxRecording) else None
@@ -120,12 +130,12 @@ class LinearState:
         self.replan()
 
     def replan(self, *, calibrating: bool = False) -> None:
-        """Replace the plan: calibration has ended or begun; `calibrating`: it has whatever the recipe says."""
+        """Replace the plan when calibration has started or ended. `calibrating` starts it whatever the recipe says."""
         self.plan = self._planned(calibrating=calibrating or self._calibrating)
         self._follow_plan()
 
     def replan_if_calibrated(self) -> None:
-        """Replace the plan where one of the layer's tensors began or ended its calibration."""
+        """Replace the plan if one of the layer's tensors started or ended its calibration."""
         if self._calibrated and self.plan.calibrating != self._calibrating:
             self.replan()
 
@@ -140,6 +150,7 @@ class LinearState:
         )  # fmt: skip
 
     def _follow_plan(self) -> None:
+        """Derive the attributes that the plan determines."""
         plan, group = self.plan, self.group if self.plan.gather else None
         self.high_precision = PerGemm(*(gemm == "high" for gemm in plan.gemms))
         self.fast_accum = PerGemm(*(gemm == "fp8 fast" for gemm in plan.gemms))
@@ -162,56 +173,58 @@ class LinearState:
 
     @property
     def quantizers(self) -> Quantizers:
+        """Quantizers of the layer, with observers if there is a recorder."""
         assert self._quantizers is not None, "call Fp8Manager.materialize(device) once the model is built"
         return self._quantizers
 
     @property
     def own_quantizers(self) -> Quantizers:
-        """The quantizers as the recipe made them, without their observers."""
+        """Quantizers as the recipe made them, without observers."""
         assert self._own_quantizers is not None
         return self._own_quantizers
 
     @property
     def has_observer(self) -> bool:
-        """Whether there is a recorder, which may want to see tensors that the layer quantizes."""
+        """Whether there is a recorder that may sample tensors that the layer quantizes."""
         return self._quantizers is not self._own_quantizers
 
     @property
     def observed(self) -> bool:
-        """Whether the recorder wants to see the next tensors that the layer quantizes."""
+        """Whether the recorder samples the next tensors that the layer quantizes."""
         return any(quantizer.wanted for quantizer in self._observing)
 
     def record_amax(self, operand: str, x: Tensor) -> None:
-        """Take the amax of an operand, of any shape, for later scales, as calibration does."""
+        """Record the amax of an operand of any shape for later scales, as calibration does."""
         quantizer = getattr(self.own_quantizers, operand)
         if isinstance(quantizer, RecipeQuantizer):
             quantizer.record(x)
 
     def skip_grad_output(self) -> None:
-        """Take note of a micro-batch without tokens, so that later ones have the noise that they have elsewhere."""
+        """Advance the noise past a micro-batch without tokens, so that later ones get the same noise in any layout."""
         if self.plan.fp8 and isinstance(self.own_quantizers.grad_output, RecipeQuantizer):
             self.own_quantizers.grad_output.skip()
 
     def grad_handoff(self) -> QuantizedGradHandoff | None:
-        """Where the next forward's consumer leaves the output's gradient; None where the layer quantizes it itself."""
+        """Return the slot for the next forward's quantized output gradient; None if the layer quantizes it itself."""
         return QuantizedGradHandoff(self.quantizers.grad_output) if self.plan.grad_output == "fused" else None
 
-    # --- weight -----------------------------------------------------------------------------------------------------
+    # --- Weight -----------------------------------------------------------------------------------------------------
 
     def freeze_weight(self, *, keep_copies: bool) -> None:
-        """Tell the state that no step changes the weight; `keep_copies`: steps need not forget its FP8 copies."""
+        """Declare that no step changes the weight. With `keep_copies`, steps keep its FP8 copies."""
         self.frozen_weight = keep_copies
         if self._own_quantizers is not None and isinstance(self._own_quantizers.weight, RecipeQuantizer):
             self._own_quantizers.weight.freeze()
 
     def records_weight(self) -> bool:
-        """Whether a cast of the weight changes the recipe's state now; not in evaluation."""
+        """Return whether a cast of the weight changes the recipe's state now; False in evaluation."""
         return self._weight_recording is not None and self._weight_recording.recording
 
     def fp8_weight(self, weight: Tensor, *, columnwise: bool) -> WeightForm:
-        """What FP8 GEMMs read of `weight` in this forward, and if `columnwise` in the backward that follows.
+        """Return the form of `weight` that FP8 GEMMs read in this forward and, if `columnwise`, in its backward.
 
-        ValueError for a stored FP8 weight with other scales than the recipe's.
+        Raises:
+            ValueError: If the weight is stored in FP8 with a different scale granularity than the recipe's.
         """
         stored: ScaledTensor | None = getattr(weight, "scaled", None) if self.watches_weight else None
         if stored is not None:  # an `Fp8Weight`
@@ -223,31 +236,32 @@ class LinearState:
         return self._copies
 
     def take_copies(self, weight: Tensor, quantized: QuantizedTensor, *, recorded: bool) -> WeightCopies:
-        """Take `quantized` as the FP8 copies of `weight`; `recorded`: their cast has recorded its amax, if any."""
+        """Adopt `quantized` as the FP8 copies of `weight`. `recorded` says whether their cast recorded an amax."""
         self._copies = WeightCopies(weight, self)
         self._copies.take(quantized, recorded=recorded and self.records_weight())
         return self._copies
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """New FP8 copies of `weight`, or where it is gathered in FP8 of that data."""
+        """Return new FP8 copies of `weight`, or of the gathered data if the weight is gathered in FP8."""
         data = self.gathered_weight
         if data is not None:
             return stored_copies(data, rowwise=rowwise, columnwise=columnwise)
         return self.quantizers.weight(Plain(weight.detach()), rowwise=rowwise, columnwise=columnwise)
 
     def _check_stored(self, data: ScaledTensor) -> None:
+        """Raise ValueError unless the stored FP8 weight has the scale granularity of the recipe."""
         wanted = self.own_quantizers.weight
         assert isinstance(wanted, RecipeQuantizer)
         granularity = wanted.recipe.granularity("weight")
         if data.granularity is not granularity:
             raise ValueError(
-                f"{self.site.name}: its weight is stored in FP8 with a scale for each {data.granularity.name}, and "
-                f"{wanted.recipe.name} scaling needs one for each {granularity.name}; give fp8.autocast the "
-                "recipe of fp8.model_init"
+                f"{self.site.name}: the weight is stored in FP8 with one scale per {data.granularity.name}, but "
+                f"{wanted.recipe.name} scaling needs one per {granularity.name}; give fp8.autocast the recipe of "
+                "fp8.model_init"
             )
 
     def set_gathered_weight(self, weight: ScaledTensor) -> None:
-        """Compute with `weight` `[n, k]`, gathered in FP8, from now on; the values are never read."""
+        """Compute with `weight` `[n, k]`, gathered in FP8, from now on. The parameter's values are no longer read."""
         self._gathered_weight = weight
 
     def set_gathered_part(self, part: Callable[[], ScaledTensor]) -> None:
@@ -255,33 +269,33 @@ class LinearState:
         self._gathered_part = part
 
     def set_packed_weight(self, weight: PackedWeight | None) -> None:
-        """Compute with `weight` in high precision, without gradients, from now on; the parameter is never read.
+        """Compute with `weight` in high precision and without gradients from now on. The parameter is no longer read.
 
-        None: compute with the parameter again.
+        None returns to the parameter.
         """
         assert not self.plan.fp8, "the operation before the layer would quantize its input"
         self.packed_weight = weight
 
     @property
     def gathered_weight(self) -> ScaledTensor | None:
-        """The weight as gathered in FP8, if it is."""
+        """Weight as gathered in FP8, or None."""
         return self._gathered_weight if self._gathered_part is None else self._gathered_part()
 
     def set_gathered_data(self, data_nk: Tensor) -> None:
-        """The gathered weight's data lies in `data_nk` now."""
+        """Set the storage of the gathered weight's data to `data_nk`."""
         assert self._gathered_weight is not None, "gathered before it was quantized"
         self._gathered_weight = self._gathered_weight._replace(data=data_nk)
 
     def invalidate_weight(self) -> None:
-        """Forget the FP8 copies: the weight has changed."""
+        """Drop the FP8 copies, because the weight has changed."""
         self._copies = None
 
     def release_weight(self) -> None:
-        """Free the FP8 copies, also for graphs that need them: these quantize the weight again."""
+        """Free the FP8 copies, also for graphs that still need them: these graphs quantize the weight again."""
         if self._copies is not None:
             self._copies.release()
 
     @property
     def weight_copies(self) -> WeightCopies | None:
-        """The FP8 copies of the weight as it is, if they have been made."""
+        """FP8 copies of the current weight, or None if they have not been made."""
         return self._copies if self._copies is not None and self._copies.are_fresh else None

@@ -1,4 +1,4 @@
-"""Names of the formats of quantized weights. Imports no torch, for help texts."""
+"""Names of the formats of quantized weights. Help texts read them, so this module does not import torch."""
 
 from typing import Literal
 

@@ -1,12 +1,12 @@
-"""Forms of a linear layer's weight: what its GEMMs read of it.
+"""Forms of a linear layer's weight that its GEMMs read.
 
-Products in high precision read the parameter, and those without gradients may read a weight packed for them
-(`megafp8.linear.packed_weight`). GEMMs in FP8 read a `WeightForm`, which gives the weight rowwise and columnwise. Where
-the weight is decides which one `LinearState.fp8_weight` returns:
+High-precision products read the parameter; products without gradients may read a weight packed for them
+(`megafp8.linear.packed_weight`). FP8 GEMMs read a `WeightForm`, which provides the weight rowwise and columnwise. The
+place where the weight is stored decides which form `LinearState.fp8_weight` returns:
 
-    resident, gathered by ZeRO    `WeightCopies`: made when first read, and kept for the micro-batches of a step
+    resident, gathered by ZeRO    `WeightCopies`: made at first use, and kept for the micro-batches of a step
     FSDP                          `TransientWeight`: made at each use; the weight exists only while the layer runs
-    stored or gathered in FP8     either of them, of `stored_copies`: there are no values to quantize
+    stored or gathered in FP8     either of them, made by `stored_copies`: there are no values to quantize
 
 Shapes: n outputs, k inputs.
 """
@@ -23,60 +23,67 @@ from megafp8.numerics.tensor import TENSOR, QuantizedTensor, ScaledTensor
 
 
 class WeightForm(Protocol):
-    """A weight `[n, k]` in FP8: `required_rowwise` `[n, k]` for fprop, `required_columnwise` `[k, n]` for dgrad."""
+    """Weight `[n, k]` in FP8: `required_rowwise` `[n, k]` for fprop, `required_columnwise` `[k, n]` for dgrad."""
 
     @property
-    def required_rowwise(self) -> ScaledTensor: ...
+    def required_rowwise(self) -> ScaledTensor:
+        """Rowwise data `[n, k]`."""
+        ...
 
     @property
-    def required_columnwise(self) -> ScaledTensor: ...
+    def required_columnwise(self) -> ScaledTensor:
+        """Columnwise data `[k, n]`."""
+        ...
 
 
 class WeightOwner(Protocol):
-    """A layer, or equal layers of several experts, whose weight is one tensor.
+    """Layer, or equal layers of several experts, with one weight tensor.
 
-    `watches_weight`: it sees for itself whether the weight has changed, instead of being told.
+    If `watches_weight` is True, the owner checks itself whether the weight has changed; otherwise a caller tells it.
     """
 
     watches_weight: bool
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-        """New FP8 copies of `weight`."""
+        """Return new FP8 copies of `weight`."""
         ...
 
     def records_weight(self) -> bool:
-        """Whether a cast of the weight records its amax now."""
+        """Return whether a cast of the weight records its amax now."""
         ...
 
 
 def stored_copies(data: ScaledTensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-    """FP8 data `[n, k]` that is all there is of a weight, and its transpose: one scale per tensor or square block.
+    """Return the rowwise and columnwise form of a weight that exists only as FP8 data `[n, k]`.
 
-    Its scales may come from a buffer or a file, so GEMMs get them as they read them.
+    The data has one scale per tensor or per square block, so the columnwise form is its transpose. Scales may come from
+    a buffer or a file, so they are rearranged into the layout that GEMMs read.
     """
     return QuantizedTensor(arranged(data) if rowwise else None, arranged(data.t()) if columnwise else None)
 
 
 class TransientWeight(NamedTuple):
-    """A weight of which no copy is kept: each use makes its own."""
+    """Weight without kept copies: each use makes its own copy."""
 
     cast: Callable[..., QuantizedTensor]
 
     @property
     def required_rowwise(self) -> ScaledTensor:
+        """New rowwise copy `[n, k]`."""
         return self.cast(rowwise=True, columnwise=False).required_rowwise
 
     @property
     def required_columnwise(self) -> ScaledTensor:
+        """New columnwise copy `[k, n]`."""
         return self.cast(rowwise=False, columnwise=True).required_columnwise
 
 
 class WeightCopies:
     """FP8 copies of a weight, shared by a layer and the graphs of its forwards while the weight is unchanged.
 
-    When the weight changes, the layer gets new ones, and an older graph keeps what it was computed with. `release`
-    frees them for both, as when FSDP2 frees the weight; the next access casts the weight as it is by then. `recorded`:
-    a cast has recorded the weight's amax, as those of an evaluation do not.
+    When the weight changes, the layer gets new copies, and an older graph keeps the copies that it was computed with.
+    `release` frees the copies for both, for example when FSDP2 frees the weight; the next access then casts the current
+    weight. `recorded` says whether a cast has recorded the weight's amax, which casts in evaluation do not.
     """
 
     def __init__(self, weight: Tensor, owner: WeightOwner) -> None:
@@ -89,39 +96,39 @@ class WeightCopies:
     def current(
         cls, kept: WeightCopies | None, weight: Tensor, owner: WeightOwner, *, columnwise: bool
     ) -> WeightCopies:
-        """The copies `kept` if they are of `weight`, else new ones; made rowwise, and columnwise if wanted.
+        """Return the copies `kept` if they are copies of `weight`, else new ones; rowwise, and columnwise if requested.
 
-        Rowwise alone until a forward wants `columnwise` too, as the first one that a backward will follow does. Copies
-        of an evaluation are made anew in training, which records their amax.
+        Copies are only rowwise until a forward also requests `columnwise`, as the first forward with a backward does.
+        Copies made in evaluation are made again in training, which records their amax.
         """
         unfit = kept is None or (owner.watches_weight and not kept.are_of(weight))
         if kept is None or unfit or (not kept.recorded and owner.records_weight()):
             kept = cls(weight, owner)
-        kept.weight = weight  # where it was joined of others, the older tensor may be a copy of older values
+        kept.weight = weight  # if the weight was joined from several parameters, the old tensor may hold old values
         kept.make(columnwise=columnwise)
         return kept
 
     def are_of(self, weight: Tensor) -> bool:
-        """Whether `weight` is the tensor, or another view of its memory, and has not been written to since the cast."""
+        """Return whether `weight` is the same tensor, or a view of the same memory, and unchanged since the cast."""
         return _same_memory(self.weight, weight) and (self.made is None or self.are_fresh)
 
     @property
     def are_fresh(self) -> bool:
-        """Whether the copies have been made, of the weight as it is."""
+        """Whether the copies have been made from the current weight."""
         return self.made is not None and self._made_from == _stamp(self.weight)
 
     def make(self, *, columnwise: bool) -> QuantizedTensor:
-        """The copies: rowwise, and columnwise if wanted or made already."""
+        """Return the copies: rowwise, and columnwise if requested or already made."""
         quantized = self.made
         if quantized is None or (columnwise and quantized.columnwise is None):
             quantized = self._owner.quantize_weight(self.weight, rowwise=True, columnwise=columnwise)
-            if self._owner.watches_weight:  # a step may end between a forward and its backward
+            if self._owner.watches_weight:  # a step may end between a forward and its backward, and change scales
                 quantized = _with_own_scales(quantized)
             self.take(quantized, recorded=self.recorded or self._owner.records_weight())
         return quantized
 
     def take(self, quantized: QuantizedTensor, *, recorded: bool) -> None:
-        """Take `quantized` as the copies of the weight."""
+        """Adopt `quantized` as the copies of the weight."""
         self.made, self.recorded = quantized, recorded
         if self._owner.watches_weight:
             self._made_from = _stamp(self.weight)
@@ -132,11 +139,13 @@ class WeightCopies:
 
     @property
     def required_rowwise(self) -> ScaledTensor:
+        """Rowwise copy `[n, k]`, made if needed."""
         made = self.made
         return self.make(columnwise=False).required_rowwise if made is None or made.rowwise is None else made.rowwise
 
     @property
     def required_columnwise(self) -> ScaledTensor:
+        """Columnwise copy `[k, n]`, made if needed."""
         made = self.made
         if made is None or made.columnwise is None:
             return self.make(columnwise=True).required_columnwise
@@ -144,7 +153,7 @@ class WeightCopies:
 
 
 def _with_own_scales(quantized: QuantizedTensor) -> QuantizedTensor:
-    """`quantized` with copies of scales of whole tensors, as a recipe may write to its own when a step ends."""
+    """Copy the scales of whole tensors, because a recipe may overwrite its scales when a step ends."""
     rowwise, columnwise = quantized.required_rowwise, quantized.columnwise
     if rowwise.granularity is not TENSOR:
         return quantized
@@ -158,16 +167,17 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """The weight; or the parameters that were joined to it for one forward, as it says itself."""
+    """Return the parameters that were joined to `weight` for one forward, or the weight itself."""
     return getattr(weight, "parts", (weight,))
 
 
 def _stamp(weight: Tensor) -> Stamp:
-    """A value that changes when the tensor is written to or its memory is replaced."""
+    """Return a value that changes when the tensor is written to or its memory is replaced."""
     return tuple((part._version, part.data_ptr()) for part in parts_of(weight))
 
 
 def _same_memory(weight: Tensor, other: Tensor) -> bool:
+    """Return whether both weights are the same tensors or views of the same memory."""
     ours, theirs = parts_of(weight), parts_of(other)
     return len(ours) == len(theirs) and all(
         mine is its or (mine.data_ptr() == its.data_ptr() != 0 and mine.shape == its.shape)

@@ -1,1 +1,1 @@
-"""Models: the blocks that layers stand in, the pipeline stages of GPT, and the stages of T5."""
+"""Models: the blocks that contain the layers, the pipeline stages of GPT, and the stages of T5."""

@@ -1,11 +1,11 @@
-"""A layer of the model: a mixer and a feed-forward network, and how they join the residual stream.
+"""Layer of the model: a mixer and a feed-forward network that add their outputs to the residual stream.
 
-What flows from layer to layer is the pair (stream, branch): the residual stream, and what is still to be added to it,
-so that the norm of the next layer adds both as it reads them.
+Layers pass on the pair (stream, branch): the residual stream, and an output that is not yet added to it. The norm of
+the next layer adds the two as it reads them.
 
-What a block keeps for its backward pass is its `BlockMemory`. Recomputed in full it is wrapped in torch's checkpoint
-and only its input is kept. That is safe with FP8 because what a forward pass leaves behind, an amax maximum and a
-cached weight, is the same the second time.
+A `BlockMemory` says what a block saves for its backward pass. With full recomputation, the block is wrapped in torch's
+checkpoint and only its input is saved. This is safe with FP8 because the state that a forward pass leaves behind, an
+amax maximum and a cached weight, is the same after the second pass.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -35,18 +35,18 @@ from megafp8.parallel.sharding import Init, unsharded
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec, PartRecord
 
-_NO_NORM = Neighbor("residual stream", "none", "no norm is before the layer")
+_NO_NORM = Neighbor("residual stream", "none", "the layer has no norm before it")
 _POST_NORM = Neighbor(
-    "residual stream", "none", "the residual stream is the norm's output, whose values are needed "
+    "residual stream", "none", "the residual stream is the norm's output and needs its unquantized values "
     "(model.norm_position post)",
 )  # fmt: skip
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward network around the residual stream; subclasses say in which order, with which norms.
+    """Mixer and feed-forward network around the residual stream; subclasses define their order and the norms.
 
-    `norm_position` of the layer says which norms there are: of the inputs of both, of their outputs, of both, or of
-    the sums after them. Either part may be absent, and its norms with it.
+    The layer's `norm_position` says where the norms are: at the inputs of both parts, at their outputs, at both, or
+    after the additions. Either part may be absent; its norms are then absent too.
     """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
@@ -83,29 +83,34 @@ class Block(nn.Module):
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream and what is still to be added to it, in and out.
+        """Run the layer and return the new residual stream and the branch that is still to be added to it.
 
-        `dropout`: of the branch that comes in; that of the branch that goes out is `branch_dropout`.
+        Args:
+            x_sbh: Residual stream, `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
+            branch_sbh: Output of the previous layer that is not yet added to the stream, or None.
+            inputs: Inputs of all blocks for this micro-batch.
+            dropout: Dropout of the incoming branch. `branch_dropout` returns the dropout of the outgoing branch.
         """
         raise NotImplementedError
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
-        """Dropout of the branch that goes out."""
+        """Return the dropout of the outgoing branch."""
         if self.tail is not None:
             return None
         return self._last_dropout(inputs)
 
     def _last_dropout(self, inputs: LayerInputs) -> Dropout | None:
-        """Dropout of the output of the layer's last part."""
+        """Return the dropout of the output of the layer's last part."""
         return (self.mlp_branch_dropout if self.feeds else self.attention_branch_dropout).at(inputs.places)
 
     @staticmethod
     def _read(
         norm: Norm | None, x_sbh: Tensor, branch_sbh: Tensor | None, form: InputFormat | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor | LinearInput]:
-        """`x + branch`, and what a part reads of it: its norm, or where there is none the sum itself.
+        """Add the branch to the stream, and return the sum and the next part's input.
 
-        `dropout`: of the branch.
+        The input is the norm of the sum, or the sum itself if `norm` is None. `dropout` is applied to the branch before
+        the addition.
         """
         if norm is not None:
             return norm.residual(x_sbh, branch_sbh, form, dropout)
@@ -113,20 +118,20 @@ class Block(nn.Module):
         return total_sbh, total_sbh
 
     def _output(self, y_sbh: Tensor, norm: Norm | None) -> Tensor:
-        """What a part whose output is `y_sbh` adds to the residual stream."""
+        """Return the term that a part with output `y_sbh` adds to the residual stream: normalized and scaled."""
         y_sbh = y_sbh if norm is None else normalized(norm, y_sbh)
         return y_sbh if self.multiplier == 1 else y_sbh * self.multiplier
 
     @property
     def block(self) -> Block:
-        """The block of this layer: itself, as a `PredictionLayer` has one."""
+        """Block of this layer: the layer itself. A `PredictionLayer` has the same attribute."""
         return self
 
-    # --- what it keeps and computes ---------------------------------------------------------------------------------
+    # --- Memory and compute costs -----------------------------------------------------------------------------------
 
     @property
     def kept_sums(self) -> int:
-        """Sums of the residual stream and a branch that its norms keep, which parts do not."""
+        """Number of sums of the residual stream and a branch that the norms save for backward."""
         return self._input_norms
 
     @property
@@ -141,34 +146,34 @@ class Block(nn.Module):
         return [norm for norm in norms if norm is not None]
 
     def _stream(self, batch: MicroBatch) -> int:
-        """Bytes of what flows from layer to layer."""
+        """Return the bytes of the tensor that flows from layer to layer."""
         return self._hidden(batch)
 
     def _hidden(self, batch: MicroBatch) -> int:
-        """Bytes of the input or the output of a part."""
+        """Return the bytes of the input or the output of a part."""
         return batch.own_tokens * self.hidden_size * batch.element
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        """Return the bytes saved for backward with full recomputation, by tensor."""
         tail = {} if self.tail is None else self.tail.kept(batch)
         return {"block input": self._stream(batch), **self.mixer.kept(batch), **tail}
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass, by tensor."""
+        """Return the bytes saved for backward without full recomputation, by tensor."""
         outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
-        # Where a part reads the stream without a norm between, it is among the part's inputs.
+        # If a part reads the stream without a norm, the part counts the stream among its inputs.
         total = Counter({"residual stream": self._hidden(batch) * self.kept_sums})
         total["norm statistics"] = sum(norm.saved(batch) for norm in self._norms)
         total["outputs before their norms"] = self._hidden(batch) * outputs
-        for part in (self.mixer, self.ffn, self.tail):  # which may have equal names of tensors
+        for part in (self.mixer, self.ffn, self.tail):  # parts may use the same tensor names: add the bytes up
             total.update({} if part is None else part.saved(batch))
         return total
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """What it computes beside linear layers and attention.
+        """Return the kernel work outside linear layers and attention.
 
-        A norm reads the stream and a branch and writes their sum and its output; backward reads two gradients and the
-        input, and writes one.
+        A norm reads the stream and a branch, and writes their sum and its output. Its backward reads two gradients and
+        the input, and writes one gradient.
         """
         norms = len(self._norms)
         moved = 4.0 * norms * self._hidden(batch)
@@ -177,34 +182,35 @@ class Block(nn.Module):
         return norms_work + self.mixer.work(batch) + self.ffn.work(batch) + tail
 
     def flops(self, batch: MicroBatch) -> float:
-        """Model FLOPs of its forward pass beside linear layers and softmax attention."""
+        """Return the model FLOPs of the forward pass outside linear layers and softmax attention."""
         return self.mixer.flops(batch) + self.ffn.flops(batch)
 
     def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
-        """Its softmax attention."""
+        """Return the work of the layer's softmax attention."""
         return self.mixer.attention(batch)
 
     def recomputed_bytes(self, batch: MicroBatch, memory: BlockMemory) -> int:
-        """What kernels read and write once more in backward, with selective recompute of `memory`."""
+        """Return the bytes that kernels move again in backward, with the selective recomputation of `memory`."""
         norms = 2 * self._input_norms * self._hidden(batch) if memory.norms else 0
         return norms + (self.ffn.activation_bytes(batch) if memory.activation else 0)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Bytes that its backward needs at most beside what is saved.
+        """Return the peak bytes that the backward pass needs, not counting saved tensors.
 
-        Dropout's mask is not stored, but behind it the gradient of the feed-forward network's output is another tensor
-        than that of the residual stream.
+        Dropout does not store its mask, but with dropout the gradient of the feed-forward network's output is a
+        separate tensor from the residual stream's gradient.
         """
         streams = 2 if self.mlp_branch_dropout.p else 1
         return streams * self._stream(batch) + max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
 
 
 class SequentialBlock(Block):
-    """The mixer adds to the stream, then the feed-forward network: x + f(norm(x)), x + norm(f(x)), or both norms."""
+    """Block in which the mixer adds to the stream first: x + f(norm(x)), x + norm(f(x)), or both norms."""
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer, then the feed-forward network; see `Block.forward`."""
         if self.mixes:
             x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
             y_sbh = self.mixer(normed, inputs.mixers[self.index])
@@ -220,15 +226,20 @@ class SequentialBlock(Block):
 
 
 class ParallelBlock(Block):
-    """Mixer and feed-forward network read the same sum, and both add to it (GPT-J, PaLM). Neither is absent."""
+    """Block in which the mixer and the feed-forward network read the same sum and both add to it (GPT-J, PaLM).
+
+    Both parts are present.
+    """
 
     @property
     def kept_sums(self) -> int:
+        """Number of sums that the norms save for backward: at most one, because both norms read the same sum."""
         return min(self._input_norms, 1)
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer and the feed-forward network on the same input; see `Block.forward`."""
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
         mixed = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
         attention_dropout = self.attention_branch_dropout.at(inputs.places)
@@ -236,15 +247,19 @@ class ParallelBlock(Block):
         y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if attention_dropout is None:
             return x_sbh, y_sbh + mixed
-        return dropouts.add(x_sbh, mixed, attention_dropout), y_sbh  # each branch has a dropout of its own
+        return dropouts.add(x_sbh, mixed, attention_dropout), y_sbh  # the branches have different dropouts
 
 
 class PostNormBlock(Block):
-    """norm(x + f(x)), twice (BERT): the stream that goes out is a norm's output, and no branch is left to add."""
+    """Block that computes norm(x + f(x)) twice (BERT).
+
+    The outgoing stream is a norm's output, and no branch remains to be added.
+    """
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the mixer and the feed-forward network, each followed by an addition and a norm; see `Block.forward`."""
         assert branch_sbh is None
         attention_dropout, ffn_dropout = (
             x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout)
@@ -258,11 +273,15 @@ class PostNormBlock(Block):
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Return None: no branch remains to be added."""
         return None
 
 
 class HyperBlock(Block):
-    """The mixer, then the feed-forward network, with hyper-connections: `[s, b, n·h]`, and no branch left to add."""
+    """Block with hyper-connections: the mixer, then the feed-forward network, on residual streams `[s, b, n·h]`.
+
+    No branch remains to be added.
+    """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__(index, model, context, memory)
@@ -277,6 +296,7 @@ class HyperBlock(Block):
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run each part between the read and the write of its hyper-connection; see `Block.forward`."""
         assert branch_sbh is None
         attention_dropout, ffn_dropout = (
             x.at(inputs.places) for x in (self.attention_branch_dropout, self.mlp_branch_dropout)
@@ -294,6 +314,7 @@ class HyperBlock(Block):
         return x_sbh, None
 
     def branch_dropout(self, inputs: LayerInputs) -> Dropout | None:
+        """Return None: no branch remains to be added."""
         return None
 
     @property
@@ -304,6 +325,7 @@ class HyperBlock(Block):
         return self._connections[0].rule.streams * self._hidden(batch)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward by tensor, including the residual streams of the connections."""
         parts = self._connections
         return {
             **super().saved(batch),
@@ -313,20 +335,25 @@ class HyperBlock(Block):
         }
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Beside the streams' gradient, which a connection passes on, that of a part's output or of the streams before
-        the connection."""
+        """Return the peak bytes that the backward pass needs, not counting saved tensors.
+
+        A connection passes the streams' gradient on. In addition, either a part's backward runs, with the gradient of
+        its output, or the gradient of the streams before the connection is computed.
+        """
         parts = max(self.ffn.backward_bytes(batch), self.mixer.backward_bytes(batch))
         return self._stream(batch) + max(self._stream(batch), self._hidden(batch) + parts)
 
     def work(self, batch: MicroBatch) -> KernelWork:
+        """Return the kernel work outside linear layers and attention, including the connections."""
         return sum((part.work(self._hidden(batch)) for part in self._connections), super().work(batch))
 
     def flops(self, batch: MicroBatch) -> float:
+        """Return the model FLOPs outside linear layers and softmax attention, including the connections."""
         return super().flops(batch) + sum(part.flops(batch) for part in self._connections)
 
 
 def block_class(model: ModelSpec, index: int) -> type[Block]:
-    """How the parts of a layer join the residual stream."""
+    """Return the block class of layer `index`, which defines how the layer's parts join the residual stream."""
     if model.hyper_connections is not None:
         return HyperBlock
     spec = model.layers[index]
@@ -337,11 +364,11 @@ def block_class(model: ModelSpec, index: int) -> type[Block]:
 
 
 class PredictionLayer(nn.Module):
-    """A depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron-Core's layout).
+    """Depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; Megatron-Core's layout).
 
-    From the previous depth's hidden states, as the output layer reads them, and the embeddings of the tokens that many
-    places ahead: the hidden states that the output layer predicts the tokens after those from. `[s, b, h]` all (`[s/t,
-    b, h]` sequence-parallel).
+    Depth d reads the hidden states of the previous depth, as the output layer reads them, and the embeddings of the
+    tokens d places ahead. It returns the hidden states from which the output layer predicts the tokens one place
+    further ahead. All are `[s, b, h]` (`[s/t, b, h]` sequence-parallel).
     """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> None:
@@ -350,7 +377,7 @@ class PredictionLayer(nn.Module):
         self.projection = replicated_parameter(
             context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", model.init_std), matrix=True
         )
-        reason = "whole on each rank, it stays in training.precision"
+        reason = "the weight is replicated and stays in training.precision"
         self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
         self.embedding_norm = block_norm(f"{name}.embedding_norm", model, context)
         self.hidden_norm = block_norm(f"{name}.hidden_norm", model, context)
@@ -359,11 +386,11 @@ class PredictionLayer(nn.Module):
         self.dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{name}.embedding")
 
     def input_bytes(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass where it is recomputed in full."""
+        """Return the bytes saved for backward with full recomputation, by tensor."""
         return {"block input": 2 * self.block.input_bytes(batch)["block input"], **self._tokens(batch)}
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes that it keeps for its backward pass, by tensor."""
+        """Return the bytes saved for backward without full recomputation, by tensor."""
         norms = (self.embedding_norm, self.hidden_norm, self.final_norm)
         nbytes = 5 * self.block.input_bytes(batch)["block input"]  # inputs of the norms and of the projection
         nbytes += sum(norm.saved(batch) for norm in norms)
@@ -371,10 +398,17 @@ class PredictionLayer(nn.Module):
 
     @staticmethod
     def _tokens(batch: MicroBatch) -> dict[str, int]:
-        """Those that it embeds, int64."""
+        """Return the bytes of the int64 token ids that the layer embeds."""
         return {"tokens": 8 * batch.tokens}
 
     def forward(self, hidden_sbh: Tensor, embedded_sbh: Tensor, inputs: LayerInputs) -> Tensor:
+        """Return the hidden states of this depth, normalized for the output layer.
+
+        Args:
+            hidden_sbh: Hidden states of the previous depth, as the output layer reads them.
+            embedded_sbh: Embeddings of the tokens that this depth reads.
+            inputs: Inputs of all blocks for this micro-batch.
+        """
         embedded_sbh = dropouts.add(None, embedded_sbh, self.dropout.at(inputs.places))
         both = [normalized(self.embedding_norm, embedded_sbh), normalized(self.hidden_norm, hidden_sbh)]
         x_sbh = linear(torch.cat(both, dim=-1), self.projection, self.projection_state)

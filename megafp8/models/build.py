@@ -1,4 +1,4 @@
-"""The stage of a model and its layers, whatever its architecture."""
+"""Constructors of a pipeline stage and of a single layer for any architecture."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megafp8.spec import ModelSpec
 
 
 def build_stage(model: ModelSpec, context: BuildContext, **options: Any) -> GPTStage:
-    """`options`: those of `GPTStage`."""
+    """Construct a stage of the model. `options` are the keyword arguments of `GPTStage`."""
     return _stage_type(model)(model, context, **options)
 
 
 def build_layer(model: ModelSpec, context: BuildContext, index: int, memory: BlockMemory) -> Block | PredictionLayer:
-    """Layer `index` alone."""
+    """Construct layer `index` of the model without the rest of its stage."""
     return _stage_type(model).make_layer(index, model, context, memory)
 
 
 def _stage_type(model: ModelSpec) -> type[GPTStage]:
+    """Return the stage class of the model's architecture."""
     return T5Stage if model.architecture == "t5" else GPTStage

@@ -1,14 +1,15 @@
 """GPT and BERT, one pipeline stage at a time.
 
-A stage is a run of consecutive blocks; the first stage also has the embedding, the last one the final norm, the output
-layer and the loss. What flows between stages is the residual stream `[s/t, b, h]`. A model of one stage has it all.
+A stage is a run of consecutive blocks. The first stage also has the embedding; the last stage has the final norm, the
+output layer and the loss. Stages pass on the residual stream `[s/t, b, h]`. A model with a single stage has all of
+these parts.
 
-BERT differs in three things: attention is bidirectional, the head transforms hidden states before the output layer and
-may have a second loss (`megafp8.layers.head.bert`), and norms may stand after the additions (`norm_position` post).
+BERT differs in three ways: attention is bidirectional; the head transforms hidden states before the output layer and
+may have a second loss (`megafp8.layers.head.bert`); and norms may come after the additions (`norm_position` post).
 
-With tied embeddings and more than one stage, the last stage holds a copy of the embedding: it starts from the same
-(seed, name), its gradient is summed with the first stage's, so the copies stay equal bit for bit (`is_copy`). So it
-does for multi-token prediction, whose layers are on the last stage.
+With tied embeddings and more than one stage, the last stage holds a copy of the embedding (`is_copy`). The copy starts
+from the same (seed, name), and its gradient is summed with the first stage's gradient, so the copies stay bitwise
+equal. The last stage also holds a copy for multi-token prediction, because these layers are on the last stage.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel size.
 """
@@ -53,11 +54,15 @@ from megafp8.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTokens(Tokens):
-    """The tokens of a micro-batch. `group`: ranks that share its sequences; None where this rank has whole ones.
+    """Tokens of a micro-batch.
 
-    `cu_seqlens_bn`: int32, the first token of each document of the whole sequences, and their length; None: whole
-    sequences are one document. `prefix_b`: as in `Batch.prefix`. `cuts_documents`: as in `place_tokens`.
-    `later_padding_dbs`: padding at the depths of multi-token prediction from 1 on.
+    Attributes:
+        group: Context-parallel ranks that share the sequences; None if this rank has whole sequences.
+        cu_seqlens_bn: int32, first token of each document of the whole sequences, and their length; None if each whole
+            sequence is one document.
+        prefix_b: Length of each sample's bidirectional prefix, as in `Batch.prefix`.
+        cuts_documents: Whether context parallelism splits each document, as in `place_tokens`.
+        later_padding_dbs: Padding at the depths of multi-token prediction, from depth 1 on.
     """
 
     group: ProcessGroup | None = None
@@ -67,6 +72,7 @@ class MicroBatchTokens(Tokens):
     later_padding_dbs: Sequence[Tensor] = ()
 
     def at_depth(self, depth: int) -> MicroBatchTokens:
+        """Return these tokens with the padding of multi-token prediction depth `depth`."""
         if not depth or not self.later_padding_dbs:
             return self
         return replace(self, padding_bs=self.later_padding_dbs[depth - 1], depth=depth)
@@ -75,6 +81,7 @@ class MicroBatchTokens(Tokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
+        """Return the attention over these tokens. Layers with equal masks share it; see `Tokens.attention`."""
         key = "attention", window, causal, positions, chunk
         return self.once(key, lambda: self._attention(window, causal, positions, chunk))
 
@@ -94,6 +101,7 @@ class MicroBatchTokens(Tokens):
         return ContextAttention(self.group, calls)
 
     def keys(self, layer: int) -> KeysOfSequences:
+        """Return the keys that each query attends to, for layers that choose keys with an indexer."""
         return self.once("keys", self._keys)
 
     def _keys(self) -> KeysOfSequences:
@@ -111,13 +119,14 @@ class MicroBatchTokens(Tokens):
         return KeysOfSequences(*key_ranges(mask, s // ranks, s, device), rows_bs, self.group)
 
     def recurrence(self, layer: int) -> Recurrence:
+        """Return the function that advances a recurrent layer, restarting its state at documents."""
         starts_sb = self.once("starts", self._starts)
         if self.group is not None and self.group.size() > 1:
             return ContextRecurrence(self.group, starts_sb)
         return lambda rule, xs: rule.advance(xs, rule.zeros(xs[0].shape[1]), starts_sb)[0]
 
     def _starts(self) -> Tensor | None:
-        """Whether a token of this rank is the first of its document, bool `[s, b]`; None without documents."""
+        """Return whether each token of this rank starts a document, bool `[s, b]`; None without documents."""
         if self.cu_seqlens_bn is None:
             return None
         first_bn = self.cu_seqlens_bn.long()
@@ -132,9 +141,12 @@ class MicroBatchTokens(Tokens):
 
 @dataclass(frozen=True)
 class KeysOfSequences:
-    """`megafp8.layers.mixer.AttendToKeys` of a micro-batch. `first_bs`, `stop_bs`: each token's keys.
+    """Keys that the queries of a micro-batch attend to; implements `megafp8.layers.mixer.AttendToKeys`.
 
-    `rows_bs`: where the tokens of whole sequences are among those of the ranks of `group`, which share the sequences.
+    Attributes:
+        first_bs, stop_bs: Range of keys of each query.
+        rows_bs: Row of each token of the whole sequences in the tensor gathered over `group`.
+        group: Context-parallel ranks that share the sequences; None if this rank has whole sequences.
     """
 
     first_bs: Tensor
@@ -145,30 +157,42 @@ class KeysOfSequences:
     def __call__(
         self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
     ) -> Tensor:
+        """Call `attend` with the keys of whole sequences, gathered over the context-parallel ranks."""
         first, second = keys
         return attend(queries, (self._whole(first), self._whole(second, every)), self.first_bs, self.stop_bs)
 
     def _whole(self, x_sb: Tensor, every: int = 1) -> Tensor:
-        """A tensor of whole sequences, from those of this rank's tokens; `every`: `one_of_each` of it."""
+        """Gather the tensor of whole sequences from this rank's `x_sb`.
+
+        `every` reduces the result to one token of each `every` (`one_of_each`).
+        """
         if self.rows_bs is None:
             return one_of_each(x_sb, every)
         rows_sb = self.rows_bs.t()
-        among = every if len(x_sb) // 2 % every == 0 else 1  # a rank has two parts of a sequence
+        among = every if len(x_sb) // 2 % every == 0 else 1  # each rank has two parts of a sequence
         gathered = gather_from_sequence_parallel(one_of_each(x_sb, among).contiguous(), self.group)
         whole = gathered[rows_sb[::among] // among, torch.arange(x_sb.shape[1], device=x_sb.device)]
         return whole if among == every else one_of_each(whole, every)
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors that the object holds."""
         return [x for x in (self.first_bs, self.stop_bs, self.rows_bs) if x is not None]
 
 
 class GPTStage(nn.Module):
-    """The blocks `layers` of the model, of `model.layers`, and what belongs to the first and last stage.
+    """Blocks `layers` of the model, and the embedding or head if this is the first or last stage.
 
-    `positions` is the number of rows of a learned position table; `memory` is that of each block, by default all keep
-    everything. Parameters are allocated, not initialised: `parallel.tensor.random.initialize_parameters` fills them.
-    `blocks`: without them only what belongs to the first and last stage is constructed.
+    Parameters are allocated but not initialized: `parallel.tensor.random.initialize_parameters` fills them.
+
+    Args:
+        model: Resolved model.
+        context: Parallel groups, dtype, device and FP8 state that layers are built with.
+        layers: Indices of this stage's layers in `model.layers`.
+        positions: Number of rows of a learned position table.
+        memory: Memory saving of each block; by default every block saves all activations.
+        z_loss: Weight of the z-loss of the output layer.
+        blocks: If False, construct only the parts that belong to the first and last stage.
     """
 
     def __init__(
@@ -192,7 +216,7 @@ class GPTStage(nn.Module):
             assert first, "per-layer embeddings need the embedding: the config was not checked"
             self.per_layer_embedding = PerLayerEmbedding(model, context)
         block_context = context
-        if context.weight_storage == "fsdp":  # which allocates a rank's rows alone
+        if context.weight_storage == "fsdp":  # FSDP allocates this rank's rows itself
             block_context = replace(context, device=torch.device("meta"), real_device=context.device)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, block_memory in zip(layers, self.memory, strict=True) if blocks else ():
@@ -201,7 +225,7 @@ class GPTStage(nn.Module):
             )
         embeds = model.embeds_on_last_stage and (first or last)
         self.shared_weight = self._shared_weight(first=first, last=last) if embeds else None
-        self.mtp_embedding: VocabParallelEmbedding | None = None  # of another last stage
+        self.mtp_embedding: VocabParallelEmbedding | None = None  # if the last stage is not the first
         if len(self.mtp) and not first:
             self.mtp_embedding = word_embedding(model, context, self.shared_weight)
         tied = self.shared_weight if model.head.tied else None
@@ -214,68 +238,74 @@ class GPTStage(nn.Module):
 
     @staticmethod
     def make_layer(index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> Block | PredictionLayer:
-        """Layer `index` of the model."""
+        """Construct layer `index` of the model."""
         kind = block_class(model, index) if index < model.num_blocks else PredictionLayer
         return kind(index, model, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
-        """Rows of the tensor between stages, for s tokens of each of b samples; `decoder`: of T5's decoder."""
+        """Return the rows of the tensor passed between stages, for s tokens in each of b samples.
+
+        `decoder` is the number of tokens of T5's decoder.
+        """
         return s // self.context.tensor.size() if self.context.sequence_sharded else s
 
     def _shared_weight(self, *, first: bool, last: bool) -> nn.Parameter:
-        """The embedding's weight, shared by this stage's layers or with another stage; not on the first a copy."""
+        """Return the embedding weight that this stage shares between its layers or with another stage.
+
+        On every stage except the first, the weight is a copy.
+        """
         model, group = self.model, self.context.tensor
         shape = (model.stem.rows, model.hidden_size)
-        piece = shard_dim("embedding.word.weight", shape, 0, group.rank(), group.size())
+        shard = shard_dim("embedding.word.weight", shape, 0, group.rank(), group.size())
         if self.embedding is not None:
             weight = self.embedding.word.weight
         else:
-            weight = nn.Parameter(torch.empty(piece.shape, dtype=self.context.dtype, device=self.context.device))
+            weight = nn.Parameter(torch.empty(shard.shape, dtype=self.context.dtype, device=self.context.device))
         num_uses = first + last * (model.head.tied + (model.num_prediction_layers > 0))
         init = Init("normal", model.init_std)
-        spec = ParamSpec((piece,), init, replicated_over_tp=False, is_copy=not first, num_uses=num_uses)
+        spec = ParamSpec((shard,), init, replicated_over_tp=False, is_copy=not first, num_uses=num_uses)
         return set_spec(weight, spec)
 
     @property
     def routers(self) -> dict[int, Router]:
-        """By layer, those of the blocks with experts."""
+        """Routers of the blocks with experts, by layer."""
         return {block.index: router for block in self.all_blocks for router in block.ffn.routers}
 
     @property
     def index_losses(self) -> dict[int, Tensor]:
-        """By layer, what backward passes have added up of the losses of indexers, float64 `[1]`."""
+        """Indexer losses accumulated by backward passes, by layer, float64 `[1]`."""
         return {block.index: block.mixer.index_loss for block in self.all_blocks if block.mixer.index_loss is not None}
 
     @property
     def recording_mixers(self) -> list[Mixer]:
-        """The mixers that record their largest attention logits."""
+        """Mixers that record their largest attention logits."""
         return [block.mixer for block in self.all_blocks if block.mixer.largest_logits_a is not None]
 
     @property
     def all_blocks(self) -> list[Block]:
-        """The blocks, with those of multi-token prediction."""
+        """All blocks, including the blocks of multi-token prediction."""
         return [*self.blocks, *(layer.block for layer in self.mtp)]
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """By global name, tensors that belong to the weights but have no gradient: fp32, or int64."""
+        """Tensors that belong to the weights but have no gradient, by global name; fp32 or int64."""
         router_constants = {f"{r.name}.{name}": x for r in self.routers.values() for name, x in r.constants.items()}
         tails = {x.index: x.tail.scalar for x in self.all_blocks if x.tail is not None}
         return router_constants | {f"layers.{index}.layer_scalar": x for index, x in tails.items() if x is not None}
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
-        """By global name, what routers remember of the step before."""
+        """State that routers keep from the previous step, by global name."""
         return {f"{r.name}.shares": r.shares for r in self.routers.values() if r.shares is not None}
 
     @property
     def units(self) -> list[nn.Module]:
-        """The modules that a forward pass calls one after the other; together they have all parameters."""
+        """Modules in the order in which a forward pass calls them; together they have all parameters."""
         modules = (self.embedding, self.per_layer_embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
         return [module for module in modules if module is not None]
 
     def layer_inputs(self, batch: Batch) -> LayerInputs:
-        """Return what blocks read of a micro-batch, of this rank's tokens."""
+        """Return the inputs of all blocks for a micro-batch of this rank's tokens."""
         context, (b, s) = self.context, batch.tokens.shape
         paddings: Sequence[Tensor] = () if batch.padding is None else batch.padding.split(b)
         tokens = MicroBatchTokens(
@@ -293,22 +323,22 @@ class GPTStage(nn.Module):
         return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
-        """Return what the blocks `which` read of these tokens besides the residual stream.
+        """Return the inputs of the blocks `which` for these tokens, in addition to the residual stream.
 
-        `places`: as in `LayerInputs`.
+        `places` has the same meaning as in `LayerInputs`.
         """
         blocks = [(x, tokens.at_depth(max(0, x.index + 1 - self.model.num_blocks))) for x in self.all_blocks[which]]
         mixers = {block.index: block.mixer.inputs(block.index, read) for block, read in blocks}
         return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, read) for block, read in blocks}, places)
 
     def with_per_layer(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
-        """`inputs` with the per-layer embeddings of tokens whose embeddings are `x_sbh`, where the model has any."""
+        """Add the per-layer embeddings of tokens with embeddings `x_sbh` to `inputs`, if the model has them."""
         if self.per_layer_embedding is None:
             return inputs
         return replace(inputs, per_layer_sblp=self.per_layer_embedding(tokens_bs, x_sbh))
 
     def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
-        """Of the tokens of this rank's residual stream; None without dropout."""
+        """Return the places of the tokens of this rank's residual stream; None without dropout."""
         if samples_b is None or not self.model.hidden_dropout:
             return None
         context, group = self.context, self.context.context_parallel
@@ -324,13 +354,13 @@ class GPTStage(nn.Module):
         return TokenPlaces.from_positions(positions_sb, samples_b)
 
     def run_blocks(self, x_sbh: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after the blocks, and what is still to be added to it."""
+        """Run the blocks and return the residual stream and the branch that is still to be added to it."""
         with fastest_backends():
             return self._run_blocks(x_sbh, inputs, self._offload(x_sbh, inputs))
 
     def _offload(self, x_sbh: Tensor, inputs: LayerInputs) -> Forward | None:
-        """Begins a forward pass whose activations are offloaded; None where none are."""
-        tensors = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf is what the engine received
+        """Begin a forward pass that offloads activations; return None if none are offloaded."""
+        tensors = [x_sbh, *inputs.tensors] if x_sbh.is_leaf else inputs.tensors  # a leaf: the engine received it
         return self.offload.forward(tensors) if self.offload is not None and torch.is_grad_enabled() else None
 
     def _run_blocks(
@@ -340,7 +370,7 @@ class GPTStage(nn.Module):
         dropout: Dropout | None = None
         for block, memory in zip(list(self.blocks)[which], self.memory[which]):
             if memory.full and torch.is_grad_enabled() and branch_sbh is not None:
-                x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # one tensor is kept, not two
+                x_sbh, branch_sbh = dropouts.add(x_sbh, branch_sbh, dropout), None  # save one tensor instead of two
             if memory.full or memory.offload:
                 x_sbh, branch_sbh = self._run(memory, offload, block, x_sbh, branch_sbh, inputs, dropout)
             else:
@@ -350,14 +380,16 @@ class GPTStage(nn.Module):
         return x_sbh, branch_sbh
 
     def _branch_dropout(self, inputs: LayerInputs, last: int = -1) -> Dropout | None:
-        """Of what is still to be added to the residual stream after this stage's block `last`."""
+        """Return the dropout of the branch that leaves this stage's block `last`."""
         block = self.blocks[last]
         assert isinstance(block, Block)
         return block.branch_dropout(inputs)
 
     def look_ahead(self, labels_bs: Tensor, inputs: LayerInputs, offload: Forward | None, normed_sbh: Tensor) -> Tensor:
-        """The output layer's input at all depths, one below the other along b. Each embeds the labels of the one
-        before."""
+        """Return the output layer's input at all depths of multi-token prediction, concatenated along b.
+
+        Each depth embeds the labels of the previous depth.
+        """
         b = normed_sbh.shape[1]
         embedding = self.embedding.word if self.embedding is not None else self.mtp_embedding
         assert embedding is not None
@@ -369,21 +401,21 @@ class GPTStage(nn.Module):
 
     @staticmethod
     def _run(memory: BlockMemory, offload: Forward | None, block: nn.Module, *inputs: object) -> Any:
-        """`block(*inputs)`, recomputed and offloaded as its `memory` says."""
+        """Return `block(*inputs)`, recomputed and offloaded as `memory` says."""
         with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
     def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
-        """Return the residual stream `[s/t, b, h]`; on the last stage the losses of each token, or this rank's logits.
+        """Return the residual stream `[s/t, b, h]`; on the last stage, the losses of each token or this rank's logits.
 
-        With d depths of multi-token prediction, labels are those of `Batch.with_later_labels`, and the losses of all
-        depths are side by side, `[s, (1 + d) b]`. The losses of BERT's binary head are next to the losses of its tokens
+        With d depths of multi-token prediction, labels must come from `Batch.with_later_labels`, and the losses of all
+        depths are concatenated, `[s, (1 + d) b]`. The losses of BERT's binary head follow the losses of its tokens
         (`MaskedLM`).
 
         Args:
-            x_sbh: Output of the stage before; None on the first stage.
-            batch: Micro-batch; with context parallelism this rank's `Batch.shard`.
-            logits: Return logits `[s, b, v/t]` in place of losses `[s, b]`.
+            x_sbh: Output of the previous stage; None on the first stage.
+            batch: Micro-batch; with context parallelism, this rank's `Batch.shard`.
+            logits: Return logits `[s, b, v/t]` instead of losses `[s, b]`.
         """
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:

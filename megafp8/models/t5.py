@@ -1,21 +1,22 @@
 """T5, one pipeline stage at a time: an encoder, and a decoder that attends to the encoder's output.
 
-Layers are numbered through: `layers.0` to `layers.n - 1` are the encoder's, those from n on the decoder's. So stages,
-FP8 patterns, recompute and checkpoints know nothing of the two stacks, and a stage may have layers of both.
+Layers are numbered consecutively: `layers.0` to `layers.n - 1` belong to the encoder, and layers from n on to the
+decoder. Stages, FP8 patterns, recomputation and checkpoints therefore need not know about the two stacks, and a stage
+may have layers of both.
 
-*Between stages* one tensor travels, whatever stacks they belong to: `[decoder | encoder | biases]` along the sequence.
-The first stage embeds the tokens of both stacks in one look-up, and sends the decoder's along, which wait until the
-encoder is done; from there on the encoder's part is its output, which every decoder layer reads. Its gradient is
-complete when backward gets to the encoder, as is that of the tables of relative position biases, which all layers of a
-stack share: the first stage has them, and their values travel in the last rows. So no weight but a tied embedding is on
-two stages, the engine moves tensors of one shape, and any schedule works. The price is the decoder's tokens on the way
-through the encoder, a fifth more bytes with 512 and 114 tokens.
+*Between stages*, one tensor is sent, whichever stacks the stages belong to: `[decoder | encoder | biases]` along the
+sequence. The first stage embeds the tokens of both stacks in one lookup and sends the decoder's embeddings along until
+the encoder is done. After the encoder, the encoder part is the encoder's output, which every decoder layer reads. Its
+gradient is complete when backward reaches the encoder. The same holds for the tables of relative position biases, which
+all layers of a stack share: the first stage owns the tables, and the last rows of the tensor carry their values. So
+only a tied embedding is on two stages, the engine sends tensors of one shape, and every schedule works. The cost is
+sending the decoder's tokens through the encoder: a fifth more bytes with 512 and 114 tokens.
 
-Under sequence parallelism each part is sharded by itself: a rank has [decoder shard | encoder shard | biases].
+Under sequence parallelism each part is sharded separately: a rank has [decoder shard | encoder shard | biases].
 
-*Relative positions* (Raffel et al. 2019, arXiv:1910.10683): a score gets a learned bias by head and by the bucket of
-the distance, in both directions in the encoder and backwards in the decoder. Scores are not divided by the root of the
-head's width.
+*Relative positions* (Raffel et al. 2019, arXiv:1910.10683): each score gets a learned bias, selected by head and by
+bucket of the distance. The encoder uses distances in both directions, the decoder only backward. Scores are not divided
+by the square root of the head width.
 
 Shapes: s, d tokens of the encoder and the decoder; b micro-batch, h hidden, a heads of this rank, t tensor-parallel
 size.
@@ -61,32 +62,38 @@ ENCODER = Neighbor("encoder", "none", "all layers of the decoder read the encode
 
 @dataclass(frozen=True, kw_only=True)
 class StackTokens(Tokens):
-    """The tokens of the encoder's or the decoder's sequences."""
+    """Tokens of the encoder's or the decoder's sequences."""
 
     def attention(
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
+        """Return causal attention, or attention to all keys. T5 has no windows or chunks."""
         return SelfAttention(CAUSAL if causal else ALL_KEYS)
 
     def keys(self, layer: int) -> AttendToKeys:
+        """Raise AssertionError: T5 has no layers that choose keys."""
         raise AssertionError("the config was not checked")
 
     def recurrence(self, layer: int) -> Recurrence:
+        """Raise AssertionError: T5 has no recurrent layers."""
         raise AssertionError("the config was not checked")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderInputs(LayerInputs):
-    """What decoder blocks read besides: the encoder's output `[s/t, b, h]`, and the samples' indices for dropout."""
+    """Inputs of decoder blocks: also the encoder's output `[s/t, b, h]`, and the sample indices for dropout."""
 
     encoder_sbh: Tensor
     samples_b: Tensor | None
 
 
 class CrossAttention(nn.Module):
-    """Attention of the decoder's tokens to the encoder's: `[d, b, h]` and `[s, b, h]` (a t-th of each
-    sequence-parallel) -> `[d, b, h]`."""
+    """Attention of the decoder's tokens to the encoder's tokens.
+
+    It maps `[d, b, h]` and `[s, b, h]` to `[d, b, h]`. With sequence parallelism, each of them holds one t-th of its
+    tokens.
+    """
 
     def __init__(
         self,
@@ -135,11 +142,11 @@ class CrossAttention(nn.Module):
 
     @property
     def input_format(self) -> InputFormat | None:
-        """The form in which the norm before it gives its input."""
+        """Format in which the preceding norm provides the input."""
         return self.query.state.input_format
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
-        """Bytes by tensor; what layers share of the encoder's output is counted for each."""
+        """Return the bytes saved for backward, by tensor. Each layer counts the shared encoder output."""
         states = [self.query.state, self.key_value.state, self.proj.state]
         encoder_elements = batch.tokens_of(states[1].site) * states[1].site.outputs
         saved = {
@@ -153,12 +160,15 @@ class CrossAttention(nn.Module):
         return saved
 
     def attention(self, batch: MicroBatch) -> AttentionWork:
-        """Each token of the decoder attends to all of the encoder."""
+        """Return the attention work: each decoder token attends to all encoder tokens."""
         pairs = float(batch.length * batch.encoder_length)
         return AttentionWork(self.heads, self.channels, self.channels, batch.length, pairs, modified=False)
 
     def forward(self, x_dbh: Tensor | LinearInput, encoder_sbh: Tensor, samples_b: Tensor | None) -> Tensor:
-        """`samples_b`: indices of samples in the run; None: no dropout."""
+        """Return the projected attention output `[d, b, h]`.
+
+        `samples_b` holds the indices of the samples in the run; None turns dropout off.
+        """
         inputs = self.query(x_dbh), self.key_value(encoder_sbh), self.dropout.added_to(self.scores, samples_b)
         y_dbad = recomputed(self._attend, *inputs) if self.recompute else self._attend(*inputs)
         return self.proj(y_dbad.flatten(-2))
@@ -169,7 +179,7 @@ class CrossAttention(nn.Module):
 
 
 class DecoderBlock(SequentialBlock):
-    """A block that attends to the encoder's output between attention and MLP."""
+    """Block that attends to the encoder's output between self-attention and MLP."""
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
         super().__init__(index, model, context, memory)
@@ -183,6 +193,7 @@ class DecoderBlock(SequentialBlock):
         self.cross_branch_dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, name)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward by tensor, including cross-attention."""
         nbytes = {"cross residual stream": self._stream(batch)}
         return {**super().saved(batch), **nbytes, **self.cross.saved(batch)}
 
@@ -191,11 +202,13 @@ class DecoderBlock(SequentialBlock):
         return [*super()._norms, self.cross_norm]
 
     def attentions(self, batch: MicroBatch) -> list[AttentionWork]:
+        """Return the work of self-attention and cross-attention."""
         return [*super().attentions(batch), self.cross.attention(batch)]
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run self-attention, cross-attention and the feed-forward network; see `Block.forward`."""
         assert isinstance(inputs, DecoderInputs)
         assert self.attention_norm is not None
         assert self.mlp_norm is not None
@@ -212,10 +225,10 @@ class DecoderBlock(SequentialBlock):
 def distance_buckets(
     queries: int, keys: int, *, buckets: int, max_distance: int, bidirectional: bool, device: torch.device
 ) -> Tensor:
-    """The bucket of each distance from -(queries - 1) to keys - 1 of a key from a query, int64.
+    """Return the bucket of each distance from -(queries - 1) to keys - 1 between a key and a query, int64.
 
-    Half of a direction's buckets are single distances, the others grow with the distance up to `max_distance`; all
-    that is farther is in the last one. Without `bidirectional` later keys are in bucket 0.
+    Half of a direction's buckets hold a single distance. The other buckets grow with the distance up to `max_distance`;
+    all larger distances are in the last bucket. If `bidirectional` is False, later keys are in bucket 0.
     """
     distance = torch.arange(-(queries - 1), keys, device=device)
     start = torch.zeros_like(distance)
@@ -231,7 +244,7 @@ def distance_buckets(
 
 
 class RelativeBiases(nn.Module):
-    """Biases of encoder and decoder by bucket, of this rank's heads: `[2, buckets, a]`."""
+    """Relative position biases of encoder and decoder by bucket, for this rank's heads: `[2, buckets, a]`."""
 
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
@@ -240,29 +253,30 @@ class RelativeBiases(nn.Module):
     @staticmethod
     def _table(stack: str, model: ModelSpec, context: BuildContext) -> nn.Parameter:
         group, shape = context.tensor, (model.stem.relative_buckets, model.layers[0].mixer.num_attention_heads)
-        piece = shard_dim(f"{stack}.relative_bias.weight", shape, 1, group.rank(), group.size())
-        weight = nn.Parameter(torch.empty(piece.shape, dtype=context.dtype, device=context.device))
+        shard = shard_dim(f"{stack}.relative_bias.weight", shape, 1, group.rank(), group.size())
+        weight = nn.Parameter(torch.empty(shard.shape, dtype=context.dtype, device=context.device))
         init = Init("normal", model.init_std)
-        return set_spec(weight, ParamSpec((piece,), init, replicated_over_tp=False, weight_decay=False))
+        return set_spec(weight, ParamSpec((shard,), init, replicated_over_tp=False, weight_decay=False))
 
     def forward(self) -> Tensor:
+        """Return both tables, `[2, buckets, a]`."""
         return torch.stack([self.encoder, self.decoder])
 
 
 class EncoderNorm(nn.Module):
-    """The norm after the encoder's last block."""
+    """Norm after the encoder's last block."""
 
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         self.norm = block_norm("encoder_norm", model, context)
 
     def forward(self, x_sbh: Tensor, branch_sbh: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """`dropout`: of the branch."""
+        """Add the branch to the stream and normalize the sum. `dropout` is the dropout of the branch."""
         return normalized(self.norm, x_sbh, branch_sbh, dropout)
 
 
 class T5Stage(GPTStage):
-    """The blocks `layers` of encoder and decoder, and what belongs to the first and last stage."""
+    """Blocks `layers` of encoder and decoder, and the embedding or head if this is the first or last stage."""
 
     def __init__(self, model: ModelSpec, context: BuildContext, **options: Any) -> None:
         super().__init__(model, context, **options)
@@ -278,33 +292,35 @@ class T5Stage(GPTStage):
 
     @property
     def units(self) -> list[nn.Module]:
+        """Modules in the order in which a forward pass calls them; together they have all parameters."""
         blocks, k = list(self.blocks), self.encoder_blocks
         modules = (self.embedding, self.biases, *blocks[:k], self.encoder_norm, *blocks[k:], self.head)
         return [module for module in modules if module is not None]
 
     @staticmethod
     def make_layer(index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> Block:
-        """Layer `index` of the model."""
+        """Construct layer `index` of the model."""
         if index < model.num_layers:
             return SequentialBlock(index, model, replace(context, tokens=context.encoder_tokens), memory)
         return DecoderBlock(index, model, context, memory)
 
     def stream_rows(self, s: int, b: int, decoder: int) -> int:
-        """Rows of the tensor between stages, for s and `decoder` tokens of b samples."""
+        """Return the rows of the tensor passed between stages, for s encoder and `decoder` decoder tokens."""
         t = self.context.tensor.size() if self.context.sequence_sharded else 1
         return s // t + decoder // t + self._bias_rows(b)
 
     @property
     def _biases_shape(self) -> tuple[int, int, int]:
-        """Of both tables: `[2, buckets, a]`."""
+        """Shape of both bias tables: `[2, buckets, a]`."""
         heads = self.model.layers[0].mixer.num_attention_heads // self.context.tensor.size()
         return 2, self.model.stem.relative_buckets, heads
 
     def _bias_rows(self, b: int) -> int:
+        """Return the number of rows of the stream that hold the bias tables."""
         return -(-math.prod(self._biases_shape) // (b * self.model.hidden_size))
 
     def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
-        """Return the tensor for the next stage, or on the last stage the losses of each token `[d, b]`."""
+        """Return the tensor for the next stage; on the last stage, the losses of each token `[d, b]`."""
         assert all(x is None for x in (batch.position_ids, batch.cu_seqlens, batch.token_types, batch.prefix))
         assert batch.decoder_tokens is not None
         tokens_bs, decoder_tokens_bd, samples_b = batch.tokens, batch.decoder_tokens, batch.samples
@@ -312,7 +328,7 @@ class T5Stage(GPTStage):
         (b, s), d = tokens_bs.shape, decoder_tokens_bd.shape[1]
         if self.embedding is not None:
             assert self.biases is not None
-            # A rank's shard of this is its shards of both.
+            # Interleave the shards, so that a rank's shard of the result is its shards of both.
             parts = zip(decoder_tokens_bd.chunk(t, 1), tokens_bs.chunk(t, 1), strict=True)
             stream_sbh = self.embedding(torch.cat([part for pair in parts for part in pair], 1), None)
             biases = self.biases()
@@ -353,7 +369,7 @@ class T5Stage(GPTStage):
         return torch.cat([x_dbh, encoder_sbh, rows_sbh])
 
     def _encode(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
-        """The encoder's stream after this stage's blocks, normed after the last one."""
+        """Run this stage's encoder blocks and return the encoder's stream, normalized after the last encoder block."""
         x_sbh, branch_sbh = self._run_blocks(x_sbh, inputs, None, slice(self.encoder_blocks))
         dropout = self._branch_dropout(inputs, self.encoder_blocks - 1)
         if self.encoder_norm is not None:
@@ -361,7 +377,7 @@ class T5Stage(GPTStage):
         return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)
 
     def _tokens(self, table: Tensor, s: int, samples_b: Tensor | None, *, bidirectional: bool) -> StackTokens:
-        """The tokens of a stack whose relative biases are in `table`, s of each sequence."""
+        """Return the tokens of a stack with sequence length s, with the relative biases of `table`."""
         buckets_r = distance_buckets(
             s,
             s,

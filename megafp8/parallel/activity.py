@@ -1,18 +1,20 @@
-"""Record of what this process is doing: step, section, own time, and the collectives that it has begun.
+"""Record of the activity of this process: step, section, own time, and the collectives that it has begun.
 
-Problem: when a job makes no progress, all ranks wait for each other, and only one of them is at fault. Who it is
-follows from how many collectives of each group every rank has begun, and from which of them it waits for. A thread that
-watches the process reads this record (`megafp8.training.resilience.hangs`); `collectives` and the training loop write
-it.
+Problem: when a job makes no progress, all ranks wait for each other, and only one of them is at fault. The number of
+collectives of each group that every rank has begun, and the collective that it waits for, reveal which rank it is. A
+thread that watches the process reads this record (`megafp8.training.resilience.hangs`); `collectives` and the training
+loop write it.
 
-Cost: a collective adds one dictionary lookup and one object, a section one reading of the clock; nothing is locked and
-nothing is sent (docs/resilience.md has the figures). Without a record (`record` is None) a collective tests one global.
+Cost: a collective adds one dictionary lookup and one object; a section adds one clock reading. There are no locks and
+no messages (docs/resilience.md has the figures). Without a record (`record` is None), a collective tests one global
+variable.
 
-Calls are counted for each group, and messages for each direction between two ranks, separately for sender and receiver.
-A rank that waits for call n is waiting for those that have begun fewer than n: members of the group, or its peer.
+Calls are counted for each group. Messages are counted for each direction between two ranks, separately for sender and
+receiver. A rank that waits for call n is waiting for the ranks that have begun fewer than n calls: members of the
+group, or its peer.
 
-Not counted: collectives that torch's own libraries call (FSDP's gathers), and those inside a replayed CUDA graph. All
-ranks replay the same ones, so counts still tell who is behind.
+Collectives that torch's own libraries call (FSDP's gathers) and collectives inside a replayed CUDA graph are not
+counted. All ranks replay the same ones, so the counts still tell which rank is behind.
 """
 
 from __future__ import annotations
@@ -28,17 +30,23 @@ from torch.distributed import ProcessGroup
 
 
 class CollectiveWork(Protocol):
-    """A running collective."""
+    """Running collective."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> Any:
+        """Wait for the collective."""
+        ...
 
 
 class Calls:
-    """The calls of one group, or the messages between two ranks in one direction, that this rank has begun.
+    """Calls of one group, or messages between two ranks in one direction, that this rank has begun.
 
-    `key`: names them, the same on all members. `peer_key`: names what the others count for the same call. `others`:
-    global ranks of the others. `begun`: number of calls, of which `op` is the last. `waiting`: number of the call that
-    is waited for, or 0.
+    Attributes:
+        key: Name of the calls, equal on all members.
+        peer_key: Name under which the other ranks count the same calls.
+        others: Global ranks of the other members.
+        begun: Number of calls that have begun.
+        op: Operation of the last call.
+        waiting: Number of the call that the rank waits for, or 0.
     """
 
     __slots__ = ("begun", "key", "op", "others", "peer_key", "waiting")
@@ -49,11 +57,16 @@ class Calls:
 
 
 class Activity:
-    """The record of one process.
+    """Activity record of one process.
 
-    `marks` grows with whatever is recorded: as long as it grows, there is progress. `step` is counted from 1, `section`
-    names the part of the step. `first_step` is the first step of the loop, None before it. `own_seconds`: by section,
-    its time without what was spent waiting in collectives. `listeners`: called with each section that is entered.
+    Attributes:
+        marks: Counter that grows with every recorded event: while it grows, there is progress.
+        step: Current step, counted from 1.
+        first_step: First step of the training loop; None before the loop.
+        section: Name of the current part of the step.
+        own_seconds: Time of each section, without time spent waiting in collectives.
+        listeners: Functions that are called with each section that begins.
+        device_waits: Ids of the threads that wait for the device.
     """
 
     def __init__(self) -> None:
@@ -63,21 +76,21 @@ class Activity:
         self.section = "start"
         self.own_seconds: dict[str, float] = {}
         self.listeners: list[Callable[[str], None]] = []
-        self.device_waits: set[int] = set()  # threads that wait for the device
+        self.device_waits: set[int] = set()
         self._calls: dict[Any, Calls] = {}
         self._thread = get_ident()
         self._since, self._waited = perf_counter(), 0.0
 
     def calls(self) -> list[Calls]:
-        """All groups and directions in which something was begun."""
+        """Return all groups and directions in which a call has begun."""
         return list(self._calls.values())
 
     def waits(self) -> list[tuple[Calls, int]]:
-        """The calls that are waited for."""
+        """Return the calls that this rank waits for, each with its number."""
         return [(calls, calls.waiting) for calls in self.calls() if calls.waiting]
 
     def enter(self, section: str) -> None:
-        """The main thread enters `section`, which ends the one before."""
+        """Begin `section` on the main thread, and end the previous section."""
         now = perf_counter()
         computing = now - self._since - self._waited
         self.own_seconds[self.section] = self.own_seconds.get(self.section, 0.0) + computing
@@ -88,18 +101,21 @@ class Activity:
             listener(section)
 
     def begin_step(self, step: int) -> None:
-        """Enter `step`, which begins with its data."""
+        """Begin `step` with its first section, data."""
         self.first_step = step if self.first_step is None else self.first_step
         self.step = step
         self.enter("data")
 
     def take_own_seconds(self) -> dict[str, float]:
-        """`own_seconds` since the last call."""
+        """Return `own_seconds` since the last call."""
         taken, self.own_seconds = self.own_seconds, {}
         return taken
 
     def begin(self, op: str, group: ProcessGroup | None, peer: int | None = None, sends: bool = False) -> Calls:
-        """A call of `op` begins; `peer`: the rank in the group to which a message is sent, or from which it comes."""
+        """Record that a call of `op` begins.
+
+        For messages, `peer` is the other rank's index in the group, and `sends` says whether this rank is the sender.
+        """
         key = group if peer is None else (group, peer, sends)
         calls = self._calls.get(key)
         if calls is None:
@@ -112,18 +128,18 @@ class Activity:
     def work(
         self, op: str, group: ProcessGroup | None, work: CollectiveWork, peer: int | None = None
     ) -> CollectiveWork:
-        """`work`, whose waiting is recorded."""
+        """Record the call that `work` runs, and return a wrapper that also records waits for it."""
         calls = self.begin(op, group, peer, sends=op == "send")
         return _RecordedWork(self, work, calls, calls.begun)
 
     def blocking(self, op: str, group: ProcessGroup | None) -> AbstractContextManager[None]:
-        """Context of a call that returns when it is done."""
+        """Return the context of a call that returns when it is done."""
         calls = self.begin(op, group)
         return _Blocking(self, calls)
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Context in which the host waits for the device, and so for collectives that are queued there."""
+        """Record that the host waits for the device, and so for collectives that are queued there."""
         self.device_waits.add(get_ident())
         start = perf_counter()
         try:
@@ -134,7 +150,7 @@ class Activity:
             self.marks += 1
 
     def wait_ended(self, calls: Calls, start: float) -> None:
-        """A wait for a call of `calls` that began at `start` has ended."""
+        """Record the end of a wait for a call of `calls` that began at `start`."""
         calls.waiting = 0
         self.marks += 1
         if get_ident() == self._thread:
@@ -142,7 +158,7 @@ class Activity:
 
 
 class _RecordedWork:
-    """A running collective whose waiting is recorded."""
+    """Running collective that records waits for it."""
 
     __slots__ = ("_activity", "_calls", "_number", "_work")
 
@@ -150,6 +166,7 @@ class _RecordedWork:
         self._activity, self._work, self._calls, self._number = activity, work, calls, number
 
     def wait(self) -> Any:
+        """Wait for the collective and record the wait."""
         start, self._calls.waiting = perf_counter(), self._number
         try:
             return self._work.wait()
@@ -158,7 +175,7 @@ class _RecordedWork:
 
 
 class _Blocking:
-    """Context of a call that returns when it is done.."""
+    """Context of a call that returns when it is done."""
 
     __slots__ = ("_activity", "_calls", "_start")
 
@@ -173,6 +190,7 @@ class _Blocking:
 
 
 def _calls_of(group: ProcessGroup | None, peer: int | None, sends: bool) -> Calls:
+    """Return an empty `Calls` for a group, or for one direction between this rank and `peer`."""
     assert group is not None, "a group of one rank has no collectives"
     ranks, me, name = dist.get_process_group_ranks(group), dist.get_rank(), group.group_name
     if peer is None:
@@ -186,12 +204,12 @@ def _calls_of(group: ProcessGroup | None, peer: int | None, sends: bool) -> Call
 
 _NOTHING = nullcontext()
 record: Activity | None = None
-"""The record of this process while it is watched. The process, not a module, has one, as it has one main thread."""
+"""Record of this process while it is watched. A global, because a process has one main thread."""
 
 
 @contextmanager
 def recorded() -> Iterator[Activity]:
-    """Context in which this process's activity is recorded."""
+    """Record this process's activity inside the context."""
     global record
     assert record is None, "this process is recorded already"
     record = Activity()
@@ -202,34 +220,34 @@ def recorded() -> Iterator[Activity]:
 
 
 def enter(section: str) -> None:
-    """The main thread enters `section` of a step."""
+    """Begin `section` of a step on the main thread."""
     if record is not None:
         record.enter(section)
 
 
 def begin_step(step: int) -> None:
-    """Enter `step` of the training loop, which begins with its data."""
+    """Begin `step` of the training loop with its first section, data."""
     if record is not None:
         record.begin_step(step)
 
 
 def mark() -> None:
-    """There is progress within a section: an action of the pipeline schedule is done, or queued."""
+    """Record progress within a section: an action of the pipeline schedule is done or queued."""
     if record is not None:
         record.marks += 1
 
 
 def started(op: str, group: ProcessGroup | None, work: Any, peer: int | None = None) -> CollectiveWork:
-    """`work`, which `op` on `group` has returned; its waiting is recorded if this process is."""
+    """Return the work of `op` on `group`, wrapped to record waits if this process is recorded."""
     assert work is not None
     return work if record is None else record.work(op, group, work, peer)
 
 
 def blocking(op: str, group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Context of a call that returns when it is done."""
+    """Return the context of a call that returns when it is done."""
     return _NOTHING if record is None else record.blocking(op, group)
 
 
 def waiting_for_device() -> AbstractContextManager[None]:
-    """Context in which the host waits for the device."""
+    """Return the context in which the host waits for the device."""
     return _NOTHING if record is None else record.waiting_for_device()

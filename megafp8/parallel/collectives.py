@@ -1,11 +1,11 @@
-"""Collectives and point-to-point messages: the only caller of torch.distributed for tensors.
+"""Collectives and point-to-point messages. Only this module calls torch.distributed for tensors.
 
-Three reasons: a group of one rank costs nothing (no call, no copy); functions that torch renames between releases are
-named in one place; and FP8 tensors, which no backend supports, are sent as bytes.
+This has three advantages. A group of one rank costs nothing: no call, no copy. Functions that torch renames between
+releases are named in one place. FP8 tensors, which no backend supports, are sent as bytes.
 
 All functions work along dim 0 and expect contiguous tensors. `group=None` is the same as a group of one rank. The
 `*_async` forms return a `CollectiveWork`: the result may be read after `CollectiveWork.wait()`, which makes the current
-stream wait on CUDA and blocks on CPU. Tensors handed to them must stay alive until then.
+stream wait on CUDA and blocks on CPU. Tensors passed to these forms must stay alive until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ReduceOp = Literal["sum", "max", "min"]
 
 
 class WaitFunction(NamedTuple):
-    """A function as a `CollectiveWork`."""
+    """Function wrapped as a `CollectiveWork`."""
 
     wait: Callable[[], Any]
 
@@ -38,34 +38,35 @@ DONE: CollectiveWork = WaitFunction(lambda: None)
 
 
 class WorkList:
-    """Several works that are waited for together; holds `alive` until then."""
+    """Several works that are waited for together. Keeps `alive` until then."""
 
     def __init__(self, works: Sequence[CollectiveWork], alive: Sequence[Tensor] = ()) -> None:
         self._works, self._alive = works, alive
 
     def wait(self) -> None:
+        """Wait for all works."""
         for work in self._works:
             work.wait()
         self._works, self._alive = [], []
 
 
 def size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; 1 for None."""
+    """Return the number of ranks in `group`; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def rank(group: ProcessGroup | None) -> int:
-    """This rank's index in `group`; 0 for None."""
+    """Return this rank's index in `group`; 0 for None."""
     return 0 if group is None else group.rank()
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """FP8 tensors as uint8 (no backend moves FP8); every other tensor unchanged."""
+    """Return FP8 tensors as uint8 (no backend sends FP8), and every other tensor unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
 
 
 def own_slice(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's view of `x`, split evenly along dim 0."""
+    """Return this rank's slice of `x`, split evenly along dim 0, as a view."""
     if group is None:
         return x
     length, rest = divmod(x.shape[0], group.size())
@@ -98,6 +99,7 @@ def coalesced_all_reduce(tensors: Sequence[Tensor], group: ProcessGroup | None) 
 
 
 def _gathered_like(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Allocate the output of an all-gather of `x`."""
     return torch.empty((x.shape[0] * size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
@@ -112,7 +114,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> tuple[list[Tensor], CollectiveWork]:
-    """Start an `all_gather` of each tensor, all in one launch; returns the results and the work."""
+    """Start an `all_gather` of each tensor, all in one launch, and return the results and the work."""
     if size(group) == 1:
         return list(tensors), DONE
     outs = [_gathered_like(x, group) for x in tensors]
@@ -122,17 +124,18 @@ def all_gather_async(tensors: Sequence[Tensor], group: ProcessGroup | None) -> t
 def all_gather_into_async(
     outs: Sequence[Tensor], tensors: Sequence[Tensor], group: ProcessGroup | None
 ) -> CollectiveWork:
-    """Start an `all_gather` of each tensor into the corresponding one of `outs`; on CUDA all in one launch.
+    """Start an `all_gather` of each tensor into the corresponding tensor of `outs`; on CUDA, all in one launch.
 
-    Gloo's are not coalesced: two of one group that end at once would corrupt memory (torch 2.13). A group's two threads
-    assign the name of what they completed to one std::string, without a lock (`ProcessGroupGloo::runLoop`), and
-    "ALLGATHER_COALESCED" is longer than the 15 characters for which a string allocates nothing.
+    With gloo, the gathers are not coalesced: two coalesced gathers of one group that end at the same time would corrupt
+    memory (torch 2.13). The two threads of a group assign the name of the completed operation to one std::string
+    without a lock (`ProcessGroupGloo::runLoop`), and "ALLGATHER_COALESCED" is longer than 15 characters, the limit up
+    to which a string allocates nothing.
     """
     if size(group) == 1:
         for out, x in zip(outs, tensors):
             out.copy_(x)
         return DONE
-    # Bytes are supported by every backend, whatever the dtype.
+    # Send bytes, because not every backend supports every dtype.
     pairs = [(out.view(torch.uint8), x.view(torch.uint8)) for out, x in zip(outs, tensors)]
     if not any(x.is_cuda for x in tensors):
         works = [_ALL_GATHER(out, x, group=group, async_op=True) for out, x in pairs]
@@ -144,10 +147,10 @@ def all_gather_into_async(
 
 
 def all_gather_in_place_async(x: Tensor, group: ProcessGroup | None) -> CollectiveWork:
-    """Start filling each rank's slice of `x` from that rank; this rank's own slice is sent."""
+    """Start to fill each rank's slice of `x` from that rank. This rank sends its own slice."""
     if size(group) == 1:
         return DONE
-    x = x.view(torch.uint8)  # bytes are supported by every backend, whatever the dtype
+    x = x.view(torch.uint8)  # not every backend supports every dtype
     return started("all_gather", group, _ALL_GATHER(x, own_slice(x, group), group=group, async_op=True))
 
 
@@ -159,7 +162,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_async(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, CollectiveWork]:
-    """Start a `reduce_scatter`; returns the result and the work."""
+    """Start a `reduce_scatter`, and return the result and the work."""
     if size(group) == 1:
         return x, DONE
     out = torch.empty_like(own_slice(x, group), memory_format=torch.contiguous_format)
@@ -173,21 +176,21 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
 
 
 def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> CollectiveWork:
-    """Start summing `x` over `group` into this rank's slice of it; the other slices become undefined."""
+    """Start to sum `x` over `group` into this rank's slice of it. The other slices become undefined."""
     if size(group) == 1:
         return DONE
     return started("reduce_scatter", group, _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Row i of the result is what rank i of `group` has as the row of this rank: `[ranks, ...]` -> the same shape."""
+    """Send row i of `x` to rank i of `group`, and return the rows that arrive, `[ranks, ...]`: row i from rank i."""
     return all_to_all_rows(x, [1] * group.size(), [1] * group.size(), group)
 
 
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Send the first `sent[0]` rows of `x` `[m, ...]` to rank 0 of `group`, the next `sent[1]` to rank 1, and so on.
 
-    Returns the rows that arrive, first the `received[0]` of rank 0.
+    Return the rows that arrive: first the `received[0]` rows of rank 0, then the rows of rank 1, and so on.
     """
     out = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
     to, source = out.view(torch.uint8), x.contiguous().view(torch.uint8)
@@ -197,7 +200,7 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
 
 
 def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
-    """Overwrite `x` in place with that of the rank `group_src` (counted inside the group)."""
+    """Overwrite `x` in place with the tensor of rank `group_src` (an index in the group)."""
     if size(group) > 1:
         with blocking("broadcast", group):
             dist.broadcast(x, group=group, group_src=group_src)
@@ -205,7 +208,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, group_src: int) -> Tensor:
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None) -> Any:
-    """The first rank's picklable `value`, on all ranks. For set-up and reports, not for every training step."""
+    """Return the first rank's picklable `value` on all ranks. For setup and reports, not for every training step."""
     if size(group) == 1:
         return value
     values = [value]
@@ -215,7 +218,7 @@ def broadcast_object(value: Any, group: ProcessGroup | None) -> Any:
 
 
 def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's picklable `value`, in group order. For set-up and reports, not for every training step."""
+    """Return every rank's picklable `value`, in group order. For setup and reports, not for every training step."""
     if size(group) == 1:
         return [value]
     values: list[Any] = [None] * size(group)
@@ -225,7 +228,7 @@ def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
-    """Every rank's picklable `value`, in group order, on the first rank of `group`; None on the others."""
+    """Return every rank's picklable `value`, in group order, on the first rank of `group`; None on other ranks."""
     if group is None or group.size() == 1:
         return [value]
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -235,7 +238,7 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any] | None:
 
 
 def scatter_objects(values: list[Any] | None, group: ProcessGroup | None) -> Any:
-    """This rank's element of the picklable `values` that the first rank of `group` passes, in group order."""
+    """Return this rank's element of the picklable `values`, in group order. Only the first rank passes `values`."""
     if size(group) == 1:
         assert values is not None
         return values[0]
@@ -253,21 +256,21 @@ def barrier(group: ProcessGroup | None) -> None:
 
 
 def send_async(x: Tensor, group: ProcessGroup, group_dst: int) -> CollectiveWork:
-    """Start sending `x` to the rank `group_dst` of the group."""
+    """Start to send `x` to rank `group_dst` of the group."""
     return started("send", group, dist.isend(as_bytes(x), group=group, group_dst=group_dst), group_dst)
 
 
 def recv_async(x: Tensor, group: ProcessGroup, group_src: int) -> CollectiveWork:
-    """Start receiving into `x` from the rank `group_src` of the group."""
+    """Start to receive into `x` from rank `group_src` of the group."""
     return started("receive", group, dist.irecv(as_bytes(x), group=group, group_src=group_src), group_src)
 
 
 def send_recv_async(
     sent: Sequence[Tensor], group_dst: int, received: Sequence[Tensor], group_src: int, group: ProcessGroup
 ) -> CollectiveWork:
-    """Start sending tensors to one rank of the group and receiving tensors from another, all in one launch.
+    """Start to send tensors to one rank of the group and to receive tensors from another, all in one launch.
 
-    All ranks of the group must call it together, so that sends and receives match. Keeps `sent` alive.
+    All ranks of the group must call it together, so that sends and receives match. `sent` is kept alive.
     """
     outgoing = [as_bytes(x.contiguous()) for x in sent]
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=group_dst) for x in outgoing]

@@ -1,8 +1,9 @@
-"""torch's flight recorder: the last collectives of this process, each with its group, number, sizes, state and stack.
+"""Access to torch's flight recorder, which keeps the last collectives of this process.
 
-NCCL's and gloo's process groups write to it while `TORCH_FR_BUFFER_SIZE` is not 0, which they read when the first of
-them is made; its default depends on torch's version. A record is a pickled dictionary. `torchfrtrace FOLDER -p
-collectives_rank_`, which comes with torch, compares those of all ranks, if they are NCCL's.
+For each collective it records the group, number, sizes, state and stack. The process groups of NCCL and gloo write to
+it unless `TORCH_FR_BUFFER_SIZE` is 0. They read this variable when the first group is made; its default depends on the
+torch version. A record is a pickled dictionary. `torchfrtrace FOLDER -p collectives_rank_`, which comes with torch,
+compares the records of all ranks, if they are NCCL records.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _PREFIX = "collectives_rank_"
 
 
 def turn_on() -> None:
-    """Record the collectives of groups that are made from here on, unless the environment says how many."""
+    """Record the collectives of all groups made from now on, unless the environment sets the buffer size."""
     os.environ.setdefault(BUFFER_SIZE, _ENTRIES)
 
 
 def write_collectives(folder: Path, rank: int) -> Path | None:
-    """Write what this process has recorded to `folder`; None if that is nothing."""
+    """Write the recorded collectives of this process to `folder`, and return the file; None if nothing was recorded."""
     functions = torch._C._distributed_c10d
-    for name in ("_dump_nccl_trace", "_dump_fr_trace"):  # of NCCL, of other backends
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):  # NCCL, other backends
         dump = getattr(functions, name, None)
         content = b"" if dump is None else dump()
         if content and pickle.loads(content).get("entries"):

@@ -1,17 +1,17 @@
-"""The grid of ranks (pipeline, data, context, tensor) and the process groups of its axes.
+"""Grid of ranks (pipeline, data, context, tensor) and the process groups of its axes.
 
 The axes from slowest to fastest are pipeline, data, context, tensor. The fastest axis communicates most, so a
-tensor-parallel group is on neighbouring ranks (one NVLink domain), and pipeline stages, which communicate least, are
-farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" read from the other end.
+tensor-parallel group is on neighboring ranks (one NVLink domain). Pipeline stages communicate least, so they are
+farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" in reverse notation.
 
 `rank_groups` computes all groups as lists of ranks, without process groups, so the layout of 16,384 GPUs can be checked
-on a laptop. `initialize_model_parallel` builds the process groups that this rank is in, by one `new_group` each, which
-only its members call. So start-up cost does not grow with the world: torch's own `init_device_mesh` makes every rank
-enumerate the groups of all others, some 40,000 on 16,384 ranks; the `DeviceMesh` for torch's libraries is made of our
-groups instead.
+on a laptop. `initialize_model_parallel` builds the process groups of this rank, with one `new_group` call each that
+only the members make. Start-up cost therefore does not grow with the world. torch's own `init_device_mesh` makes every
+rank enumerate the groups of all others, some 40,000 on 16,384 ranks, so the `DeviceMesh` for torch's libraries is made
+from our groups instead.
 
 The result is a `ParallelState`, and modules are passed the groups they need. The accessors with Megatron-LM's names at
-the end of the file are for scripts and notebooks; the package does not call them.
+the end of this file are for scripts and notebooks; the package does not call them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Ranks = npt.NDArray[np.int_]
 AXES = ("pipeline", "data", "context", "tensor")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# Groups over several axes: (axes, why it is there).
+# Groups over several axes, with their purpose.
 _JOINT_GROUPS = {
-    "data_context": ("data", "context"),  # gradients: a context rank holds other tokens of the same weights
-    "model": ("pipeline", "tensor"),  # gradient norm: together they hold one whole model
-    "tensor_context": ("context", "tensor"),  # one micro-batch: they hold slices of the same activations
-    "amax": ("data", "context", "tensor"),  # delayed scaling: everyone who runs the same layers
+    "data_context": ("data", "context"),  # gradients: context ranks have the same weights and different tokens
+    "model": ("pipeline", "tensor"),  # gradient norm: together the ranks hold one whole model
+    "tensor_context": ("context", "tensor"),  # one micro-batch: the ranks hold slices of the same activations
+    "amax": ("data", "context", "tensor"),  # delayed scaling: all ranks that run the same layers
 }
 
 _QUEUES, _REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
@@ -56,17 +56,23 @@ def rank_groups(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
 ) -> dict[str, list[list[int]]]:
-    """Every group of a layout as lists of global ranks, in group order. Builds no process group.
+    """Return every group of a layout as lists of global ranks, in group order, without building process groups.
 
-    Keys: `tensor`, `context`, `data`, `pipeline` (the axes), `data_context`, `model` (pipeline × tensor),
-    `tensor_context`, `amax` (data × context × tensor), `embedding` (first and last stage of each pipeline),
-    `fsdp_shard` (consecutive ranks of `data_context`, which is split into `fsdp_replicas` of these) and
-    `fsdp_replicate` (ranks at the same place of each `fsdp_shard`), `expert` (consecutive ranks of data × context ×
-    tensor), which is `expert_model` × `expert_tensor` (neighbours), `expert_data` (ranks at the same place of each
-    `expert`), `expert_shard` (consecutive ranks of `expert_data`, in the same replica), `expert_amax` (`expert_data` ×
-    `expert_tensor`) and `expert_rows` (those of `expert_amax` at one place of data). The data-parallel size is the rest
-    of the world. Raises ValueError where the sizes do not multiply up to the world, or do not divide the ranks they
-    divide.
+    The data-parallel size is the rest of the world. The keys are:
+
+    - `tensor`, `context`, `data`, `pipeline`: the axes.
+    - `data_context`, `model` (pipeline × tensor), `tensor_context`, `amax` (data × context × tensor): several axes.
+    - `embedding`: first and last stage of each pipeline.
+    - `fsdp_shard`: consecutive ranks of `data_context`, which is split into `fsdp_replicas` such groups.
+    - `fsdp_replicate`: ranks at the same place of each `fsdp_shard`.
+    - `expert`: consecutive ranks of data × context × tensor, equal to `expert_model` × `expert_tensor` (neighbors).
+    - `expert_data`: ranks at the same place of each `expert`.
+    - `expert_shard`: consecutive ranks of `expert_data` in the same replica.
+    - `expert_amax`: `expert_data` × `expert_tensor`.
+    - `expert_rows`: ranks of `expert_amax` at one place of the data axis.
+
+    Raises:
+        ValueError: If the sizes do not multiply up to the world, or do not divide the ranks that they split.
     """
     grid = _grid(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
     groups = _groups(grid, fsdp_replicas, expert_model_parallel_size, expert_tensor_parallel_size)
@@ -74,7 +80,7 @@ def rank_groups(
 
 
 def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
-    """All ranks, `[pipeline, data, context, tensor]`. Raises ValueError where the sizes do not fit the world."""
+    """Return all ranks, `[pipeline, data, context, tensor]`; raise ValueError if the sizes do not fit the world."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     for name, value in zip(names, (tensor, pipeline, context)):
         if value < 1:
@@ -90,7 +96,7 @@ def _grid(world_size: int, tensor: int, pipeline: int, context: int) -> Ranks:
 
 
 def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: int) -> dict[str, Ranks]:
-    """The groups of each name, `[groups, members]`. Raises ValueError where a size does not divide its ranks."""
+    """Return the groups by name, `[groups, members]`; raise ValueError if a size does not divide its ranks."""
 
     def along(*axes: str) -> Ranks:
         members = [AXES.index(axis) for axis in axes]
@@ -118,7 +124,7 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: i
     groups["expert_amax"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
     groups["expert_rows"] = groups["expert_tensor"]
     micro_batch = groups["tensor_context"]
-    if micro_batch.shape[1] % expert == 0:  # else tokens of several micro-batches come together
+    if micro_batch.shape[1] % expert == 0:  # otherwise an expert gets tokens of several micro-batches
         whole = micro_batch.reshape(len(micro_batch), -1, expert_model, expert_tensor)
         groups["expert_rows"] = whole.swapaxes(1, 2).reshape(-1, whole.shape[1] * expert_tensor)
     divided("fsdp_replicas", fsdp_replicas, "expert_data", "data × context × tensor that hold the same experts")
@@ -129,20 +135,20 @@ def _groups(grid: Ranks, fsdp_replicas: int, expert_model: int, expert_tensor: i
 
 
 def _split(groups: Ranks, size: int) -> tuple[Ranks, Ranks]:
-    """Each group split into groups of `size` neighbours; and the ranks at the same place of each of these."""
+    """Split each group into groups of `size` neighbors; return these, and the groups of ranks at the same place."""
     parts = groups.reshape(len(groups), -1, size)
     return parts.reshape(-1, size), parts.swapaxes(1, 2).reshape(-1, parts.shape[1])
 
 
 def _group_of(rank: int, groups: Ranks) -> tuple[int, ...] | None:
-    """The group that `rank` is in, if there is one."""
+    """Return the group that contains `rank`, or None."""
     members = groups[(groups == rank).any(axis=1)]
     return tuple(members[0].tolist()) if len(members) else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of this rank, its global ranks in order, and this rank's index among them."""
+    """Process group of this rank, with its global ranks in order and this rank's index among them."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
@@ -150,36 +156,48 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank is the first of the group."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank is the last of the group."""
         return self.rank == self.size - 1
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This rank's place in the grid and its groups. `embedding` is None on ranks between first and last stage.
+    """Place of this rank in the grid, and the groups of this rank.
 
-    `pipeline_backward` has the ranks of `pipeline` but its own communicator: activations and gradients are sent in
-    opposite directions between the same two ranks, and on one communicator a send that waits for a receive queued
-    after another send would deadlock. Likewise `fsdp_shard_backward` to `fsdp_shard`, for gradients that are reduced
-    while weights are gathered.
-
-    `fsdp_shard` and `fsdp_replicate` are the dims of torch's mesh for HSDP: FSDP shards over the one, and the ranks of
-    the other hold the same shards. Together they are `data_context`.
-
-    `expert`: the experts of a layer are divided over its ranks, and tokens travel between them: over `expert_model`
-    by number, and each over `expert_tensor`. `expert_data`: ranks that hold the same parts of experts; with `expert`
-    they are data × context × tensor. `expert_amax`: ranks that hold the same experts, whole or in parts;
-    `expert_rows`: those of them among whose rows are tokens of the same micro-batch and of no other. Where the ranks of
-    `expert` hold several micro-batches, these are the ranks of `expert_tensor`.
-    `expert_shard`, `expert_shard_backward`: what `fsdp_shard` and `fsdp_shard_backward` are for the rest of the model,
-    for experts.
+    Attributes:
+        mesh: torch's `DeviceMesh` over the four axes.
+        device: Device of this rank.
+        rank, world_size: Global rank, and number of ranks of the job.
+        world: Group of all ranks.
+        tensor, context, data, pipeline: Groups of the axes.
+        pipeline_backward: Ranks of `pipeline` with a second communicator. Activations and gradients are sent in
+            opposite directions between the same two ranks; on one communicator, a send that waits for a receive queued
+            behind another send would deadlock.
+        data_context, model, tensor_context, amax: Groups over several axes, as in `rank_groups`.
+        fsdp_shard, fsdp_replicate: Dims of torch's mesh for HSDP: FSDP shards over `fsdp_shard`, and the ranks of
+            `fsdp_replicate` hold the same shards. Together they are `data_context`.
+        fsdp_shard_backward: Ranks of `fsdp_shard` with a second communicator, for gradients that are reduced while
+            weights are gathered.
+        expert: Ranks over which the experts of a layer are divided and between which tokens are exchanged.
+        expert_model: Ranks of `expert` that hold different experts.
+        expert_tensor: Ranks of `expert` that hold different parts of the same experts.
+        expert_data: Ranks that hold the same parts of experts. Together with `expert` they are data × context × tensor.
+        expert_amax: Ranks that hold the same experts, whole or in parts.
+        expert_rows: Ranks of `expert_amax` with tokens of the same micro-batch and no other. If the ranks of
+            `expert` hold several micro-batches, this is `expert_tensor`.
+        expert_shard, expert_shard_backward: Counterparts of `fsdp_shard` and `fsdp_shard_backward` for experts.
+        embedding: First and last stage of the pipeline; None on stages in between.
+        virtual_pipeline_size: Number of stages per rank.
     """
 
     mesh: DeviceMesh
@@ -212,27 +230,31 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """The first rank of the pipeline. Which stages a rank holds depends on the schedule's placement."""
+        """Whether this is the first rank of the pipeline.
+
+        The stages that a rank holds depend on the schedule's placement.
+        """
         return self.pipeline.is_first
 
     @property
     def is_last_stage(self) -> bool:
-        """The last rank of the pipeline."""
+        """Whether this is the last rank of the pipeline."""
         return self.pipeline.is_last
 
 
 def set_cuda_environment() -> None:
-    """Set what CUDA and NCCL read from the environment when they start. Call it before CUDA is used in this process.
+    """Set the environment variables that CUDA and NCCL read at start. Call this before the process uses CUDA.
 
-    *32 hardware queues* instead of 8. More streams than queues share them, and then a receive that waits for its sender
-    in one stream blocks another. A pipeline has a stream for each neighbour and direction beside those of computation
-    and of every other group, and a CUDA graph has one for each of its branches, so two ranks could wait for each other
-    for ever.
+    *32 hardware queues* instead of 8. If there are more streams than queues, streams share queues, and a receive that
+    waits for its sender in one stream blocks another stream. A pipeline has a stream for each neighbor and direction in
+    addition to the compute stream and the streams of other groups, and a CUDA graph has one for each branch, so two
+    ranks could wait for each other forever.
 
     *No registration of the buffers that CUDA graphs send from and receive to.* With torch's expandable segments, which
-    the launch scripts switch on, NCCL then reads other memory, or hangs (pytorch#158029, torchtitan#3306).
+    the launch scripts turn on, NCCL then reads the wrong memory or hangs (pytorch#158029, torchtitan#3306).
 
-    ValueError where the environment has another value that cannot work.
+    Raises:
+        ValueError: If the environment already has a value that cannot work.
     """
     queues = os.environ.setdefault(_QUEUES, "32")
     if not queues.isdigit() or int(queues) < 8:
@@ -250,10 +272,12 @@ def set_cuda_environment() -> None:
 
 
 def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> torch.device:
-    """Join the job that a launcher started, or make one of this process, and return this rank's device.
+    """Join the job that a launcher started, or start a job of one process, and return this rank's device.
 
-    NCCL on CUDA, with gloo beside it for the host tensors of the world group; gloo alone on CPU. Raises ValueError, on
-    all ranks of the node, where there are fewer GPUs than processes.
+    CUDA uses NCCL, with gloo for the host tensors of the world group; CPU uses gloo only.
+
+    Raises:
+        ValueError: On all ranks of the node, if there are fewer GPUs than processes.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
@@ -263,15 +287,17 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if processes > gpus:
             works = f"start {gpus} (megafp8 launch --nproc-per-node {gpus}), or set the device to cpu"
-            raise ValueError(f"this node has {processes} processes and {gpus} GPUs, and each takes one; {works}")
+            raise ValueError(
+                f"this node has {processes} processes but {gpus} GPUs, and each process needs one; {works}"
+            )
         set_cuda_environment()
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    launched_ranks()  # refuses variables that no launcher sets
+    launched_ranks()  # rejects combinations of variables that no launcher sets
     if "RANK" in os.environ:
-        # No device_id: torch would build each subgroup by splitting the world's communicator, a call that all ranks
-        # must join, while ours are made by their members only. Communicators then connect at their first use.
+        # Pass no device_id: with it, torch would build each subgroup by splitting the world's communicator, which all
+        # ranks must join, but only members make our groups. Communicators connect at their first use.
         _join(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -279,16 +305,18 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
 
 
 class RanksDidNotMeet(ConnectionError):
-    """Some ranks of a job did not come to the address that the environment has."""
+    """Some ranks of a job did not connect to the address in the environment."""
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:
-    """Make the world's group of the ranks that the environment names.
+    """Make the world group of the ranks that the environment names. A lost connection is raised unchanged.
 
-    Raises ValueError without an address, and RanksDidNotMeet if ranks are missing; a lost connection stays as it is.
+    Raises:
+        ValueError: If the address is missing.
+        RanksDidNotMeet: If ranks are missing.
     """
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ValueError(f"a launcher sets {' and '.join(missing)}, too; {unset_advice()}")
+        raise ValueError(f"a launcher also sets {' and '.join(missing)}; {unset_advice()}")
     try:
         dist.init_process_group(backend, timeout=timeout)
     except dist.DistError as error:
@@ -312,14 +340,24 @@ def initialize_model_parallel(
     backend: str | None = None,
     default: bool = True,
 ) -> ParallelState:
-    """Build the groups of the running job. Call after `torch.distributed` is initialized, on every rank.
+    """Build the groups of the running job. Call this on every rank, after `torch.distributed` is initialized.
 
-    `fsdp_replicas`: number of replicas of the shards of FSDP (Megatron-LM's `num_distributed_optimizer_instances`).
-    `expert_model_parallel_size`, `expert_tensor_parallel_size`: over so many ranks of data × context × tensor the
-    experts of a layer are divided, and each expert.
-    `backend`: of the groups; None: gloo on CPU, NCCL on CUDA. `default`: the accessors at the end of this file give its
-    groups; False for a second model of a job. Raises ValueError, on every rank alike and before any
-    group is built, where the sizes do not fit the world.
+    Args:
+        tensor_model_parallel_size: Number of tensor-parallel ranks.
+        pipeline_model_parallel_size: Number of pipeline-parallel ranks.
+        virtual_pipeline_model_parallel_size: Number of stages per rank; None means 1.
+        context_parallel_size: Number of context-parallel ranks.
+        expert_model_parallel_size: Number of ranks of data × context × tensor over which the experts of a layer are
+            divided.
+        expert_tensor_parallel_size: Number of ranks over which each expert is divided.
+        fsdp_replicas: Number of replicas of FSDP's shards (Megatron-LM's `num_distributed_optimizer_instances`).
+        device: Device of this rank; CPU by default.
+        timeout_seconds: Timeout of the groups' collectives.
+        backend: Backend of the groups; None means gloo on CPU and NCCL on CUDA.
+        default: Let the accessors at the end of this file return these groups. False for a second model of a job.
+
+    Raises:
+        ValueError: On every rank, before any group is built, if the sizes do not fit the world.
     """
     global _STATE
     if _DESTROYED:
@@ -348,11 +386,11 @@ def initialize_model_parallel(
     )
 
     def joint(name: str, *more: Group) -> Group:
-        """The communicator of an axis, or of `more`, with the same ranks, or a new one."""
+        """Return a group of an axis or of `more` with the same ranks, or build a new group."""
         return next((g for g in (*axes.values(), *more) if g.ranks == mine[name]), None) or group(name)
 
     data_context, amax, tensor_context = joint("data_context"), joint("amax"), joint("tensor_context")
-    # One of its own: tokens do not wait for gradients, which are reduced meanwhile.
+    # A separate communicator, so that tokens do not wait for gradients that are reduced at the same time.
     expert = group("expert") if expert_model_parallel_size * expert_tensor_parallel_size > 1 else joint("expert")
     expert_data = joint("expert_data", data_context, amax)
     fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
@@ -380,7 +418,7 @@ def initialize_model_parallel(
         expert_rows=joint("expert_rows", tensor_context, expert),
         expert_shard=expert_shard,
         expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
-        # Last: torch numbers a rank's groups in their names, and not every rank has this one.
+        # This group comes last: torch numbers a rank's groups in their names, and not every rank has this group.
         embedding=group("embedding") if mine["embedding"] else None,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )
@@ -390,29 +428,29 @@ def initialize_model_parallel(
 
 
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
-    """A gloo group of the whole job, for communication by another thread than training's. Collective."""
+    """Build a gloo group of the whole job, for communication by a thread other than the training thread. Collective."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
-    """Leave all groups and join the same job again, in which groups of another layout can be built. Collective.
+    """Leave all groups and join the same job again, so that groups of another layout can be built. Collective.
 
-    Nothing that holds a group may be used after this.
+    Objects that hold a group must not be used after this.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Groups get the same names as before, under which the store has addresses that are no longer valid.
+    # New groups get the same names as before, and the store has stale addresses under these names.
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     if device_type == "cuda":
         torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))  # until all ranks are done with the groups, on the host
+    dist.all_reduce(torch.zeros(1))  # wait on the host until all ranks are done with the groups
     destroy_model_parallel()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups and leave the job."""
+    """Destroy the groups and leave the job."""
     global _STATE, _DESTROYED
     _STATE = None
     if dist.is_initialized():
@@ -421,9 +459,11 @@ def destroy_model_parallel() -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear what torch remembers of operations on DTensors: meshes of the same ranks are equal, so the results that it
-    would return have groups of an earlier job in this process."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes a second, which few jobs need
+    """Clear torch's cache of operations on DTensors.
+
+    Meshes of the same ranks compare equal, so cached results would contain groups of an earlier job in this process.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported here: it takes a second
 
     _clear_sharding_prop_cache()
 
@@ -431,123 +471,150 @@ def _forget_meshes() -> None:
 # --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
 
 _STATE: ParallelState | None = None
-_DESTROYED = False  # groups, at least once in this process
+_DESTROYED = False  # whether this process has destroyed groups
 
 
 def model_parallel_is_initialized() -> bool:
+    """Return whether the model-parallel groups are initialized."""
     return _STATE is not None
 
 
 def get_parallel_state() -> ParallelState:
-    """The state built by the last `initialize_model_parallel`."""
+    """Return the state that the last `initialize_model_parallel` built."""
     if _STATE is None:
-        raise ValueError("model parallel groups are not there yet: call initialize_model_parallel(...) first")
+        raise ValueError("model parallel groups are not initialized: call initialize_model_parallel(...) first")
     return _STATE
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup:
+    """Return the tensor-parallel group."""
     return get_parallel_state().tensor.group
 
 
 def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's index in the tensor-parallel group."""
     return get_parallel_state().tensor.rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of tensor-parallel ranks."""
     return get_parallel_state().tensor.size
 
 
 def get_pipeline_model_parallel_group() -> ProcessGroup:
+    """Return the pipeline-parallel group."""
     return get_parallel_state().pipeline.group
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's index in the pipeline."""
     return get_parallel_state().pipeline.rank
 
 
 def get_pipeline_model_parallel_world_size() -> int:
+    """Return the number of pipeline-parallel ranks."""
     return get_parallel_state().pipeline.size
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int:
+    """Return the number of pipeline stages per rank."""
     return get_parallel_state().virtual_pipeline_size
 
 
 def is_pipeline_first_stage() -> bool:
+    """Return whether this is the first rank of the pipeline."""
     return get_parallel_state().is_first_stage
 
 
 def is_pipeline_last_stage() -> bool:
+    """Return whether this is the last rank of the pipeline."""
     return get_parallel_state().is_last_stage
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """Return the data-parallel group, or the group of data × context parallelism."""
     state = get_parallel_state()
     return (state.data_context if with_context_parallel else state.data).group
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """Return this rank's index in the data-parallel group, or in data × context parallelism."""
     state = get_parallel_state()
     return (state.data_context if with_context_parallel else state.data).rank
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Return the number of data-parallel ranks, or of ranks of data × context parallelism."""
     state = get_parallel_state()
     return (state.data_context if with_context_parallel else state.data).size
 
 
 def get_context_parallel_group() -> ProcessGroup:
+    """Return the context-parallel group."""
     return get_parallel_state().context.group
 
 
 def get_context_parallel_rank() -> int:
+    """Return this rank's index in the context-parallel group."""
     return get_parallel_state().context.rank
 
 
 def get_context_parallel_world_size() -> int:
+    """Return the number of context-parallel ranks."""
     return get_parallel_state().context.size
 
 
 def get_expert_model_parallel_group() -> ProcessGroup:
+    """Return the group over which the experts of a layer are divided."""
     return get_parallel_state().expert_model.group
 
 
 def get_expert_model_parallel_rank() -> int:
+    """Return this rank's index in the expert-parallel group."""
     return get_parallel_state().expert_model.rank
 
 
 def get_expert_model_parallel_world_size() -> int:
+    """Return the number of expert-parallel ranks."""
     return get_parallel_state().expert_model.size
 
 
 def get_expert_tensor_parallel_group() -> ProcessGroup:
+    """Return the group over which each expert is divided."""
     return get_parallel_state().expert_tensor.group
 
 
 def get_expert_tensor_parallel_rank() -> int:
+    """Return this rank's index in the group over which each expert is divided."""
     return get_parallel_state().expert_tensor.rank
 
 
 def get_expert_tensor_parallel_world_size() -> int:
+    """Return the number of ranks over which each expert is divided."""
     return get_parallel_state().expert_tensor.size
 
 
 def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+    """Return the group of expert-parallel × expert-tensor-parallel ranks."""
     return get_parallel_state().expert.group
 
 
 def get_expert_data_parallel_group() -> ProcessGroup:
+    """Return the group of ranks that hold the same parts of experts."""
     return get_parallel_state().expert_data.group
 
 
 def get_model_parallel_group() -> ProcessGroup:
+    """Return the group of pipeline × tensor ranks, which together hold one whole model."""
     return get_parallel_state().model.group
 
 
 def get_embedding_group() -> ProcessGroup | None:
+    """Return the group of the first and last stage, or None on stages in between."""
     embedding = get_parallel_state().embedding
     return None if embedding is None else embedding.group
 
 
 def get_amax_reduction_group() -> ProcessGroup:
+    """Return the group of data × context × tensor ranks, over which amaxes are reduced."""
     return get_parallel_state().amax.group

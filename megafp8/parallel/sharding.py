@@ -1,16 +1,16 @@
-"""Which part of which global tensor a local parameter holds.
+"""Description of the part of a global tensor that a local parameter holds.
 
-Initialization, checkpoints, gradient norms and weight decay need to know what a rank's parameter is a shard *of*. So
-every parameter carries a `ParamSpec` with one or more `ParamShard`s: rectangles of tensors that have a global name and
-a global shape. A plain weight is one shard. A fused weight (q, k, v; gate and up) is several, stacked along dim 0, so
-that each keeps its own name.
+Initialization, checkpoints, gradient norms and weight decay need to know which global tensor a rank's parameter is a
+shard of. Every parameter therefore carries a `ParamSpec` with one or more `ParamShard`s: rectangles of tensors that
+have a global name and a global shape. A plain weight is one shard. A fused weight (q, k, v; gate and up) has several
+shards, stacked along dim 0, so that each keeps its name.
 
     initialization   fills each shard from the stream of (seed, shard.name) at shard.offset
     checkpoint       saves and loads each shard as a rectangle of shard.name
     gradient norm    counts a parameter that several ranks hold once (`replicated_over_tp`, `is_copy`)
 
 ZeRO shards a local parameter again, over data parallelism and regardless of rows: a `FlatShard` is a flat range of its
-elements. Nothing here knows ranks or groups: the layers record how they shard.
+elements. This module knows nothing about ranks or groups: layers record how they shard their parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: `normal` with mean 0 and `std`, `ones`, `zeros`, `log_uniform`: the logarithms of numbers that
-    are uniform from `low` to `high`, or `inverse_softplus`: numbers whose softplus lies from `low` to `high`, where its
-    logarithm is uniform."""
+    """Distribution of a parameter's initial values.
+
+    Attributes:
+        kind: `normal` with mean 0 and `std`; `ones`; `zeros`; `log_uniform`, logarithms of numbers that are uniform
+            from `low` to `high`; or `inverse_softplus`, numbers with a softplus between `low` and `high` that has a
+            uniform logarithm.
+    """
 
     kind: Literal["normal", "ones", "zeros", "log_uniform", "inverse_softplus"]
     std: float = 0.0
@@ -41,7 +45,7 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A rectangle of a global tensor, and the row of the local parameter where it starts."""
+    """Rectangle of a global tensor, and the row of the local parameter where it starts."""
 
     name: str
     global_shape: Shape
@@ -50,7 +54,7 @@ class ParamShard:
     row: int = 0
 
     def view(self, local: Tensor) -> Tensor:
-        """The rows of `local` (shaped like the parameter) that hold this shard."""
+        """Return the rows of `local` (shaped like the parameter) that hold this shard."""
         return local.narrow(0, self.row, self.shape[0])
 
 
@@ -59,17 +63,20 @@ class ParamSpec:
     """Shards of a local parameter, and how the parameter is initialized, reduced and updated.
 
     Attributes:
-        reduce_over_tp: Each TP rank computes a partial gradient (a norm under sequence parallelism), which is summed
-            over the TP group once a step.
-        replicated_over_tp: All TP ranks hold the same values.
-        matrix: Each shard is the weight of a linear layer, which maps activations as a whole: what Muon orthogonalizes
-            in blocks and muP scales with the width. Not tables (embeddings, positions, biases by distance), and not
-            weights with independent rows (routers, gates with one output, mappings of residual streams).
-        weight_decay: Weight decay applies by default.
-        is_copy: Another pipeline stage holds the original (shared embedding).
+        shards: Shards, one after the other along dim 0.
+        init: Distribution of the initial values.
+        replicated_over_tp: Whether all TP ranks hold the same values.
+        reduce_over_tp: Whether each TP rank computes a partial gradient (a norm under sequence parallelism), which is
+            summed over the TP group once per step.
+        matrix: Whether each shard is the weight of a linear layer that maps whole activations: Muon orthogonalizes
+            these weights in blocks, and muP scales them with the width. False for tables (embeddings, positions, biases
+            by distance) and for weights with independent rows (routers, gates with one output, mappings of residual
+            streams).
+        weight_decay: Whether weight decay applies by default.
+        is_copy: Whether another pipeline stage holds the original (shared embedding).
         num_uses: Number of layers of this stage that contribute a gradient in one backward pass.
-        expert: Weights of experts, divided over expert parallelism; their gradients are summed over the ranks that hold
-            the same experts, not over data parallelism.
+        expert: Whether this is a weight of experts, divided over expert parallelism. Its gradients are summed over the
+            ranks that hold the same experts, not over data parallelism.
     """
 
     shards: tuple[ParamShard, ...]
@@ -95,17 +102,17 @@ class FlatShard:
         return self.end - self.start
 
     def view(self, local: Tensor) -> Tensor:
-        """These elements of `local` (contiguous, shaped like the parameter) as a flat view."""
+        """Return these elements of `local` (contiguous, shaped like the parameter) as a flat view."""
         return local.view(-1)[self.start : self.end]
 
 
 def unsharded(name: str, shape: Shape) -> tuple[ParamShard, ...]:
-    """The only shard of a parameter that every rank holds completely."""
+    """Return the only shard of a parameter that every rank holds completely."""
     return (ParamShard(name, shape, (0,) * len(shape), shape),)
 
 
 def shard_dim(name: str, global_shape: Shape, dim: int, rank: int, ranks: int) -> ParamShard:
-    """The shard of `rank` when `global_shape` is split evenly along `dim`."""
+    """Return the shard of `rank` when `global_shape` is split evenly along `dim`."""
     assert global_shape[dim] % ranks == 0, f"{name}: dim {dim} of {global_shape} is not a multiple of {ranks} ranks"
     length = global_shape[dim] // ranks
     shape = tuple(length if d == dim else n for d, n in enumerate(global_shape))
@@ -120,10 +127,10 @@ def stack_rows(shards: Sequence[ParamShard]) -> tuple[ParamShard, ...]:
 
 
 def slice_rows(spec: ParamSpec, first: int, last: int) -> ParamSpec:
-    """The spec of rows `[first, last)` of a parameter as a parameter of their own.
+    """Return the spec of rows `[first, last)` of a parameter as a separate parameter.
 
-    A parameter of no rows, as FSDP makes where there are more ranks than rows, has one rectangle of no rows, so that
-    it has the name and the kind (embedding, matrix, vector) that the other ranks' rows have.
+    FSDP makes parameters without rows if there are more ranks than rows. Such a parameter has one rectangle without
+    rows, so that its name and kind (embedding, matrix, vector) match the other ranks' rows.
     """
     shards: list[ParamShard] = []
     for shard in spec.shards:
@@ -148,30 +155,37 @@ def set_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
 def empty_parameter(
     shards: Sequence[ParamShard], init: Init, dtype: torch.dtype, device: torch.device, **spec: Any
 ) -> nn.Parameter:
-    """A parameter of `shards` one after the other along dim 0, not initialized; `spec`: fields of its `ParamSpec`."""
-    pieces = stack_rows(shards)
-    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
-    return set_spec(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), ParamSpec(pieces, init, **spec))
+    """Allocate a parameter for `shards`, one after the other along dim 0, without initializing it.
+
+    `spec` are further fields of the parameter's `ParamSpec`.
+    """
+    stacked = stack_rows(shards)
+    shape = (sum(shard.shape[0] for shard in stacked), *stacked[0].shape[1:])
+    return set_spec(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), ParamSpec(stacked, init, **spec))
 
 
 def spec_of(param: nn.Parameter) -> ParamSpec:
-    """The `ParamSpec` of a parameter made by this framework."""
+    """Return the `ParamSpec` of a parameter made by this framework."""
     spec = getattr(param, "spec", None)
     assert isinstance(spec, ParamSpec), "a parameter without a spec: make parameters through megafp8's layers"
     return spec
 
 
 def shards_of(param: nn.Parameter, local: Tensor) -> Iterator[tuple[ParamShard, Tensor]]:
-    """Each shard of `param` that has rows, with its view of `local`, a tensor shaped like the parameter."""
+    """Yield each shard of `param` that has rows, with its view of `local`, a tensor shaped like the parameter."""
     for shard in spec_of(param).shards:
         if shard.shape[0]:
             yield shard, shard.view(local)
 
 
 class Box(NamedTuple):
-    """A part of a `ParamShard`, of `shape`, that is elements `[start, end)` of a `FlatShard`, counted from its start.
+    """Part of a `ParamShard` that is a contiguous range of elements of a `FlatShard`.
 
-    `offset`: of its first element in the global tensor.
+    Attributes:
+        piece: Shard that contains the box.
+        offset: Index of the box's first element in the global tensor.
+        shape: Shape of the box.
+        start, end: Range of elements, counted from the start of the flat shard.
     """
 
     piece: ParamShard
@@ -182,22 +196,22 @@ class Box(NamedTuple):
 
 
 def boxes_of(shard: FlatShard) -> Iterator[Box]:
-    """What a flat shard has of each global tensor, in the order of its elements."""
+    """Yield the boxes of global tensors that make up a flat shard, in the order of its elements."""
     row = math.prod(shard.param.shape[1:])
-    for piece in spec_of(shard.param).shards:
-        first = piece.row * row
-        start, end = max(shard.start, first), min(shard.end, first + math.prod(piece.shape))
+    for param_shard in spec_of(shard.param).shards:
+        first = param_shard.row * row
+        start, end = max(shard.start, first), min(shard.end, first + math.prod(param_shard.shape))
         at = start - shard.start
-        for low, shape in boxes(piece.shape, start - first, end - first):
+        for low, shape in boxes(param_shard.shape, start - first, end - first):
             size = math.prod(shape)
-            yield Box(piece, tuple(o + n for o, n in zip(piece.offset, low)), shape, at, at + size)
+            yield Box(param_shard, tuple(o + n for o, n in zip(param_shard.offset, low)), shape, at, at + size)
             at += size
 
 
 def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Elements `[start, end)` of a tensor of `shape`, in row-major order, as boxes of (first index, shape).
+    """Yield elements `[start, end)` of a tensor of `shape`, in row-major order, as boxes of (first index, shape).
 
-    For d dims there are at most 2 d - 1, in the order of the elements; none where `start >= end`.
+    A tensor with d dims gives at most 2 d - 1 boxes, in the order of the elements, and none if `start >= end`.
     """
     if start >= end:
         return

@@ -1,10 +1,10 @@
-"""Symmetric memory: buffers that all ranks of a host have mapped (torch's, without multicast).
+"""Symmetric memory: buffers that all ranks of a host have mapped (torch's implementation, without multicast).
 
-A copy to or from another GPU's buffer runs on the copy engines: it takes no multiprocessor, and the other rank takes no
-part in it. A device-side barrier of a few microseconds orders accesses.
+Copies to or from another GPU's buffer run on the copy engines: they use no multiprocessors, and the other rank is not
+involved. A device-side barrier of a few microseconds orders accesses.
 
-*Multicast* (NVLS, NVLink SHARP) is set up by torch together with symmetric memory unless disabled. Nothing here uses
-it, and it can take a shared host's GPUs out of service, so it is disabled unless the environment says otherwise
+torch sets up *multicast* (NVLS, NVLink SHARP) together with symmetric memory unless it is disabled. megafp8 does not
+use it, and it can take a shared host's GPUs out of service, so it is disabled unless the environment says otherwise
 (TORCH_SYMM_MEM_DISABLE_MULTICAST=0).
 """
 
@@ -21,18 +21,21 @@ from torch.distributed import ProcessGroup
 
 from megafp8.parallel.collectives import all_reduce
 
-_ALIGNMENT = 256  # bytes, of the tensors packed into a buffer
+_ALIGNMENT = 256  # alignment in bytes of the tensors packed into a buffer
 
 
 class SymmetricBuffer:
-    """One buffer of `size` bytes per rank of `group` (GPUs of one host): `buffers[rank]`, uint8. Collective to build.
+    """Buffer of `size` bytes on each rank of `group` (GPUs of one host), mapped by all: `buffers[rank]`, uint8.
 
-    `barrier()` synchronizes the GPUs' current streams. RuntimeError, on every rank alike, where it cannot be set up.
+    The constructor is a collective. `barrier()` synchronizes the GPUs' current streams.
+
+    Raises:
+        RuntimeError: On every rank, if symmetric memory cannot be set up.
     """
 
     def __init__(self, size: int, group: ProcessGroup, device: torch.device) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # an allocation of its own, not from a pool
+        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # a separate allocation, not from a pool
         self._own = _on_all_ranks(lambda: allocate((size,), (1,), torch.uint8, device), group, device)
         handle = _on_all_ranks(lambda: symmetric_memory.rendezvous(self._own, group), group, device)
         self.barrier: Callable[[], Any] = handle.barrier
@@ -40,19 +43,22 @@ class SymmetricBuffer:
         self._views: dict[tuple[int, ...], list[list[Tensor]]] = {}
 
     def views(self, sizes: tuple[int, ...]) -> list[list[Tensor]]:
-        """Each rank's buffer split into tensors of `sizes` bytes. Cached: making views takes longer than a launch."""
+        """Split each rank's buffer into tensors of `sizes` bytes.
+
+        Views are cached, because making them takes longer than a kernel launch.
+        """
         if sizes not in self._views:
             self._views[sizes] = [split(buffer, sizes) for buffer in self.buffers]
         return self._views[sizes]
 
 
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Consecutive, aligned views of `sizes` bytes into a byte buffer."""
+    """Return consecutive, aligned views of `sizes` bytes into a byte buffer."""
     return [buffer[start : start + size] for start, size in zip(offsets(sizes), sizes)]
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """The aligned start of each of consecutive tensors of `sizes` bytes; last, the total size."""
+    """Return the aligned start of each of several consecutive tensors of `sizes` bytes, then the total size."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
@@ -60,7 +66,7 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _on_all_ranks(step: Callable[[], Any], group: ProcessGroup, device: torch.device) -> Any:
-    """The result of `step`; RuntimeError on every rank if it failed on any."""
+    """Return the result of `step`; raise RuntimeError on every rank if it failed on any rank."""
     result, reason = None, "another rank failed"
     try:
         result = step()

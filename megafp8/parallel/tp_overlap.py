@@ -1,32 +1,33 @@
 """Overlap of tensor-parallel communication with GEMMs.
 
-A tensor-parallel layer is a GEMM with a collective on one side. Its input may have to be gathered: x in forward of a
-column-parallel layer, dy in backward of a row-parallel one. Or its output is a partial sum on each rank: y of a
-row-parallel layer, dx of a column-parallel one. A `TPOverlap` implements these two directions; a layer has one at
-either end (`megafp8.linear.quantized_gather.TPComm`) and does not know which.
+A tensor-parallel layer is a GEMM with a collective on one side. Either its input must be gathered: x in the forward of
+a column-parallel layer, dy in the backward of a row-parallel layer. Or its output is a partial sum on each rank: y of a
+row-parallel layer, dx of a column-parallel layer. A `TPOverlap` implements these two directions. A layer has one at
+either end (`megafp8.linear.quantized_gather.TPComm`) and does not know which implementation it is.
 
-    Replicated       every rank has all tokens: nothing to gather, partial sums are all-reduced
-    Collective       tokens are sharded: one all-gather, one reduce-scatter
-    SymmetricMemory  the same rank by rank, each chunk multiplied while the GPUs' copy engines transfer the next one
-                     (`megafp8.parallel.tp_symmetric`)
+    ReplicatedTokens  every rank has all tokens: nothing to gather, partial sums are all-reduced
+    Collective        tokens are sharded: one all-gather, one reduce-scatter
+    SymmetricMemory   the same rank by rank, each chunk multiplied while the GPUs' copy engines transfer the next one
+                      (`megafp8.parallel.tp_symmetric`)
 
-*What overlaps.* A sum is started when its GEMM has been queued and waited for when its result is needed, so the sum of
-dx runs beside the weight gradient in every mode. Forward has no such independent work: there the GEMM itself is split
-into chunks of tokens. A chunk is the tokens of one rank, so chunks need no reordering. Gathering starts with the GEMM
-of the local tokens while the next rank's arrive; summing ends with the chunk that this rank keeps, while the others
-are sent. Rank r exchanges with rank r + 1 first, then r + 2, so each link carries one chunk at a time. With more than
-four ranks, neighbours form one chunk (`ring_steps`): an eighth of a GEMM has too few tiles to fill a GPU.
+*What overlaps.* A sum starts when its GEMM has been queued, and is waited for when its result is needed, so the sum of
+dx overlaps with the weight gradient in every mode. Forward has no such independent work, so the GEMM itself is split
+into chunks of tokens. A chunk holds the tokens of one rank, so chunks need no reordering. Gathering starts with the
+GEMM of the local tokens while the next rank's tokens arrive. Summing ends with the chunk that this rank keeps, while
+the other chunks are sent. Rank r exchanges with rank r + 1 first, then r + 2, so each link carries one chunk at a time.
+With more than four ranks, neighbors form one chunk (`ring_steps`), because an eighth of a GEMM has too few tiles to
+fill a GPU.
 
-*Numerics.* Gathering moves bits. A row of a product is the same sum over k however many rows there are, but a GEMM may
-use another order of additions for another shape; `SymmetricMemory` changes nothing else. It adds partial sums in fp32
-in the order of ranks and rounds once; a collective adds in the library's order and rounds at each hop. With two ranks
-both are the same.
+*Numerics.* Gathering moves bits. A row of a product is the same sum over k regardless of the number of rows, but a GEMM
+may add in a different order for a different shape; this is the only difference that chunking in `SymmetricMemory`
+makes. It adds partial sums in fp32 in the order of ranks and rounds once; a collective adds in the library's order and
+rounds at each hop. With two ranks both give the same result.
 
-*Cost.* GEMMs of fewer rows fill the GPU less evenly, and the partial sums, as large as the product, are in memory until
+*Cost.* GEMMs with fewer rows fill the GPU less evenly. The partial sums, as large as the product, stay in memory until
 they have been added.
 
 Shapes: m rows (tokens), n columns of a product; t ranks, each with m/t of the rows. A "chunk" is a slice of the m rows:
-those of one rank, of g neighbouring ranks, or all.
+the rows of one rank, of g neighboring ranks, or all rows.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from megafp8.parallel.collectives import (
 )
 
 MAX_CHUNKS = 4
-"""Chunks that a GEMM is split into, at most."""
+"""Maximum number of chunks that a GEMM is split into."""
 
 
 class AllGatherHandle:
-    """A running all-gather of matrices into `gathered`, the first of them `[m, c]`.
+    """Running all-gather of matrices into `gathered`. The first matrix is `[m, c]`.
 
-    Iterating yields chunks in the order of arrival, each once the current stream may read it. Iterate once, and take
-    all chunks or call `wait` before `gathered` is freed.
+    Iteration yields chunks in the order of arrival, each once the current stream may read it. Iterate only once, and
+    take all chunks or call `wait` before `gathered` is freed.
     """
 
     def __init__(self, gathered: list[Tensor], chunks: Iterable[tuple[slice, Callable[[], Any]]]) -> None:
@@ -66,6 +67,7 @@ class AllGatherHandle:
 
     @property
     def is_chunked(self) -> bool:
+        """Whether the rows arrive in several chunks."""
         return len(self._chunks) > 1
 
     def __iter__(self) -> Iterator[slice]:
@@ -75,17 +77,17 @@ class AllGatherHandle:
             yield chunk
 
     def wait(self) -> list[Tensor]:
-        """The gathered matrices, complete."""
+        """Wait for all chunks and return the gathered matrices."""
         for _ in self:
             pass
         return self.gathered
 
 
 class RingStep(NamedTuple):
-    """One step of a ring, about the chunk of neighbouring `ranks`.
+    """Step of a ring that handles the chunk of neighboring `ranks`.
 
-    In an all-gather this rank receives from each of `recv_from` in order and sends to the one of `send_to` in the same
-    place at the same time; a reduction goes the opposite way: partial sums are sent to `recv_from`.
+    In an all-gather, this rank receives from each rank of `recv_from` in order, and at the same time sends to the rank
+    at the same place of `send_to`. A reduction goes the opposite way: partial sums are sent to `recv_from`.
     """
 
     ranks: range
@@ -93,13 +95,16 @@ class RingStep(NamedTuple):
     send_to: tuple[int, ...]
 
     def rows(self, m: int, t: int) -> slice:
-        """The chunk's rows of m, sharded over t ranks."""
+        """Return the chunk's slice of m rows that are sharded over t ranks."""
         return slice(self.ranks.start * (m // t), self.ranks.stop * (m // t))
 
 
 @cache
 def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
-    """The steps of `rank`, its own chunk first. The number of chunks is the largest divisor of t <= `max_chunks`."""
+    """Return the steps of `rank`, starting with its own chunk.
+
+    The number of chunks is the largest divisor of t that is at most `max_chunks`.
+    """
     count = max(n for n in range(1, max_chunks + 1) if t % n == 0)
     g = t // count
     ring, place = divmod(rank, g)
@@ -115,9 +120,9 @@ def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
 
 
 class Product(NamedTuple):
-    """A product `[m, n]` in `dtype` to be computed from the rows that `input` gathers.
+    """Product `[m, n]` in `dtype` to compute from the rows that `input` gathers.
 
-    `compute_rows(chunk, out)` computes a chunk, into `out` if given, and returns it.
+    `compute_rows(chunk, out)` computes a chunk, writes it to `out` if given, and returns it.
     """
 
     input: AllGatherHandle
@@ -126,11 +131,11 @@ class Product(NamedTuple):
     compute_rows: Callable[[slice, Tensor | None], Tensor]
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialized tensor `[*shape, n]`."""
+        """Return an uninitialized tensor `[*shape, n]`."""
         return torch.empty((*shape, self.n), dtype=self.dtype, device=self.input.gathered[0].device)
 
     def compute(self) -> Tensor:
-        """The product of all rows."""
+        """Compute and return the product of all rows."""
         if not self.input.is_chunked:
             (chunk,) = self.input
             return self.compute_rows(chunk, None)
@@ -141,14 +146,14 @@ class Product(NamedTuple):
 
 
 class ReduceHandle(NamedTuple):
-    """A running sum over ranks. `alive`: tensors that it still reads."""
+    """Running sum over ranks. `alive` holds the tensors that the sum still reads."""
 
     work: CollectiveWork
     result: Callable[[], Tensor]
     alive: Any = None
 
     def wait(self) -> Tensor:
-        """The sum: all rows, or this rank's."""
+        """Wait for the sum and return it: all rows, or this rank's rows."""
         self.work.wait()
         return self.result()
 
@@ -158,29 +163,31 @@ class TPOverlap(Protocol):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ranks over which tokens are sharded outside the layer; None where each has all of them."""
+        """Ranks over which tokens are sharded outside the layer; None if each rank has all tokens."""
         ...
 
     def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
-        """Start gathering contiguous matrices, of the same shapes on all ranks, along dim 0."""
+        """Start to gather contiguous matrices, with equal shapes on all ranks, along dim 0."""
         ...
 
     def sum(self, product: Product) -> ReduceHandle:
-        """Compute this rank's partial sum and start summing over ranks, to the rows that it has outside the layer."""
+        """Compute this rank's partial sum, and start to sum over ranks into the rows that each rank keeps."""
         ...
 
 
 @dataclass(frozen=True)
 class ReplicatedTokens:
-    """Every rank of `ranks` has all tokens. None: no other rank has a partial sum."""
+    """Overlap for tokens that every rank of `ranks` has. None means that no other rank has a partial sum."""
 
     ranks: ProcessGroup | None
     group: None = None
 
     def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        """Return the whole matrices: nothing is gathered."""
         return AllGatherHandle(list(shards), [(slice(0, shards[0].shape[0]), DONE.wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
+        """Compute the product `[m, n]` and start to all-reduce it."""
         y_mn = product.compute()
         return ReduceHandle(all_reduce_async(y_mn, self.ranks), lambda: y_mn)
 
@@ -191,28 +198,30 @@ NO_COMM: TPOverlap = ReplicatedTokens(None)
 
 @dataclass(frozen=True)
 class Collective:
-    """Tokens are sharded over `group`; one collective for each direction."""
+    """Overlap for tokens that are sharded over `group`, with one collective for each direction."""
 
     group: ProcessGroup
 
     def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        """Start one all-gather of all matrices."""
         gathered, work = all_gather_async(shards, self.group)
 
-        def wait(_: Sequence[Tensor] = shards) -> None:  # keeps it alive until then
+        def wait(_: Sequence[Tensor] = shards) -> None:  # keeps `shards` alive until the wait
             work.wait()
 
         return AllGatherHandle(gathered, [(slice(0, gathered[0].shape[0]), wait)])
 
     def sum(self, product: Product) -> ReduceHandle:
+        """Compute the product `[m, n]` and start to reduce-scatter it to `[m/t, n]`."""
         partial_mn = product.compute()
         summed, work = reduce_scatter_async(partial_mn, self.group)
         return ReduceHandle(work, lambda: summed, partial_mn)
 
 
 def sum_partials(partials_trn: Tensor) -> Tensor:
-    """`[t, r, n]` -> `[r, n]`, summed in fp32 or wider in the order of ranks and rounded once.
+    """Sum `[t, r, n]` over t in fp32 or wider, in the order of ranks, and round once to `[r, n]`.
 
-    The reference of `megafp8.kernels.sum_shards`.
+    This is the reference of `megafp8.kernels.sum_shards`.
     """
     dtype = partials_trn.dtype
     total = partials_trn[0].to(torch.promote_types(dtype, torch.float32))
@@ -222,7 +231,10 @@ def sum_partials(partials_trn: Tensor) -> Tensor:
 
 
 def compute_partials(product: Product, step: RingStep, partials_trn: Tensor, rank: int) -> dict[int, Tensor]:
-    """This rank's partial sums of a chunk, by the rank that gets them; its own goes to `partials_trn[rank]`."""
+    """Compute this rank's partial sums of a chunk, and return them by receiving rank.
+
+    The sum for this rank itself is written to `partials_trn[rank]`.
+    """
     t, r, n = partials_trn.shape
     chunk = step.rows(t * r, t)
     if step.ranks == range(rank, rank + 1):
@@ -235,7 +247,7 @@ def compute_partials(product: Product, step: RingStep, partials_trn: Tensor, ran
 
 
 def default_overlap(group: ProcessGroup, *, sequence_parallel: bool) -> TPOverlap:
-    """The `TPOverlap` that needs no set-up."""
+    """Return the `TPOverlap` that needs no setup."""
     if group.size() == 1:
         return NO_COMM
     return Collective(group) if sequence_parallel else ReplicatedTokens(group)

@@ -1,21 +1,22 @@
-"""`SymmetricMemory`: the `TPOverlap` that lets the GPUs' copy engines move tokens during the GEMM.
+"""`SymmetricMemory`: the `TPOverlap` in which the GPUs' copy engines move tokens during the GEMM.
 
-NCCL moves data with kernels, which take multiprocessors away from the GEMM that they should overlap with. Copy engines
-take none. They need addresses: symmetric memory, buffers that all ranks of a host have mapped, and a device-side
-barrier of a few microseconds. torch's `fused_all_gather_matmul` is the same idea, but tied to torch's GEMMs.
+NCCL moves data with kernels, which take multiprocessors from the GEMM that they should overlap with. Copy engines take
+none. They need addresses, which symmetric memory provides: buffers that all ranks of a host have mapped, and a
+device-side barrier of a few microseconds. torch's `fused_all_gather_matmul` uses the same idea, but only with torch's
+GEMMs.
 
     gather  copy own tokens to the own buffer; barrier; then copy from the other ranks' buffers, one after the other, on
             a side stream, with an event after each
     sum     copy each partial sum to its rank's buffer, on the side stream, once it is computed; barrier; add
 
-*Why two buffers are enough.* Exchanges alternate between them, and each has one barrier, on the computing stream. When
-a rank has passed the barrier of exchange i + 1, every other rank has reached it and so has finished exchange i: its
-copies, which its GEMMs waited for, and its sum, which came before on that stream. So exchange i + 2 may overwrite the
-buffer of exchange i. This requires that an exchange is waited for before the next one begins (asserted), and that all
-exchanges compute on one stream.
+*Why two buffers are enough.* Exchanges alternate between two buffers, and each exchange has one barrier, on the compute
+stream. When a rank has passed the barrier of exchange i + 1, every other rank has reached it and therefore finished
+exchange i: both its copies, which its GEMMs waited for, and its sum, which came earlier on the same stream. Exchange i
++ 2 may therefore overwrite the buffer of exchange i. This requires that an exchange is waited for before the next one
+begins (asserted), and that all exchanges compute on one stream.
 
-*Why the barrier is on the computing stream.* Its kernel is tiny, but beside a GEMM that fills the GPU it would not be
-scheduled before the GEMM ends, and nothing would overlap.
+*Why the barrier is on the compute stream.* Its kernel is tiny, but next to a GEMM that fills the GPU it would not be
+scheduled until the GEMM ends, and nothing would overlap.
 
 Shapes: m rows (tokens), n columns; t ranks.
 """
@@ -43,10 +44,13 @@ from megafp8.parallel.tp_overlap import (
 
 
 class SymmetricMemory:
-    """Tokens are sharded over `group`, GPUs of one host. Collective to build.
+    """Overlap for tokens that are sharded over `group`, GPUs of one host. The constructor is a collective.
 
-    `sum_partials`: the kernel, or `tp_overlap.sum_partials`. Buffers start with `size` bytes each and grow, which
-    synchronizes. RuntimeError, on every rank alike, where symmetric memory cannot be set up.
+    Buffers start with `size` bytes each and grow as needed, which synchronizes. `sum_partials` is the kernel that sums
+    partial results, or `tp_overlap.sum_partials`.
+
+    Raises:
+        RuntimeError: On every rank, if symmetric memory cannot be set up.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class SymmetricMemory:
         self.group, self.device, self._sum_partials = group, device, sum_partials
         self._stream = torch.cuda.Stream(device)
         self._steps = ring_steps(group.rank(), group.size(), max_chunks)
-        # Reused: all waits of an exchange have been queued when the next exchange records the events again.
+        # Events are reused: all waits of an exchange are queued before the next exchange records the events again.
         self._computed = torch.cuda.Event()
         self._copied = [torch.cuda.Event() for _ in self._steps]
         self._buffers: list[SymmetricBuffer] = []
@@ -69,6 +73,7 @@ class SymmetricMemory:
         self._grow(size)
 
     def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        """Start to gather the ranks' shards along the tokens; see `TPOverlap.gather`."""
         t, rank = self.group.size(), self.group.rank()
         shard_bytes = [_flat_bytes(x) for x in shards]
         sizes = tuple(x.numel() for x in shard_bytes)
@@ -101,6 +106,7 @@ class SymmetricMemory:
         return AllGatherHandle([y.view(x.dtype).view(-1, *x.shape[1:]) for x, y in zip(shards, gathered)], chunks)
 
     def sum(self, product: Product) -> ReduceHandle:
+        """Compute `product` and start to sum it over the ranks, each rank keeping its tokens; see `TPOverlap.sum`."""
         t, rank = self.group.size(), self.group.rank()
         m = product.input.wait()[0].shape[0]
         nbytes = m // t * product.n * product.dtype.itemsize
@@ -135,8 +141,8 @@ class SymmetricMemory:
         self._busy = self._busy and not last
 
     def _next_buffer(self, size: int) -> SymmetricBuffer:
-        """The buffer of the next exchange, of at least `size` bytes."""
-        assert not self._busy, "an exchange began before the last one was waited for"
+        """Return the buffer of the next exchange, with at least `size` bytes."""
+        assert not self._busy, "an exchange began before the previous exchange was waited for"
         self._busy = True
         if size > self._size:
             self._grow(size)
@@ -144,6 +150,7 @@ class SymmetricMemory:
         return self._buffers[self._current]
 
     def _grow(self, size: int) -> None:
+        """Replace both buffers by larger ones."""
         torch.cuda.synchronize(self.device)
         barrier(self.group)  # no rank reads a buffer that is about to be freed
         torch.cuda.synchronize(self.device)
@@ -153,5 +160,5 @@ class SymmetricMemory:
 
 
 def _flat_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as a flat tensor of bytes."""
+    """View a contiguous tensor as a flat tensor of bytes."""
     return x.view(-1).view(torch.uint8)

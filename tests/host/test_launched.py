@@ -69,7 +69,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     timeout = datetime.timedelta(seconds=1)
-    with pytest.raises(ValueError, match=r"a launcher sets MASTER_ADDR and MASTER_PORT, too; .*: unset RANK"):
+    with pytest.raises(ValueError, match=r"a launcher also sets MASTER_ADDR and MASTER_PORT; .*: unset RANK"):
         parallel_state._join("gloo", timeout)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

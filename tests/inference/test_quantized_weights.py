@@ -113,7 +113,7 @@ def test_groups_that_straddle_ranks_are_refused(world2: World, tmp_path: Path) -
     _save_llama(tmp_path, tied=True)
     for found in world2.run(_refused, tmp_path, "int4", {"tensor": 2}, ranks=2):
         assert "layers.0.attention.proj has 128 columns, 64 on each of 2 tensor-parallel ranks" in found
-        assert "scales are those of 128 columns; try int8, fp8, int4-64, int4-32" in found
+        assert "each scale covers 128 columns; try int8, fp8, int4-64, int4-32" in found
     assert world2.run(_refused, tmp_path, "int4", {}, ranks=1) == ["accepted"]
 
 

@@ -341,7 +341,7 @@ def test_errors() -> None:
         pass
     with fp8.model_init(recipe=BLOCKWISE):
         module = nn.Linear(32, 32, **CPU)
-    message = "stored in FP8 with a scale for each 128x128, and current scaling needs one"
+    message = "stored in FP8 with one scale per 128x128, but current scaling needs one"
     with pytest.raises(ValueError, match=message), fp8.autocast(recipe=CURRENT):
         module(torch.randn(16, 32))
 

@@ -64,7 +64,7 @@ def test_measured_stages_are_simulated_with_their_own_times(tmp_path: Path, caps
     ("arguments", "message"),
     [
         (["mine.csv"], "error: schedule mine.csv could not be read"),
-        (["--measured", "absent.json"], "error: absent.json is no pipeline timeline"),
+        (["--measured", "absent.json"], "error: absent.json is not a pipeline timeline"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

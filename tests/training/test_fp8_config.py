@@ -154,10 +154,10 @@ ONE_BY_ONE: list[tuple[dict[str, Any], int, str]] = [
     ({"recipe": "rowwise"}, 32, ""),
     ({"recipe": "mxfp8", "exclude": ["*.experts.*"]}, 32, ""),
     ({"recipe": "delayed", "exclude": ["*.experts.1.down"]}, 32, "some experts of a layer are not FP8"),
-    ({"recipe": "mxfp8"}, 32, "no kernel computes them all at once under this recipe"),
-    ({"recipe": "blockwise"}, 32, "the recipe wants widths of 128, and experts have 64"),
-    ({"recipe": "current"}, 40, "the recipe wants widths of 16, and experts have 40"),
-    ({"recipe": "delayed", "report_interval": 10}, 32, "a recorder looks at"),
+    ({"recipe": "mxfp8"}, 32, "no kernel computes all experts together under this recipe"),
+    ({"recipe": "blockwise"}, 32, "the recipe needs widths that are multiples of 128, but experts have 64"),
+    ({"recipe": "current"}, 40, "the recipe needs widths that are multiples of 16, but experts have 40"),
+    ({"recipe": "delayed", "report_interval": 10}, 32, "a recorder samples"),
     ({"recipe": "delayed", "param_gather": True}, 32, ""),
 ]
 

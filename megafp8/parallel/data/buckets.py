@@ -1,19 +1,20 @@
-"""Layout of the flat gradient buffer: where each gradient lies, and the buckets that are reduced together.
+"""Layout of the flat gradient buffer: the place of each gradient, and the buckets that are reduced together.
 
 Backward produces gradients roughly from the last parameter to the first. Parameters are laid out in that order, so the
-buckets, consecutive ranges of the buffer, complete one after another: the first is being reduced while the rest of the
-backward pass still computes. Larger buckets use the network better; smaller ones start earlier and leave less for the
-end. A parameter is never split between buckets. Every parameter starts on a multiple of `align` elements (64 fp32
-elements are 256 bytes, as CUDA's allocator, vector loads and cuBLASLt prefer); the gaps stay zero.
+buckets, consecutive ranges of the buffer, complete one after another: the first bucket is reduced while the rest of the
+backward pass still computes. Larger buckets use the network better; smaller buckets start earlier and leave less for
+the end. A parameter is never split between buckets. Every parameter starts on a multiple of `align` elements (64 fp32
+elements are 256 bytes, which CUDA's allocator, vector loads and cuBLASLt prefer); the gaps stay zero.
 
-Sharded over the `ranks` of data parallelism (ZeRO stage 1), every bucket is padded to equal, aligned slices: rank r
-sums, updates and sends the r-th. Slices ignore parameter boundaries; what a rank owns of one parameter, if anything, is
-one flat range. A parameter that other layouts share, as the tied weights of the first and last pipeline stage, has a
-bucket of its own (`own_bucket`): then it is sliced alike in all of them, and the owners in each can communicate. A
-bucket's slices are equal in bytes only if all of it has one dtype, so parameters that are gathered in FP8
-(`fp8_bucket`) fill separate buckets. Two buckets are then open at a time, ordered by when they are complete.
+If the buffer is sharded over the `ranks` of data parallelism (ZeRO stage 1), every bucket is padded to equal, aligned
+slices: rank r sums, updates and sends the r-th slice. Slices ignore parameter boundaries; the part of a parameter that
+a rank owns, if any, is one flat range. A parameter that other layers share, such as the tied weights of the first and
+last pipeline stage, has its own bucket (`own_bucket`): all stages then slice it in the same way, and the owners in each
+stage can communicate. A bucket's slices are equal in bytes only if the whole bucket has one dtype, so parameters that
+are gathered in FP8 (`fp8_bucket`) fill separate buckets. Two buckets are then open at a time, ordered by when they are
+complete.
 
-Pure arithmetic: the layout of any model can be computed and checked anywhere.
+The layout is pure arithmetic, so the layout of any model can be computed and checked anywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Elements `[start, end)` of the buffer, padding included, and the indices of its parameters in buffer order."""
+    """Elements `[start, end)` of the buffer, including padding, and the indices of its parameters in buffer order."""
 
     start: int
     end: int
@@ -48,9 +49,12 @@ class ParamRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """`slots[i]` is where parameter `i` lies, without padding; `buckets` cover the buffer without gaps.
+    """Layout of a gradient buffer.
 
-    The length of each bucket is a multiple of `ranks`, over which it is split evenly.
+    Attributes:
+        slots: Place of each parameter, without padding.
+        buckets: Buckets, which cover the buffer without gaps. The length of each is a multiple of `ranks`.
+        ranks: Number of ranks over which each bucket is split evenly.
     """
 
     slots: tuple[Slot, ...]
@@ -59,25 +63,25 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """Number of elements of the whole buffer."""
         return self.buckets[-1].end if self.buckets else 0
 
     @property
     def gaps(self) -> list[Slot]:
-        """The padding, in buffer order."""
+        """Padding, in buffer order."""
         ends = [0, *(slot.end for slot in sorted(self.slots))]
         starts = [*(slot.start for slot in sorted(self.slots)), self.numel]
         return [Slot(end, start) for end, start in zip(ends, starts) if end < start]
 
     def owned(self, rank: int) -> list[Slot]:
-        """The slice of each bucket that `rank` owns, padding included."""
+        """Return the slice of each bucket that `rank` owns, including padding."""
         assert 0 <= rank < self.ranks
         lengths = [(bucket.end - bucket.start) // self.ranks for bucket in self.buckets]
         starts = [bucket.start + rank * length for bucket, length in zip(self.buckets, lengths)]
         return [Slot(start, start + length) for start, length in zip(starts, lengths)]
 
     def shards(self, rank: int) -> list[ParamRange]:
-        """What `rank` owns of the parameters, in buffer order."""
+        """Return the parts of parameters that `rank` owns, in buffer order."""
         shards = []
         for bucket, owned in zip(self.buckets, self.owned(rank)):
             for index in bucket.params:
@@ -97,11 +101,14 @@ def bucket_layout(
     own_bucket: Collection[int] = (),
     fp8_bucket: Collection[int] = (),
 ) -> BufferLayout:
-    """The layout, in backward order, of parameters of `numels` elements, given in forward order.
+    """Return the layout, in backward order, of parameters with `numels` elements, given in forward order.
 
-    A bucket is closed as soon as it holds `bucket_elements` or more; only the last, and those next to a parameter in
-    `own_bucket`, may hold fewer. Parameters in `fp8_bucket` share buckets with each other only. The length of a bucket
-    is a multiple of `align * ranks`. Raises ValueError where `bucket_elements` is not positive.
+    A bucket is closed as soon as it holds `bucket_elements` or more elements. Only the last bucket, and buckets next to
+    a parameter in `own_bucket`, may hold fewer. Parameters in `fp8_bucket` share buckets only with each other. The
+    length of a bucket is a multiple of `align * ranks`.
+
+    Raises:
+        ValueError: If `bucket_elements` is not positive.
     """
     if bucket_elements < 1:
         raise ValueError(f"bucket_elements is {bucket_elements}; a gradient bucket needs at least 1 element")
@@ -121,7 +128,7 @@ def bucket_layout(
 def _members(
     numels: Sequence[int], bucket_elements: int, own_bucket: set[int], fp8_bucket: set[int]
 ) -> list[list[int]]:
-    """The parameters of each bucket, in the order in which backward completes the buckets."""
+    """Return the parameters of each bucket, in the order in which backward completes the buckets."""
     closed: list[list[int]] = []
     opened: dict[bool, list[int]] = {True: [], False: []}  # by whether it is an FP8 bucket
     for index in reversed(range(len(numels))):
@@ -138,4 +145,5 @@ def _members(
 
 
 def _round_up(number: int, multiple: int) -> int:
+    """Round `number` up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple

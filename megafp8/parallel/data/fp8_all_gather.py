@@ -1,20 +1,22 @@
-"""FSDP2 of any model with its FP8 layers' weights gathered in FP8: half the bytes of a gather in bf16.
+"""FSDP2 for any model, with the weights of its FP8 layers gathered in FP8: half the bytes of a gather in bf16.
 
 Each rank quantizes its rows once after every optimizer step, and torch's own all-gather carries the FP8 data
-(`fsdp_pre_all_gather`, `fsdp_post_all_gather`). The layer computes with what was gathered. No rank ever holds a whole
-weight in high precision: the parameter that the module sees is `Released`. Columnwise data, for dgrad, is the
-transposed copy of what backward's gather brings, and lives while that GEMM runs.
+(`fsdp_pre_all_gather`, `fsdp_post_all_gather`). The layer computes with the gathered data. No rank ever holds a whole
+weight in high precision: the parameter that the module sees is `Released`. Columnwise data, for dgrad, is a transposed
+copy of the data that backward's gather brings, and lives while that GEMM runs.
 
-So the recipe's cast of the transposed weight must be the transposed cast:
+The recipe's cast of the transposed weight must therefore be the transpose of the cast:
 
-- With one scale per tensor the shards need its scale, which delayed scaling knows; for the others, one all-reduce makes
-  the amaxes of all weights (`WeightShards`).
-- With blocks of 128×128 a shard is quantized alone if it ends with a block, and its scales are gathered with its data.
-- With a scale per row, or per block of one, columnwise data is another quantization of the values. Both would be as
-  many bytes as bf16, so the values are gathered. NVFP4, whose blocks' scales are relative to one of the whole tensor,
-  and static scales that are yet to be calibrated in high precision, need the values too.
+- With one scale per tensor, the shards need the scale of the whole weight. Delayed scaling knows it; for other recipes,
+  one all-reduce computes the amaxes of all weights (`WeightShards`).
+- With blocks of 128×128, a shard is quantized separately if it ends with a block, and its scales are gathered with its
+  data.
+- With a scale per row, or per one-dimensional block, columnwise data is a different quantization of the values. Both
+  together would take as many bytes as bf16, so the values are gathered. The values are also gathered for NVFP4, with
+  block scales relative to a scale of the whole tensor, and for static scales that have yet to be calibrated in high
+  precision.
 
-Models of megafp8's own are sharded by `megafp8.parallel.data.fsdp`.
+`megafp8.parallel.data.fsdp` shards megafp8's own models.
 
 Shapes: n outputs, k inputs of a weight, p rows of it on a rank, with padding.
 """
@@ -42,11 +44,20 @@ from megafp8.parallel.data.fsdp import Released
 
 
 def gather_in_fp8(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, str]:
-    """Let FSDP2 gather the weights of `model`'s FP8 layers in FP8 from now on; why it does not for others, by name.
+    """Let FSDP2 gather the weights of `model`'s FP8 layers in FP8 from now on.
 
     Call it once on each rank, after `fully_shard(model)`, which comes after `megafp8.fp8.convert`, and before the first
-    forward. The layers can then run in FP8 only, with the recipe they were converted with. `group`: that of
-    `megafp8.fp8.autocast`. Raises ValueError if `model` itself is not sharded, or no weight can be gathered in FP8.
+    forward. The layers can then run only in FP8, with the recipe they were converted with.
+
+    Args:
+        model: Model that `fully_shard` has sharded.
+        group: The group passed to `megafp8.fp8.autocast`.
+
+    Returns:
+        Why other FP8 layers are not gathered in FP8, by name.
+
+    Raises:
+        ValueError: If `model` itself is not sharded, or no weight can be gathered in FP8.
     """
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard(model) before gather_in_fp8(model)")
@@ -75,17 +86,21 @@ def gather_in_fp8(model: nn.Module, group: ProcessGroup | None = None) -> dict[s
 
 
 def _is_fp8(module: nn.Module) -> bool:
+    """Return whether `module` is a converted FP8 layer."""
     return isinstance(vars(module).get("fp8"), StandaloneLinear)
 
 
 def _fsdp_params(model: nn.Module) -> list[Any]:
-    """torch's records of the parameters that it has sharded in `model`."""
+    """Return torch's records of the parameters that it has sharded in `model`."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [param for module in modules for group in _param_groups(module) for param in group.fsdp_params]
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
-    """Of the parameters that are gathered together: at most one in torch 2.11, a list in later releases."""
+    """Return torch's groups of parameters that are gathered together.
+
+    There is at most one group in torch 2.11; later releases have a list.
+    """
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -93,28 +108,34 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def _why_not(state: LinearState, rows: int, layer: StandaloneLinear) -> str:
-    """Why a weight with `rows` on each rank is not gathered in FP8; empty where it is."""
+    """Return why a weight with `rows` on each rank is not gathered in FP8, or an empty string if it is."""
     operands = layer.layers.own_recipe.operands(layer.site.name)
     if operands is not None and any(recipe.calibrates for recipe in operands):
         return "scales are calibrated in high precision"
     if state.precision is None or not state.plan.fp8 or any(state.high_precision[:2]):
-        return "fprop or dgrad in high precision needs the values"
+        return "fprop or dgrad in high precision needs the high-precision values"
     granularity = _quantizer(state).recipe.granularity("weight")
     if granularity is BLOCK_128X128:
-        return f"{rows} rows a rank are no multiple of 128, a block of scales" if rows % 128 else ""
+        return f"{rows} rows per rank are not a multiple of 128, the block size" if rows % 128 else ""
     if granularity is not TENSOR:
-        return f"columnwise data has scales of its own ({granularity.name}), so both are as many bytes as bf16"
+        return f"columnwise data has separate scales ({granularity.name}), so both are as many bytes as bf16"
     return ""
 
 
 def _quantizer(state: LinearState) -> RecipeQuantizer:
+    """Return the recipe's quantizer of the weight."""
     quantizer = state.own_quantizers.weight
     assert isinstance(quantizer, RecipeQuantizer)
     return quantizer
 
 
 class _Weight:
-    """A weight that is gathered in FP8. `data_pk`: this rank's rows, quantized; `scale_inv`: their blocks' scales."""
+    """Weight that is gathered in FP8.
+
+    Attributes:
+        data_pk: This rank's rows, quantized.
+        scale_inv: Scales of their blocks; None with one scale per tensor.
+    """
 
     def __init__(self, layer: StandaloneLinear, state: LinearState, param: Any) -> None:
         self.layer, self.state, self._param = layer, state, param
@@ -130,18 +151,19 @@ class _Weight:
 
     @property
     def values(self) -> Tensor:
-        """This rank's rows, live; torch asks this object for hooks."""
+        """Rows of this rank, live. torch looks for hooks on this object."""
         values: Tensor = self._param._sharded_local_tensor
         return values
 
     def set_hooks(self) -> None:
+        """Set the hooks that send and receive FP8 data instead of values."""
         values: Any = self.values
         if not hasattr(values, "fsdp_pre_all_gather"):
             values.fsdp_pre_all_gather = self._send
             values.fsdp_post_all_gather = partial(self._receive)
 
     def quantize_blocks(self) -> None:
-        """Quantize this rank's rows by blocks, which are whole on a rank."""
+        """Quantize this rank's rows by blocks. No block spans two ranks."""
         assert self.scale_inv is not None
         values = self.values.to(self.dtype)
         if len(values):
@@ -150,15 +172,17 @@ class _Weight:
             as_bytes(self.data_pk)[: len(values)].copy_(as_bytes(made.data))
             self.scale_inv[: len(made.scale_inv)].copy_(made.scale_inv)
 
-    # `mesh` is the only parameter: with more of them torch wants as many bytes as it would gather of an uneven weight.
+    # `mesh` is the only parameter: with more parameters, torch expects the byte count of an unevenly sharded weight.
 
     def _send(self, mesh: Any) -> Any:
+        """Return the tensors that torch gathers."""
         data = as_bytes(self.data_pk)
         return ((data,) if self.scale_inv is None else (data, self.scale_inv.view(torch.uint8))), None
 
     def _receive(
         self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
+        """Give the layer the gathered FP8 data, and torch a released tensor."""
         n, k = self.shape
         data_nk = outputs[0].view(self.data_pk.dtype).view(-1, k)[:n]
         if self.scale_inv is None:
@@ -171,14 +195,14 @@ class _Weight:
 
 
 class _Version(NamedTuple):
-    """What changes when weights or scales do."""
+    """Value that changes when weights or scales change."""
 
     layers: tuple[int, ...]
     weights: tuple[int, ...]
 
 
 class _Gather:
-    """Quantizes this rank's rows of `weights` before the first forward after they have changed."""
+    """Hook that quantizes this rank's rows of `weights` before the first forward after a change."""
 
     def __init__(self, model: nn.Module, weights: Sequence[_Weight]) -> None:
         self._weights = weights
@@ -193,13 +217,14 @@ class _Gather:
             weight.set_hooks()
 
     def _version(self) -> _Version:
+        """Return the current version of weights and scales."""
         return _Version(
             tuple(layers.changes for layers in self._layers), tuple(weight.values._version for weight in self._weights)
         )
 
     @torch.no_grad()
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """End the step if it is over, so that weights are quantized with the scales of the next one."""
+        """End the step if it is over, then quantize changed weights with the scales of the next step."""
         context = current()
         if not context.enabled or torch._C._current_graph_task_id() != -1:
             return
@@ -207,7 +232,7 @@ class _Gather:
             begin_step_if_over(self._layers)
         if self._version() == self._quantized:
             return
-        for sharded in self._modules:  # torch keeps what a forward without backward has gathered
+        for sharded in self._modules:  # torch keeps weights gathered by a forward without backward
             sharded.reshard()
         for weight in self._weights:
             weight.set_hooks()

@@ -1,25 +1,26 @@
-"""FSDP weights gathered in FP8, straight to where the GEMMs read them.
+"""FSDP weights gathered in FP8, directly into the memory that the GEMMs read.
 
-`fully_shard` gathers all weights of a block at once, rank after rank, and copies them out of that buffer, weight after
-weight: every byte is written, read and written again, in each forward and each backward, on a communicator where it
-waits for gradient reductions. FP8 data need none of that: torch computes nothing with them. So torch's all-gather
-(`fsdp_pre_all_gather`) is given a handful of bytes, and the block's FP8 data are gathered beside it, each weight to a
-buffer of its own. When torch's all-gather is complete (`fsdp_post_all_gather`), so is this one, since torch's stream
-waited for it. The parameter that the layer sees is `Released`.
+`fully_shard` gathers all weights of a block at once, rank after rank, and then copies each weight out of that buffer.
+Every byte is written, read and written again in each forward and each backward, on a communicator where it waits for
+gradient reductions. FP8 data needs none of this, because torch does not compute with it. Therefore torch's all-gather
+(`fsdp_pre_all_gather`) gets only a few bytes, and the block's FP8 data is gathered separately, each weight into its own
+buffer. When torch's all-gather is complete (`fsdp_post_all_gather`), this gather is complete too, because torch's
+stream waited for it. The parameter that the layer sees is `Released`.
 
-*Transports.* `CollectiveTransport`: one all-gather. `SymmetricTransport`: copies from the memory of the host's other
-GPUs. An all-gather synchronizes all ranks, takes multiprocessors from the GEMMs beside it, and shares a queue with the
-reduction of gradients. But FP8 data change once a step, so a rank can copy a block's whenever it wants, with its copy
-engines, between two barriers a step: before the data are overwritten every rank has made its last copy, and when they
-have been written every rank may copy. (The rest of a block, its norms, is gathered by torch as usual.)
+*Transports.* `CollectiveTransport` uses one all-gather. `SymmetricTransport` copies from the memory of the host's other
+GPUs. An all-gather synchronizes all ranks, takes multiprocessors from the GEMMs that run at the same time, and shares a
+queue with the reduction of gradients. But FP8 data changes only once per step, so a rank can copy a block's data
+whenever it wants, with its copy engines, between two barriers per step: before the data is overwritten, every rank has
+made its last copy; once it has been written, every rank may copy. (torch gathers the rest of a block, its norms, as
+usual.)
 
-*Buffers.* torch keeps what it gathered until it reshards a block, and then resizes that storage to zero, which shows
+*Buffers.* torch keeps its gathered tensor until it reshards a block, and then resizes the storage to zero, which shows
 that the block's buffer is free. Kernels queued before may still read it: an event, recorded when the next block's data
-arrive, is waited for before the buffer is written again. In forward and in backward alike this needs two buffers, one
-being read and one being filled. They are kept, so that nothing waits for the allocator.
+arrives, is waited for before the buffer is written again. In forward and in backward, this needs two buffers, one being
+read and one being filled. They are kept, so that nothing waits for the allocator.
 
-torch still decides what is gathered when, and when it is freed. Undocumented behaviour relied on: the storage is
-resized, and the weights of a block are gathered together.
+torch still decides which block is gathered when, and when it is freed. This module relies on undocumented behavior: the
+storage is resized, and the weights of a block are gathered together.
 
 Shapes: t ranks; n, k of a weight.
 """
@@ -41,62 +42,74 @@ from megafp8.parallel.symmetric_memory import SymmetricBuffer, offsets, split
 
 logger = logging.getLogger(__name__)
 
-_STUB_BYTES = 16  # gathered by torch for each weight
+_STUB_BYTES = 16  # bytes that torch gathers for each weight
 
 
 class Transport(Protocol):
-    """Gathers FP8 data. `shards`: this rank's bytes of each weight, to be written between two `synchronize`s."""
+    """Gather of FP8 data.
+
+    `shards` are this rank's bytes of each weight, to be written between two `synchronize` calls.
+    """
 
     shards: list[Tensor]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
-        """Queue on the current stream: gather some weights of all ranks into `outs` `[t, bytes]`."""
+        """Queue a gather of some weights of all ranks into `outs` `[t, bytes]` on the current stream."""
         ...
 
     def synchronize(self) -> None:
-        """Order, on the current stream: work that any rank queued before completes before work queued after."""
+        """Order work of all ranks on the current stream: work queued before completes before work queued after."""
         ...
 
 
 class CollectiveTransport:
-    """All-gathers over `group`; `sizes`: a rank's bytes of each weight."""
+    """Transport by all-gathers over `group`. `sizes` are a rank's bytes of each weight."""
 
     def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.shards = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
+        """Gather some weights of all ranks into `outs` `[t, bytes]`."""
         all_gather_into_async([out.view(-1) for out in outs], [self.shards[i] for i in weights], self.group).wait()
 
     def synchronize(self) -> None:
-        """Nothing to do: an all-gather synchronizes all ranks."""
+        """Do nothing: an all-gather synchronizes all ranks."""
 
 
 class SymmetricTransport:
-    """Copies between GPUs of one host, the ranks of `group`; `sizes`: a rank's bytes of each weight.
+    """Transport by copies between GPUs of one host, the ranks of `group`. `sizes` are a rank's bytes of each weight.
 
-    Collective to build. RuntimeError, on every rank alike, where symmetric memory cannot be set up.
+    The constructor is a collective.
+
+    Raises:
+        RuntimeError: On every rank, if symmetric memory cannot be set up.
     """
 
     def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
         buffer = SymmetricBuffer(offsets(sizes)[-1], group, device)
         self._views, self._rank, self._barrier = buffer.views(tuple(sizes)), group.rank(), buffer.barrier
-        buffer.buffers[self._rank].zero_()  # padding rows are read, too
+        buffer.buffers[self._rank].zero_()  # padding rows are also read
         self.shards: list[Tensor] = self._views[self._rank]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
+        """Copy some weights of all ranks into `outs` `[t, bytes]`."""
         t = len(self._views)
-        for step in range(t):  # each rank starts with another one, so that no rank is read by all at once
+        for step in range(t):  # ranks start with different peers, so that they do not all read from one rank
             rank = (self._rank + step) % t
             for i, out in zip(weights, outs):
                 out[rank].copy_(self._views[rank][i])
 
     def synchronize(self) -> None:
+        """Run a device-side barrier on the current stream."""
         self._barrier()
 
 
 def open_transport(sizes: Sequence[int], group: ProcessGroup, device: torch.device, one_host: bool) -> Transport:
-    """Copies between the GPUs of `one_host` where these can map each other's memory; else collectives. Collective."""
+    """Return a transport by copies if all GPUs are on `one_host` and can map each other's memory; else by collectives.
+
+    Collective.
+    """
     if one_host and device.type == "cuda" and group.size() > 1:
         try:
             return SymmetricTransport(sizes, group, device)
@@ -106,7 +119,7 @@ def open_transport(sizes: Sequence[int], group: ProcessGroup, device: torch.devi
 
 
 class GatheredWeight(NamedTuple):
-    """A weight that is gathered in FP8: its row shard, its FP8 dtype, and a callback for its gathered data `[n, k]`."""
+    """Weight that is gathered in FP8: its row shard, its FP8 dtype, and a callback for its gathered data `[n, k]`."""
 
     rows: RowShard
     dtype: torch.dtype
@@ -114,12 +127,12 @@ class GatheredWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of each rank's rows."""
+        """Bytes of each rank's rows."""
         return self.rows.padded_rows * self.rows.global_shape[1]
 
 
 class _Buffer:
-    """Memory for a block's data. `owner`: the block that uses it. `last_read`: recorded after its last reader."""
+    """Memory for a block's data. `owner` is the block that uses it; `last_read` is recorded after its last reader."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -128,14 +141,14 @@ class _Buffer:
 
 
 class _BufferPool:
-    """As many buffers as have been in use at once."""
+    """Pool of buffers. It grows to the largest number of buffers in use at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[_Buffer] = []
 
     def acquire(self, size: int, owner: _Block) -> _Buffer:
-        """A free buffer of at least `size` bytes, for the current stream to write to."""
+        """Return a free buffer of at least `size` bytes, for the current stream to write to."""
         free = [buffer for buffer in self._buffers if buffer.owner is None and len(buffer.memory) >= size]
         buffer = min(free, key=lambda buffer: len(buffer.memory)) if free else _Buffer(size, self._device)
         if not free:
@@ -154,7 +167,7 @@ class _BufferPool:
                     buffer.last_read.record()
 
     def record_reads(self) -> None:
-        """Let the next writers wait for all that has been queued on the current stream."""
+        """Make the next writers wait for all work that has been queued on the current stream."""
         self.release_unused()
         for buffer in self._buffers:
             if buffer.owner is None and buffer.last_read is not None:
@@ -162,7 +175,7 @@ class _BufferPool:
 
 
 class _Block:
-    """Weights that torch gathers together: `indices` of the transport's."""
+    """Weights that torch gathers together. `indices` are their indices in the transport."""
 
     def __init__(
         self, weights: Sequence[GatheredWeight], indices: range, transport: Transport, pool: _BufferPool, ranks: int
@@ -178,38 +191,41 @@ class _Block:
         self._incoming: _Buffer | None = None
         self._current: _Buffer | None = None
         self._stub = torch.zeros(_STUB_BYTES, dtype=torch.uint8, device=weights[0].rows.values.device)
-        self._gathered_stub = self._stub  # torch's result: has storage for as long as the block is gathered
+        self._gathered_stub = self._stub  # torch's result, which has storage while the block is gathered
         for i, weight in enumerate(weights):
             values: Any = weight.rows.values
             values.fsdp_pre_all_gather = self._start_gather if i == 0 else self._send_stub
             values.fsdp_post_all_gather = partial(self._finish_gather, i)
 
     def needs(self, buffer: _Buffer) -> bool:
-        """Whether the block will still be read from this buffer of its own."""
+        """Return whether the block will still read from this buffer, which it owns."""
         if buffer is self._incoming:
             return True
         return buffer is self._current and self._gathered_stub.untyped_storage().size() > 0
 
     def _views(self, buffer: _Buffer) -> list[Tensor]:
-        """`[t, bytes]` of each weight."""
+        """Return the views `[t, bytes]` of each weight."""
         return [view.view(self._ranks, -1) for view in split(buffer.memory, self._sizes)]
 
-    # `mesh` is the only parameter: with more of them torch wants as many bytes as it would gather of an uneven weight.
+    # `mesh` is the only parameter: with more parameters, torch expects the byte count of an unevenly sharded weight.
 
     def _start_gather(self, mesh: Any) -> Any:
-        # torch drops a gather without notice when it prefetched the wrong block; then the buffer is still there.
+        """Start to gather the FP8 data of the block, and return the stub that torch gathers."""
+        # torch silently drops a gather if it prefetched the wrong block; the buffer is then still assigned.
         self._incoming = self._incoming or self._pool.acquire(offsets(self._sizes)[-1], self)
         self._transport.gather(self._indices, self._views(self._incoming))
         return self._send_stub(mesh)
 
     def _send_stub(self, mesh: Any) -> Any:
+        """Return the stub that torch gathers."""
         return (self._stub,), None
 
     def _finish_gather(
         self, i: int, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
+        """Give the layers their gathered FP8 data, and torch a released tensor."""
         if i == 0:
-            assert self._incoming is not None, "torch gathered a weight of the block without the first"
+            assert self._incoming is not None, "torch gathered a weight of the block before the first one"
             self._current, self._incoming, self._gathered_stub = self._incoming, None, outputs[0]
             self._pool.release_unused()
             for (rows, fp8_dtype, on_gathered), view in zip(self._weights, self._views(self._current)):
@@ -220,9 +236,9 @@ class _Block:
 
 
 class Fp8WeightGather:
-    """Makes torch's FSDP gather weights in FP8; `blocks`: those of each module that is sharded as one unit.
+    """FP8 gather for torch's FSDP. `blocks` are the weights of each module that is sharded as one unit.
 
-    `shards`: this rank's bytes of each weight, in this order, to be written between two `synchronize`s.
+    `shards` are this rank's bytes of each weight, in this order, to be written between two `synchronize` calls.
     """
 
     def __init__(
@@ -235,12 +251,12 @@ class Fp8WeightGather:
                 _Block(weights, range(start, start := start + len(weights)), transport, self._pool, ranks)
 
     def synchronize(self) -> None:
-        """Order, on the current stream: work that any rank queued before completes before work queued after."""
+        """Order work of all ranks on the current stream: work queued before completes before work queued after."""
         self._transport.synchronize()
         self.record_reads()
 
     def record_reads(self) -> None:
-        """Let gathers that follow wait for all that is queued on the current stream instead of earlier events.
+        """Make the following gathers wait for all work queued on the current stream instead of earlier events.
 
         Work that is captured in a CUDA graph cannot wait for an event from before the capture.
         """

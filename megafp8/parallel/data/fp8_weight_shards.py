@@ -1,30 +1,32 @@
-"""FP8 weights under ZeRO and FSDP: each rank quantizes the shard it updates, and FP8 data is gathered.
+"""FP8 weights under ZeRO and FSDP: each rank quantizes the shard that it updates, and FP8 data is gathered.
 
-Where data-parallel ranks each update a shard of the weights, every rank gathers all of them after the step and then
-quantizes all of them. Quantized first, half the bytes travel, each weight is quantized once and not on every rank, and
-only the owners of its masters have its values: a weight of 2 bytes and two FP8 copies becomes the two copies.
+If data-parallel ranks each update a shard of the weights, every rank gathers all weights after the step and then
+quantizes all of them. If the shards are quantized first, half the bytes are sent, each weight is quantized once instead
+of on every rank, and only the owners of its masters hold its values: instead of a weight of 2 bytes per element and two
+FP8 copies, a rank holds only the two copies.
 
-A shard is a flat run of a weight's elements that begins and ends anywhere in a row. With one scale per tensor that does
-not matter: quantization is elementwise once the scale is known. It is known beforehand where it comes from earlier
-steps (delayed) or is fixed (static). Where it comes from the tensor itself (current, and delayed in its first step),
-each rank takes the amaxes of its shards of all weights, and one all-reduce of that vector over all ranks that run the
-same layers makes them those of the weights: tensor-parallel slices and data-parallel shards are both parts of a whole.
+A shard is a flat run of a weight's elements that begins and ends anywhere in a row. With one scale per tensor this does
+not matter: quantization is elementwise once the scale is known. The scale is known beforehand if it comes from earlier
+steps (delayed) or is fixed (static). If it comes from the tensor itself (current, and delayed in its first step), each
+rank computes the amaxes of its shards of all weights, and one all-reduce of that vector, over all ranks that run the
+same layers, gives the amaxes of the weights: tensor-parallel slices and data-parallel shards are both parts of a whole
+weight.
 
-Finer scales do not fit. Blocks of 128×128 would straddle shards and need an amax each; with a scale per row or per
-block of it, columnwise data is another quantization of the same values, so that twice the data would travel, as many
+Finer scales are not supported. Blocks of 128×128 would span shards and need an amax each. With a scale per row or per
+block of a row, columnwise data is a different quantization of the same values, so twice the data would be sent, as many
 bytes as in bf16. Those recipes gather values.
 
-*Experts* of a layer are one weight `[e·n, k]` with a scale for each, and a shard may begin and end in any of them. Its
-whole rows are cast at once, with the scales of their experts (`megafp8.numerics.groups`), and what it has of a row at
-either end by itself. Their amaxes are reduced over the ranks that have the same experts.
+*Experts* of a layer are one weight `[e·n, k]` with one scale per expert, and a shard may begin and end in any of them.
+Its whole rows are cast together with the scales of their experts (`megafp8.numerics.groups`); a partial row at either
+end is cast separately. The amaxes are reduced over the ranks that have the same experts.
 
-The data is bit for bit that of the whole weight quantized: the owner rounds the fp32 master to the model's dtype first,
-since that is what would have been gathered. The amax for delayed scaling is recorded likewise, in the step that
-computes with the data; `end_step` reduces it over all ranks anyway.
+The data is bitwise equal to the quantized whole weight: the owner first rounds the fp32 master to the model's dtype,
+since this is the value that would have been gathered. The amax for delayed scaling is also recorded, in the step that
+computes with the data; `end_step` reduces it over all ranks in any case.
 
-The transposed copy for dgrad is made from the gathered data by the first use (`LinearState.fp8_weight`).
+At its first use, the gathered data is transposed for dgrad (`LinearState.fp8_weight`).
 
-Shapes: t scales, one a weight and e of a weight of e experts; n outputs, k inputs; f elements of this rank's shard.
+Shapes: t scales, one per weight or e for a weight of e experts; n outputs, k inputs; f elements of this rank's shard.
 """
 
 from __future__ import annotations
@@ -53,11 +55,16 @@ from megafp8.parallel.collectives import all_reduce
 
 
 class WeightShard(NamedTuple):
-    """This rank's shard of a weight that is gathered in FP8.
+    """Shard of this rank of a weight that is gathered in FP8.
 
-    `fp8_data_nk`: the memory of the whole weight's FP8 data; under FSDP that of this rank's rows, gathered elsewhere.
-    `master_f`: the fp32 masters, live, of this rank's elements from `start` of that memory on, row by row; perhaps
-    none. `dtype`: the model's. `rows_before`: those of the weight that the memory does not begin with.
+    Attributes:
+        state: State of the layer, or of the layers of all experts.
+        fp8_data_nk: Memory of the whole weight's FP8 data; under FSDP, of this rank's rows, which are gathered
+            elsewhere.
+        start: Index of the shard's first element in that memory.
+        master_f: fp32 masters of the shard's elements, live, row by row; may be empty.
+        dtype: Dtype of the model.
+        rows_before: Number of rows of the weight that come before the memory.
     """
 
     state: LinearState | GroupState
@@ -70,18 +77,21 @@ class WeightShard(NamedTuple):
     def source(self) -> Plain:
         """Return the shard in the model's dtype.
 
-        It is a matrix because kernels take matrices; its shape means nothing.
+        It is a matrix because kernels take matrices; its shape has no meaning.
         """
         x_f = self.master_f.to(self.dtype)
         return Plain(x_f.view(-1, math.gcd(len(x_f), 1024)))
 
     def parts(self) -> list[_Part]:
-        """The shard in as few parts as can be cast at once: each in one layer, or rows of several experts."""
+        """Split the shard into the fewest parts that can be cast at once.
+
+        Each part is in one layer, or consists of rows of several experts.
+        """
         states, k = states_of(self.state), self.fp8_data_nk.shape[1]
         if len(states) == 1:
             return [_Part(self, range(1))]
         n, before = states[0].site.outputs, self.rows_before * k
-        assert n > 0, f"{states[0].site.name}: how many outputs it has is not known"
+        assert n > 0, f"{states[0].site.name}: the number of outputs is not known"
         first, last = before + self.start, before + self.start + len(self.master_f)
         edges = [first, last]
         if k % ALIGNMENTS[TENSOR]:
@@ -99,7 +109,7 @@ class WeightShard(NamedTuple):
 
 
 class _Part:
-    """A part of a shard in one layer, or rows of `experts`, which end at `ends`."""
+    """Part of a shard in one layer, or rows of `experts`, which end at `ends`."""
 
     def __init__(self, shard: WeightShard, experts: range, ends: Sequence[int] = ()) -> None:
         self.experts = experts
@@ -107,15 +117,15 @@ class _Part:
         if len(experts) > 1:
             device = shard.master_f.device
             self._groups = RowGroups.from_ends(torch.tensor(ends, dtype=torch.int32, device=device), ends[-1])
-            assert len(self._groups.padded_ends_e) == len(experts)  # computed here, and not within a CUDA graph
+            assert len(self._groups.padded_ends_e) == len(experts)  # compute this here, not within a CUDA graph
 
     def source(self) -> Plain:
-        """The part in the model's dtype; rows where it has several experts."""
+        """Return the part in the model's dtype; as rows if it has several experts."""
         source = self._shard.source()
         return source if self._groups is None else Plain(source.x_rc.view(-1, self._shard.fp8_data_nk.shape[1]))
 
     def raise_amax(self, amax_t: Tensor) -> None:
-        """Raise the amaxes of its experts."""
+        """Raise `amax_t` to the amaxes of the part's experts."""
         source = self.source()
         if self._groups is None:
             amax_e = casts(source).amax(source).view(1)
@@ -124,7 +134,7 @@ class _Part:
         torch.maximum(amax_t, amax_e, out=amax_t)
 
     def cast(self, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, newest_amax_e: Tensor) -> None:
-        """Write its FP8 data to the shard's memory, and raise the amaxes of its experts."""
+        """Write the part's FP8 data to the shard's memory, and raise `newest_amax_e` to the amaxes of its experts."""
         source = self.source()
         if self._groups is None:
             made = casts(source).cast_tensor(
@@ -140,13 +150,16 @@ class _Part:
 
 
 def per_tensor_quantizer(quantizer: Quantizer) -> RecipeQuantizer | None:
-    """The recipe's quantizer, without an observer around it, if it has one scale per tensor."""
+    """Return the recipe's quantizer, without an observer around it, if it has one scale per tensor; else None."""
     inner = quantizer.quantizer if isinstance(quantizer, ObservedQuantizer) else quantizer
     return inner if isinstance(inner, RecipeQuantizer) and inner.per_tensor else None
 
 
 def gathered_format(state: LinearState | GroupState) -> Format | None:
-    """The format in which the layer's weight is gathered; None where values are. Experts of a layer have the same."""
+    """Return the format in which the layer's weight is gathered; None if values are gathered.
+
+    All experts of a layer have the same format.
+    """
     first, *others = states_of(state)
     assert all(other.plan.weight == first.plan.weight for other in others), f"experts of {first.site.name} differ"
     if first.plan.weight not in ("zero fp8", "fsdp fp8"):
@@ -157,7 +170,7 @@ def gathered_format(state: LinearState | GroupState) -> Format | None:
 
 
 class _Weight:
-    """A shard and how it is quantized. `scales`: where those of its layers are among all."""
+    """Shard with its quantizers. `scales` is the slice of its layers' scales among all scales."""
 
     def __init__(self, shard: WeightShard) -> None:
         self.shard, self.parts = shard, shard.parts()
@@ -169,11 +182,11 @@ class _Weight:
 
     @property
     def is_known(self) -> bool:
-        """Whether all scales are known before the weight is looked at."""
+        """Whether all scales are known without reading the weight."""
         return all(quantizer.known_scale is not None for quantizer in self.quantizers)
 
     def scales_of(self, scale_e: Tensor, scale_inv_e: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight's scales and their reciprocals: known scales where there are any, those given elsewhere."""
+        """Return the weight's scales and their reciprocals: known scales where they exist, otherwise the given ones."""
         if self.is_known and self._joined_scales is not None:
             return self._joined_scales
         for i, quantizer in enumerate(self.quantizers):
@@ -183,13 +196,14 @@ class _Weight:
 
     @cached_property
     def _joined_scales(self) -> tuple[Tensor, Tensor] | None:
+        """Known scales and their reciprocals as one tensor each; None if they are not adjacent in memory."""
         known = [quantizer.known_scale for quantizer in self.quantizers]
         scale_e, scale_inv_e = (joined_view([x[i] for x in known if x is not None]) for i in (0, 1))
         return None if scale_e is None or scale_inv_e is None else (scale_e, scale_inv_e)
 
     @cached_property
     def recorded(self) -> list[tuple[Tensor, slice]]:
-        """The recorded amaxes of the quantizers, each with its slice of the weight's amaxes, to which it is raised."""
+        """Recorded amaxes of the quantizers, each with the slice of the weight's amaxes that it is raised to."""
         amaxes = [quantizer.recorded_amax for quantizer in self.quantizers]
         pairs = [(amax.view(1), slice(i, i + 1)) for i, amax in enumerate(amaxes) if amax is not None]
         joined = joined_view([amax[0] for amax, _ in pairs]) if len(pairs) == len(amaxes) else None
@@ -197,17 +211,18 @@ class _Weight:
 
 
 class WeightShards:
-    """This rank's shards of all weights that are gathered in FP8; `group`: all ranks with shards of the same weights.
+    """Shards of this rank of all weights that are gathered in FP8.
 
-    Amaxes of experts are reduced over the ranks that have the same. From the first `quantize` on the layers compute
-    with the FP8 data, which is to be gathered after each.
+    `group` are all ranks with shards of the same weights; amaxes of experts are reduced over the ranks that have the
+    same experts. From the first `quantize` on, the layers compute with the FP8 data, which must be gathered after each
+    `quantize`.
     """
 
     def __init__(self, shards: Sequence[WeightShard], group: ProcessGroup | None, device: torch.device) -> None:
         self._weights = [_Weight(shard) for shard in shards]
         groups = [weight.quantizers[0].tensor.amax_group or group for weight in self._weights]
         in_order = list(dict.fromkeys(sorted(groups, key=lambda x: x is not group)))  # the same on all ranks
-        # Sorted, so that one call reduces the amaxes of a group, and one makes the scales of all with one rule.
+        # Sort, so that one call reduces the amaxes of a group, and one call computes the scales of each rule.
         keys = [(in_order.index(group), weight.quantizers[0].rule) for group, weight in zip(groups, self._weights)]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self._weights, t = [self._weights[i] for i in order], 0
@@ -218,12 +233,12 @@ class WeightShards:
         self._rules = [quantizer.rule for weight in self._weights for quantizer in weight.quantizers]
         self._amax_t = torch.zeros(t, device=device)
         self._scale_t = torch.ones(t, device=device)
-        # Four apart: cuBLASLt wants a scale at a multiple of 16 bytes.
+        # Scales are four elements apart, because cuBLASLt needs each at a multiple of 16 bytes.
         self._scale_inv_t = torch.ones(t, 4, device=device)[:, 0]
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize this rank's shards of the masters as they are. One all-reduce a group where scales need an amax."""
+        """Quantize this rank's shards of the current masters. One all-reduce per group if scales need an amax."""
         self._amax_t.zero_()
         for group, weights in self._groups:
             unknown = [weight for weight in weights if not weight.is_known]
@@ -257,7 +272,7 @@ class WeightShards:
 
     @torch.no_grad()
     def record_amaxes(self) -> None:
-        """Record the amaxes of the weights of this step for delayed scaling. Call it before `Fp8Manager.end_step`."""
+        """Record the amaxes of this step's weights for delayed scaling. Call this before `Fp8Manager.end_step`."""
         pairs = [(x, self._amax_t[w.scales][rows]) for w in self._weights for x, rows in w.recorded]
         if pairs:
             torch._foreach_maximum_([newest for newest, _ in pairs], [amax for _, amax in pairs])

@@ -1,40 +1,41 @@
 """ZeRO stage 3 (`fully_shard`): every rank of a group holds some rows of each weight, its gradient and its state.
 
-torch gathers the weights of a block, in the model's dtype, before its forward and again before its backward, the next
-block's while this one computes; frees them after; and reduce-scatters the block's gradients as soon as they are there
-(FSDP2; Rajbhandari et al. 2020, arXiv:1910.02054).
+torch gathers the weights of a block, in the model's dtype, before its forward and again before its backward, and
+gathers the next block's weights while this block computes. It frees the weights afterwards, and reduce-scatters the
+block's gradients as soon as they are complete (FSDP2; Rajbhandari et al. 2020, arXiv:1910.02054).
 
-*Rows are parameters.* torch keeps a slice of dim 0, so for the optimizer, the norm and checkpoints a row shard is a
-parameter like any other, whose spec says which rows it has (`sharding.slice_rows`). It is released: it has the model's
-dtype and no storage; its values are in the fp32 tensor that torch gathers from, which Adam updates in place. So the
-masters are the only copy and nothing is rounded in between.
+*Rows are parameters.* torch keeps a slice of dim 0. For the optimizer, the norm and checkpoints, a row shard is
+therefore a parameter like any other, with a spec that says which rows it has (`sharding.slice_rows`). It is released:
+it has the model's dtype and no storage. Its values are in the fp32 tensor that torch gathers from, which Adam updates
+in place. The masters are thus the only copy, and nothing is rounded in between.
 
-*Frozen weights* (`requires_grad` is False) have no gradients: a rank has its rows in the model's dtype, and these are
+*Frozen weights* (`requires_grad` is False) have no gradients: a rank holds its rows in the model's dtype, and these are
 the values of the parameter that represents them.
 
-*Gradients* are reduced after every micro-batch and summed in shards: less memory for more traffic. They are summed in
-fp32: `grad_dtype` makes autograd accept weight gradients as the GEMMs produce them. torch adds to an existing `grad`,
-so each gradient shard stays in one buffer. Reductions have their own communicator, so that no gather waits for them,
-and those of a micro-batch may overlap the next one (`start_overlap`): the gradients of the first blocks, and the
-embedding's, which is the largest, are sent while it computes.
+*Gradients* are reduced after every micro-batch and summed in shards, which takes less memory and more traffic. They are
+summed in fp32: `grad_dtype` makes autograd accept weight gradients as the GEMMs produce them. torch adds to an existing
+`grad`, so each gradient shard stays in one buffer. Reductions have a separate communicator, so that no gather waits for
+them. The reductions of a micro-batch may overlap the next one (`start_overlap`): the gradients of the first blocks, and
+of the embedding, which is the largest, are sent while the next micro-batch computes.
 
-*Replicas* (HSDP, hybrid sharding). Data-parallel ranks may be several such groups, each with all shards. The gradients
-of a group's micro-batches are summed in its shards, and `ReplicaReduction` sums the shards of all groups once a step: a
-unit's after its last backward, beside the gathers and reductions of the units before it. torch's mesh of two dims would
-do it after every backward, or, with `set_requires_all_reduce`, sum micro-batches in a second buffer of `reduce_dtype`.
+*Replicas* (HSDP, hybrid sharding). The data-parallel ranks may form several such groups, each with all shards. The
+gradients of a group's micro-batches are summed in its shards, and `ReplicaReduction` sums the shards of all groups once
+per step: a unit's shard after its last backward, at the same time as the gathers and reductions of the units before it.
+torch's two-dimensional mesh would do this after every backward, or, with `set_requires_all_reduce`, sum micro-batches
+in a second buffer of `reduce_dtype`.
 
-*Experts* of expert parallelism are held by other ranks than the rest of their block. So a module of a unit may be an
-inner unit with groups of its own. torch gathers both at the same time (`_gather_inner_too`): an inner unit is called
-late, after tokens have been exchanged, and in a block's backward it is needed first. Weights that a rank would have all
-rows of are left out (`whole`): torch would cast and copy them for each pass, and their gradients.
+*Experts* of expert parallelism are held by different ranks than the rest of their block, so a module of a unit may be
+an inner unit with its own groups. torch gathers both at the same time (`_gather_inner_too`), because an inner unit is
+called late, after tokens have been exchanged, and in a block's backward it is needed first. Weights with all rows on
+one rank are left out (`whole`), because torch would cast and copy them, and their gradients, for each pass.
 
 *Weights gathered in FP8* are in `megafp8.parallel.data.fp8_weight_gather`. torch asks the tensor that it shards what to
-send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`; it looks for them again right before
-the first forward, so they may be set later).
+send and how to convert the result (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). It looks these hooks up again right
+before the first forward, so they may be set later.
 
-Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.numerics.dtypes.sum_dtype`).
+In a model with dtype float64, all fp32 tensors described here are float64 (`megafp8.numerics.dtypes.sum_dtype`).
 
-Blocks are built on the meta device and a rank initializes its rows only: no rank ever holds a whole block's values
+Blocks are built on the meta device, and a rank initializes only its rows: no rank ever holds a whole block's values
 except while computing with them.
 """
 
@@ -58,32 +59,38 @@ from megafp8.numerics.dtypes import sum_dtype
 from megafp8.parallel import collectives
 from megafp8.parallel.sharding import FlatShard, set_spec, slice_rows, spec_of
 
-_ALIGN = 64  # fp32 elements: 256 bytes
+_ALIGN = 64  # fp32 elements (256 bytes)
 
 
 class Released(Tensor):
-    """A tensor with a shape and dtype but no storage; any computation with it raises an error."""
+    """Tensor with a shape and dtype but no storage; any computation with it raises an error."""
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Released:
+        """Make a tensor of this shape, dtype and device without storage."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # used to make a parameter of it
+        """Raise RuntimeError for any operation except the ones that make a parameter."""
+        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default):  # needed to make a parameter
             return cls(args[0].shape, args[0].dtype, args[0].device)
-        raise RuntimeError(f"{func} on a weight whose values are released: it exists in FP8 only")
+        raise RuntimeError(f"{func} on a weight without values: it exists only in FP8")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Released({tuple(self.shape)}, {self.dtype})"
 
 
 class RowShard(NamedTuple):
-    """This rank's rows of a weight. `param` represents them; `values` `[m, *rest]` is what torch gathers from: fp32, or
-    if the weight is frozen those of `param`.
+    """Rows of a weight on this rank.
 
-    `global_shape`: of the whole weight. Each of `ranks` sends `padded_rows` rows; some of the last ones' are padding.
-    `first`: the row of the whole weight that is this rank's first.
+    Attributes:
+        param: Parameter that represents the rows.
+        values: Tensor `[m, *rest]` that torch gathers from: fp32, or the values of `param` if the weight is frozen.
+        global_shape: Shape of the whole weight.
+        ranks: Number of ranks that share the weight.
+        padded_rows: Number of rows that each rank sends; on the last ranks, some of them are padding.
+        first: Index of this rank's first row in the whole weight.
     """
 
     param: nn.Parameter
@@ -95,16 +102,16 @@ class RowShard(NamedTuple):
 
 
 class ShardGroups(NamedTuple):
-    """The ranks over which a unit is sharded: for its gathers, and with another communicator for its reductions."""
+    """Ranks over which a unit is sharded, with one communicator for its gathers and another for its reductions."""
 
     gather: ProcessGroup
     reduce: ProcessGroup
 
 
 class Unit(NamedTuple):
-    """A module whose weights are gathered together, and freed together.
+    """Module with weights that are gathered together and freed together.
 
-    Modules of `inner` are parts of it that have groups of their own, and are gathered at the same time.
+    Modules of `inner` are parts of it with their own groups; they are gathered at the same time.
     """
 
     module: nn.Module
@@ -113,27 +120,36 @@ class Unit(NamedTuple):
 
     @property
     def parts(self) -> list[Unit]:
-        """The inner units and the unit itself."""
+        """Inner units and the unit itself."""
         return [*self.inner, self]
 
 
-# torch 2.13 warns of modules that return views, since a write into one would drop its hooks. Blocks with experts or
-# hyper-connections return views, into which nothing writes.
+# torch 2.13 warns about modules that return views, because a write into a view would drop its hooks. Blocks with
+# experts or hyper-connections return views, but nothing writes into them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class ShardedStages:
-    """The parameters of `stages` sharded, and their gradients, with the methods of a `GradBuffer`.
+    """Sharded parameters of `stages` and their gradients, with the methods of a `GradBuffer`.
 
-    A stage is a list of units in the order of their calls. The last one has the module that is called, which contains
-    the others: its weights that are not theirs stay gathered from the beginning of a forward pass to the end of its
-    backward. Parameters on the meta device are allocated on `device`, uninitialized. `dtype`: of gathered weights and
-    computation; `reduce_dtype`: of gradients sent to other ranks. `replicate_group`: the ranks that hold the same
-    shards. `whole`: parameters that are left as they are, but for their values.
+    A stage is a list of units in the order of their calls. The last unit has the module that is called, which contains
+    the other units: its remaining weights stay gathered from the beginning of a forward pass to the end of its
+    backward. Parameters on the meta device are allocated on `device`, uninitialized.
 
-    `row_shards`: by the parameter that the module had; `units`: these by what one all-gather gathers, each with the
-    ranks that gather it; `params`: their `RowShard.param`s in order, of which `trained` are not frozen; `flat`: all
-    gradients.
+    Attributes:
+        row_shards: Row shard of each parameter that a module had before.
+        units: Parameters that one all-gather gathers, with the ranks that gather them.
+        params: `RowShard.param`s in order.
+        trained: Parameters that are not frozen.
+        flat: Buffer of all gradients.
+
+    Args:
+        stages: Units of each stage.
+        replicate_group: Ranks that hold the same shards.
+        dtype: Dtype of gathered weights and of computation.
+        reduce_dtype: Dtype of gradients sent to other ranks.
+        device: Device of the parameters.
+        whole: Parameters that are not sharded.
     """
 
     def __init__(
@@ -149,7 +165,7 @@ class ShardedStages:
         self.row_shards: dict[nn.Parameter, RowShard] = {}
         self.units: list[tuple[ProcessGroup, list[nn.Parameter]]] = []
         self._modules: list[FSDPModule] = []
-        self._roots: dict[FSDPModule, int] = {}  # forward passes to come before `finish`
+        self._roots: dict[FSDPModule, int] = {}  # number of forward passes still to come before `finish`
         sharded: dict[nn.Parameter, DTensor] = {}
         for stage in stages:
             root = stage[-1].module
@@ -166,7 +182,7 @@ class ShardedStages:
             now = [cast(DTensor, param) for param in root.parameters() if param not in whole]
             for old, new in zip(before, now, strict=True):
                 self.row_shards[old] = _row_shard(old, new, dtype)
-                old.data = old.data.new_empty(0)  # only a key from here on; would keep its values alive
+                old.data = old.data.new_empty(0)  # only used as a key from here on: free its values
             sharded |= zip(before, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
         self.trained = [param for param in self.params if param.requires_grad]
@@ -189,26 +205,26 @@ class ShardedStages:
                     shape=weight.shape,
                     stride=weight.stride(),
                 )
-                # torch calls it in the stream of the reduction, when that has been added to `grad`.
+                # torch calls this hook in the stream of the reduction, once the result has been added to `grad`.
                 weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
         self.shards = [FlatShard(param, 0, param.numel()) for param in self.trained if param.numel()]
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The fp32 values of `trained`, flat, live."""
+        """fp32 values of `trained`, flat and live."""
         return {rows.param: rows.values.view(-1) for rows in self.row_shards.values() if rows.param.requires_grad}
 
     def clear(self) -> None:
-        """Zero all gradients; call before the first backward pass of a step."""
+        """Zero all gradients. Call this before the first backward pass of a step."""
         self.flat.zero_()
 
     def complete(self) -> None:
-        """Nothing: `clear` has set gradients to zero, since torch's reductions add to them."""
+        """Do nothing: `clear` has zeroed all gradients, because torch's reductions add to them."""
 
     def start_overlap(self, micro_batches: int = 1) -> None:
-        """Each stage will run forward and backward `micro_batches` times: wait for reductions after the last only.
+        """Wait for reductions only after the last of `micro_batches` forward and backward passes of each stage.
 
-        Without this call they are waited for at the end of each backward pass, and replicas are reduced by `finish`.
+        Without this call, reductions are waited for at the end of each backward pass, and `finish` reduces replicas.
         """
         self._replicas.start_overlap(micro_batches)
         for root in self._roots:
@@ -216,7 +232,7 @@ class ShardedStages:
             root.set_is_last_backward(False)
 
     def _count(self, module: nn.Module, _: Any) -> None:
-        """Before a stage's forward pass. Several backward passes may follow the last one; all of them wait."""
+        """Count a stage's forward pass. Several backward passes may follow the last forward pass; all of them wait."""
         root = cast(FSDPModule, module)
         if torch.is_grad_enabled() and self._roots[root]:
             self._roots[root] -= 1
@@ -227,48 +243,54 @@ class ShardedStages:
         self._replicas.finish()
 
     def reshard(self) -> None:
-        """Free weights that are still gathered, as after a forward pass without backward: the values have changed."""
+        """Free weights that are still gathered, as after a forward pass without backward: their values have changed."""
         for module in self._modules:
             module.reshard()
 
     def make_callable(self) -> None:
-        """Let modules of a stage be called alone, as generation does, also before the first call of the stage."""
+        """Allow single modules of a stage to be called, as generation does, even before the first call of the stage."""
         for root in self._roots:
             root._get_fsdp_state()._lazy_init()
 
 
 class ReplicaReduction:
-    """Sums gradient shards over `group`, the ranks that hold the same shards, in place and once a step.
+    """Sum of gradient shards over `group`, the ranks that hold the same shards, in place and once per step.
 
-    `units`: the fp32 gradients of each unit, flat; `params`: how many parameters each has. They are sent in `dtype`; if
-    that is not fp32 the copies live until `finish`. Units are sent in the order in which backward completes them, which
-    is that of the model and so the same on all ranks.
+    Units are sent in the order in which backward completes them, which is the model's order and so equal on all ranks.
+
+    Args:
+        units: fp32 gradients of each unit, flat.
+        params: Number of parameters of each unit.
+        group: Ranks that hold the same shards.
+        dtype: Dtype in which gradients are sent; if it is not fp32, the copies live until `finish`.
     """
 
     def __init__(
         self, units: Sequence[Tensor], params: Sequence[int], group: ProcessGroup | None, dtype: torch.dtype
     ) -> None:
         self._units, self._params, self._group, self._dtype = units, params, group, dtype
-        self._expected: list[int] = []  # per unit: gradients of parameters still to come
+        self._expected: list[int] = []  # per unit: number of parameter gradients still to come
         self._works: dict[int, collectives.CollectiveWork] = {}
 
     def start_overlap(self, passes: int) -> None:
-        """Each parameter will have its gradient of `passes` backward passes added: start with the last one of a unit.
+        """Start the sum of a unit after the last of `passes` backward passes has added all of its gradients.
 
-        Without this call `finish` starts them all.
+        Without this call, `finish` starts all sums.
         """
         self._expected = [passes * count for count in self._params]
 
     def count(self, unit: int, _: Tensor | None = None) -> None:
-        """A gradient was added, on the current stream, to that of a parameter of `unit`."""
+        """Record that a gradient of a parameter of `unit` was added on the current stream."""
         if self._expected:
             self._expected[unit] -= 1
-            assert self._expected[unit] >= 0, "a gradient came after its unit was sent: more backward passes than said"
+            assert self._expected[unit] >= 0, (
+                "a gradient came after its unit was sent: more backward passes than announced"
+            )
             if self._expected[unit] == 0:
                 self._start(unit)
 
     def finish(self) -> None:
-        """Wait for all sums, on the current stream."""
+        """Wait for all sums on the current stream."""
         for unit in range(len(self._units)):
             if unit not in self._works:
                 self._start(unit)
@@ -277,6 +299,7 @@ class ReplicaReduction:
         self._works, self._expected = {}, []
 
     def _start(self, unit: int) -> None:
+        """Start the sum of a unit."""
         gradients = self._units[unit]
         if collectives.size(self._group) == 1 or not gradients.numel():
             self._works[unit] = collectives.DONE
@@ -293,17 +316,19 @@ class ReplicaReduction:
 
 
 class _ReduceScatter:
-    """Reduce-scatter for torch's FSDP over another group than that of its all-gathers."""
+    """Reduce-scatter for torch's FSDP over a different group than its all-gathers."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for torch's FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Sum `input_tensor` over the ranks into `output_tensor`."""
         assert op == ReduceOp.SUM
         assert not async_op
         collectives.reduce_scatter_into(output_tensor, input_tensor, self._group)
@@ -312,27 +337,30 @@ class _ReduceScatter:
 def _shard(
     unit: Unit, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device, whole: AbstractSet[nn.Parameter]
 ) -> FSDPModule:
-    """`fully_shard` for those parameters of the unit's module that are not sharded yet, without `whole`; the module."""
+    """Apply `fully_shard` to the unit's module, and return the module.
+
+    Parameters that are already sharded and parameters in `whole` are left out.
+    """
     module, groups = unit.module, unit.groups
     on_meta = any(param.is_meta for param in module.parameters())
     if groups.gather.size() == 1:
-        reduce_dtype = sum_dtype(dtype)  # nothing is sent
+        reduce_dtype = sum_dtype(dtype)  # a single rank sends nothing
     policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
     mesh = DeviceMesh.from_group(groups.gather, device.type)
     fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
     assert isinstance(module, FSDPModule)
     if on_meta:
         module.to_empty(device=device)
-    if groups.gather.size() > 1:  # sums, not means; on one rank torch would divide by 1, in a pass over all gradients
+    if groups.gather.size() > 1:  # sums, not means; on a single rank this would cost a pass over all gradients
         module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # else a multiplication by 1, which gloo lacks
+    module.set_force_sum_reduction_for_comms(True)  # otherwise torch multiplies by 1 in the reduction; gloo cannot
     module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(groups.reduce)))
     _set_grad_dtype_before_forward(module, reduce_dtype, whole)
     return module
 
 
 def _gather_inner_too(stage: Sequence[Unit]) -> None:
-    """Let torch gather inner units with the unit that they are in. By itself it gathers one unit ahead."""
+    """Let torch gather inner units together with their outer unit. By default, torch gathers only one unit ahead."""
     for unit, following in pairwise(stage):
         if unit.inner:
             module, *inner = (cast(FSDPModule, part.module) for part in (unit, *unit.inner))
@@ -341,12 +369,12 @@ def _gather_inner_too(stage: Sequence[Unit]) -> None:
 
 
 def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype, whole: AbstractSet[nn.Parameter]) -> None:
-    """Set `grad_dtype` of the gathered parameters, which exist right before the first forward only."""
+    """Set `grad_dtype` of the gathered parameters, which first exist right before the first forward."""
 
     def set_grad_dtype(*_: Any) -> None:
         handle.remove()
         for param in module.parameters():
-            # A DTensor is another module's, not gathered.
+            # A DTensor belongs to another module and is not gathered.
             if param.requires_grad and not isinstance(param, DTensor) and param not in whole:
                 param.grad_dtype = dtype
 
@@ -355,11 +383,12 @@ def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype, whole:
 
 @torch.no_grad()
 def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype) -> RowShard:
-    values = new._local_tensor  # the object that torch asks for hooks, which `to_local` may wrap
+    """Return this rank's row shard of `old`, which torch has replaced by `new`."""
+    values = new._local_tensor  # torch looks for hooks on this object; `to_local` may wrap it
     rank, ranks = new.device_mesh.get_local_rank(), new.device_mesh.size()
     padded_rows = -(-old.shape[0] // ranks)
     first = min(rank * padded_rows, old.shape[0])
-    assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in another way than it did"
+    assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in an unexpected way"
     param = nn.Parameter(values, requires_grad=False)
     if new.requires_grad:
         param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))

@@ -1,31 +1,32 @@
 """All gradients of a rank in one contiguous fp32 buffer, summed over data parallelism while backward still runs.
 
-Where this says fp32, it is float64 in a model whose dtype is float64 (`megafp8.numerics.dtypes.sum_dtype`).
+In a model with dtype float64, all fp32 tensors described here are float64 (`megafp8.numerics.dtypes.sum_dtype`).
 
 A gradient arrives in one of two ways. A linear layer adds its weight gradient to the sink of the weight, or lets its
-GEMM do so (`megafp8.linear.grad_sink`); so does the embedding. All others (norms, biases, learned positions) come from
-autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over micro-batches is in fp32,
-whatever the dtype of the model. A step's first gradient of a parameter is written, so that the buffer need not be set
-to zero: only what has no gradient in a step is. Gradients are summed, not averaged: the loss has been divided by the
-global number of tokens.
+GEMM do so (`megafp8.linear.grad_sink`); the embedding does the same. All other gradients (norms, biases, learned
+positions) come from autograd: a hook moves `param.grad` into the buffer and frees it. Either way the sum over
+micro-batches is in fp32, whatever the dtype of the model. A parameter's first gradient in a step is written, not added,
+so the buffer is not zeroed; only parameters without a gradient in a step are zeroed. Gradients are summed, not
+averaged: the loss has been divided by the global number of tokens.
 
-*Overlap.* `start_overlap` tells how many backward passes are to come, so the buffer knows how often each parameter will
-receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). A bucket whose parameters have all
-received theirs is reduced asynchronously. `finish` starts the remaining buckets (an unused layer has no gradient) and
-waits for all.
+*Overlap.* `start_overlap` gets the number of remaining backward passes, so the buffer knows how often each parameter
+will receive a gradient (a tied weight once for each layer that uses it, `spec.num_uses`). When all parameters of a
+bucket have received their gradients, the bucket is reduced asynchronously. `finish` starts the remaining buckets (an
+unused layer has no gradient) and waits for all.
 
 Buckets are started strictly in order. Collectives carry no names: the n-th call of one rank matches the n-th call of
-every other. If one rank's backward completed two buckets in another order, or left a layer unused that others use,
-starting them when complete would add unrelated gradients. The cost is that one late parameter delays later buckets.
+every other rank. If one rank's backward completed two buckets in another order, or skipped a layer that other ranks
+use, starting buckets when they complete would add unrelated gradients. The cost is that one late parameter delays later
+buckets.
 
 *Sharded* (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054; Megatron-LM's distributed optimizer). A rank that
-updates a shard of the parameters needs that shard of the sums only. Each bucket is reduce-scattered in place, half the
+updates a shard of the parameters needs only that shard of the sums. Each bucket is reduce-scattered in place, half the
 traffic: the sum is written to the rank's own slice (`owned`; as parameters: `shards`), and the other slices become
-undefined. Unsharded is the same with one slice, the bucket.
+undefined. The unsharded case is the same with one slice, the whole bucket.
 
 *Reduced in bf16* (`reduce_dtype`): half the traffic again. Micro-batches are still summed in fp32; a bucket is rounded
-once when it is sent, and with each addition of the collective. The bf16 copies live until `finish`, 2 bytes a parameter
-at the end of the backward pass, where activations have been freed.
+once when it is sent, and with each addition of the collective. The bf16 copies live until `finish`: 2 bytes per
+parameter at the end of the backward pass, when activations have been freed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from megafp8.parallel.sharding import FlatShard, spec_of
 
 @dataclass(eq=False)
 class BufferSink:
-    """The `GradSink` of parameter `index` of a `buffer`, which counts gradients: its fp32 sum."""
+    """`GradSink` of parameter `index` of a `buffer`, which counts gradients. The sum is fp32."""
 
     main_grad: Tensor
     buffer: weakref.ref[GradBuffer]
@@ -58,19 +59,20 @@ class BufferSink:
     is_empty: bool = False
 
     def added(self) -> None:
+        """Report to the buffer that a gradient has been added."""
         self.is_empty = False
         buffer = self.buffer()
         if buffer is not None:
             buffer.count(self.index)
 
     def clear(self) -> None:
-        """Forget the sum, and what would be added to it."""
+        """Discard the sum and the operands kept for a pair."""
         self.is_empty = True
         if self.pair is not None:
             self.pair.clear()
 
     def complete(self) -> None:
-        """Add what is kept for a pair, and make the sum zero if there is none."""
+        """Add the gradient of operands kept for a pair, and zero the sum if there is no gradient."""
         if self.pair is not None:
             self.pair.flush()
         if self.is_empty:
@@ -79,31 +81,43 @@ class BufferSink:
 
 
 def main_grad_of(param: nn.Parameter) -> Tensor:
-    """The fp32 gradient of a parameter of a `GradBuffer`, shaped like the parameter."""
+    """Return the fp32 gradient of a parameter of a `GradBuffer`, shaped like the parameter."""
     grad = getattr(param, "main_grad", None)
     assert isinstance(grad, Tensor), "a parameter without main_grad: build its GradBuffer first"
     return grad
 
 
 def gradient_of(shard: FlatShard) -> Tensor:
-    """The fp32 gradient of a shard, flat."""
+    """Return the fp32 gradient of a shard, flat."""
     return shard.view(main_grad_of(shard.param))
 
 
 class GradBuffer:
-    """The gradients of `params`, given in forward order and all on `device`.
+    """Gradients of `params`, given in forward order and all on `device`.
 
-    Gives every parameter `main_grad`, an fp32 view of the buffer that is shaped like the parameter, and a `GradSink`
-    for it. `flat` is the whole buffer, padding included. `bucket_elements`: fp32 elements of a bucket (see
-    `bucket_layout`). `wgrads`: the sinks' store for deferred weight gradients; `in_pairs`: whether they are computed
-    for two micro-batches at once where kernels can.
+    Every parameter gets `main_grad`, an fp32 view of the buffer that is shaped like the parameter, and a `GradSink` for
+    it.
 
-    `sharded`: each rank of the group gets its shard of the sums only. `own_bucket`: parameters with buckets of their
-    own; `fp8_bucket`: those that share buckets with each other only. `dtype`: of the buffer; `reduce_dtype`: in which
-    gradients are sent, if not that. `owned`: the views of `flat` that hold sums after `finish`; `shards`: the parts of
-    parameters in them.
+    One step calls `clear`, then the backward passes, with `start_overlap` at any point between them (or never), then
+    `finish`.
 
-    One step: `clear`, the backward passes with `start_overlap` at any point among them (or never), `finish`.
+    Attributes:
+        flat: Whole buffer, including padding.
+        owned: Views of `flat` that hold sums after `finish`.
+        shards: Parts of parameters in `owned`.
+
+    Args:
+        params: Parameters.
+        data_parallel_group: Ranks over which gradients are summed.
+        bucket_elements: Number of fp32 elements of a bucket (see `bucket_layout`).
+        device: Device of the buffer.
+        sharded: Give each rank of the group only its shard of the sums.
+        own_bucket: Parameters with their own buckets.
+        fp8_bucket: Parameters that share buckets only with each other.
+        dtype: Dtype of the buffer.
+        reduce_dtype: Dtype in which gradients are sent; the buffer's dtype by default.
+        wgrads: Store of the sinks for deferred weight gradients.
+        in_pairs: Compute weight gradients for two micro-batches together if kernels support it.
     """
 
     def __init__(
@@ -121,7 +135,7 @@ class GradBuffer:
         wgrads: WgradStore | None = None,
         in_pairs: bool = False,
     ) -> None:
-        assert len({id(p) for p in params}) == len(params), "a tied parameter belongs into the list once"
+        assert len({id(p) for p in params}) == len(params), "a tied parameter must be in the list only once"
         ranks = collectives.size(data_parallel_group)
         self.params = list(params)
         self.layout = bucket_layout(
@@ -136,7 +150,7 @@ class GradBuffer:
         self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         owned = [self.flat[shard.start : shard.end] for shard in self.layout.owned(rank)]
-        self.owned = owned or [self.flat]  # of no elements: a stage may have nothing to train (LoRA)
+        self.owned = owned or [self.flat]  # empty: a stage may have nothing to train (LoRA)
         self.shards = [FlatShard(self.params[s.param], s.start, s.end) for s in self.layout.shards(rank)]
         self._bucket_of = {i: b for b, bucket in enumerate(self.layout.buckets) for i in bucket.params}
         self._sinks: list[BufferSink] = []
@@ -147,13 +161,14 @@ class GradBuffer:
         self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
         for index, param in enumerate(self.params):
             self._attach(index, param, wgrads, in_pairs)
-        # Slices of other ranks have any values after a reduce-scatter; those between parameters are sent again.
+        # After a reduce-scatter, slices of other ranks are undefined, and padding between parameters is sent again.
         gaps = self.layout.gaps if self.layout.ranks > 1 else []
         self._padding = [self.flat[gap.start : gap.end] for gap in gaps]
 
     def _attach(self, index: int, param: nn.Parameter, wgrads: WgradStore | None, in_pairs: bool) -> None:
+        """Give a parameter its sink, `main_grad` and the hook that takes autograd's gradient."""
         slot = self.layout.slots[index]
-        buffer = weakref.ref(self)  # a strong one would close a cycle through autograd's hooks, which gc cannot see
+        buffer = weakref.ref(self)  # a strong reference would form a cycle through autograd hooks, invisible to gc
 
         def is_last() -> bool:
             owner = buffer()
@@ -163,7 +178,7 @@ class GradBuffer:
         sink = BufferSink(self.flat[slot.start : slot.end].view(param.shape), buffer, index, wgrads, pair)
 
         def take_autograd_gradient(param: nn.Parameter) -> None:
-            if param.grad is not None:  # None: every layer that used it passed its gradient to the sink
+            if param.grad is not None:  # None if every layer that used it passed its gradient to the sink
                 deliver(param, param.grad)
                 param.grad = None
 
@@ -173,7 +188,7 @@ class GradBuffer:
         param.register_post_accumulate_grad_hook(take_autograd_gradient)
 
     def clear(self) -> None:
-        """Forget all gradients, whose memory then has any values; call before the first backward pass of a step."""
+        """Discard all gradients; their memory is then undefined. Call this before the first backward pass of a step."""
         assert not self._works, "clear() during a reduction: finish() it first"
         for sink in self._sinks:
             sink.clear()
@@ -183,16 +198,16 @@ class GradBuffer:
         self._overlap = False
 
     def complete(self) -> None:
-        """Set the gradients of parameters that have none in this step to zero. `finish` does so, too."""
+        """Set the gradients of parameters that got none in this step to zero. `finish` also does this."""
         for sink in self._sinks:
             sink.complete()
 
     def start_overlap(self, micro_batches: int = 1) -> None:
-        """From here on reduce each bucket as soon as it is complete.
+        """Reduce each bucket from now on as soon as it is complete.
 
-        `micro_batches`: backward passes that each parameter still takes part in. Under a pipeline schedule, where the
-        gradients of the last micro-batch may mix with those of earlier ones (interleaved stages, deferred weight
-        gradients), call it before the first with the number of all of them.
+        `micro_batches` is the number of remaining backward passes for each parameter. Under a pipeline schedule in
+        which the gradients of the last micro-batch may mix with earlier ones (interleaved stages, deferred weight
+        gradients), call this before the first backward pass with the total number.
         """
         assert self._started == 0, "start_overlap() after the reduction began: clear() first"
         self._expected = [
@@ -203,7 +218,7 @@ class GradBuffer:
         self._overlap = True
 
     def finish(self) -> None:
-        """Start what is not started yet and wait until `owned` holds the sums over the data-parallel group."""
+        """Start the remaining buckets, and wait until `owned` holds the sums over the data-parallel group."""
         while self._started < len(self.layout.buckets):
             self._start_next()
         for work in self._works:
@@ -212,7 +227,7 @@ class GradBuffer:
         self._overlap = False
 
     def count(self, index: int) -> None:
-        """Parameter `index` received a gradient."""
+        """Record that parameter `index` received a gradient."""
         bucket = self._bucket_of[index]
         assert bucket >= self._started, f"a gradient of {self._name(index)} came after its bucket was reduced"
         if not self._overlap:
@@ -225,9 +240,11 @@ class GradBuffer:
             self._start_next()
 
     def _name(self, index: int) -> str:
+        """Return the global name of a parameter."""
         return spec_of(self.params[index]).shards[0].name
 
     def _start_next(self) -> None:
+        """Complete the next bucket and start to reduce it."""
         bucket = self.layout.buckets[self._started]
         for index in bucket.params:
             self._sinks[index].complete()
@@ -235,7 +252,7 @@ class GradBuffer:
         self._started += 1
 
     def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.CollectiveWork:
-        """Start summing `bucket` into `own`, a slice of it or all."""
+        """Start to sum `bucket` into `own`, which is a slice of the bucket or the whole bucket."""
         sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
         reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
         work = reduce(sent, self.group)

@@ -1,16 +1,16 @@
-"""All parameters of a rank in buckets; each data-parallel rank updates a slice and gathers the others.
+"""All parameters of a rank in buckets; each data-parallel rank updates a slice and gathers the other slices.
 
-Under ZeRO stage 1 a rank owns a slice of every bucket of gradients (`buckets`) and updates the parameters at the same
-elements. Parameters lie in buckets of the same layout, each being a view of one; so an in-place all-gather of a bucket
-distributes the updated weights without copies.
+Under ZeRO stage 1, a rank owns a slice of every bucket of gradients (`buckets`) and updates the parameters at the same
+elements. Parameters are views of buckets with the same layout, so an in-place all-gather of a bucket distributes the
+updated weights without copies.
 
-Some parameters are gathered, and used, in FP8 (`fp8_data`): one byte an element, in buckets of their own. Such a
-parameter is then *released* (`release_fp8_params`): it keeps its shape, dtype and identity, for autograd, but its
-values are only in the fp32 masters of the owning ranks. It reads as NaN, so that using it by mistake shows.
+Some parameters are gathered and used in FP8 (`fp8_data`), with one byte per element, in separate buckets. Such a
+parameter is then *released* (`release_fp8_params`): it keeps its shape, dtype and identity for autograd, but its values
+exist only in the fp32 masters of the owning ranks. It reads as NaN, so that accidental use is visible.
 
-*Overlap.* The next forward pass needs the first layers first, and those lie in the last buckets. All gathers are
-started at once in that order, and a module waits, right before it runs, for the buckets of its parameters
-(`wait_before`); on CUDA its stream waits, not the host. Any other reader of parameters calls `wait`.
+*Overlap.* The next forward pass needs the first layers first, and these are in the last buckets. All gathers are
+started together in that order, and a module waits, right before it runs, for the buckets of its parameters
+(`wait_before`). On CUDA its stream waits, not the host. Any other reader of parameters must call `wait`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ from megafp8.parallel.data.buckets import BufferLayout
 
 
 class ParamBuffer:
-    """Moves `params`, all of one dtype and device, into buckets with the `layout` of their `GradBuffer`.
+    """Buckets that hold `params`, all of one dtype and device, with the `layout` of their `GradBuffer`.
 
-    Their values and their identity stay; take views of them after this. `group`: the ranks that own slices.
-    `fp8_dtypes`: parameters in `layout`'s FP8 buckets, with the dtype that each is gathered in; they are not moved.
-    `fp8_data`: buffers for those in FP8, shaped like the parameters.
+    The constructor moves the parameters and keeps their values and identity; take views of them only afterwards.
+
+    Attributes:
+        fp8_data: Buffers for parameters that are gathered in FP8, shaped like the parameters.
+        buckets: Flat buffer of each bucket.
+
+    Args:
+        params: Parameters to move.
+        layout: Layout of the buckets.
+        group: Ranks that own slices.
+        fp8_dtypes: Parameters in `layout`'s FP8 buckets, with the dtype in which each is gathered; they are not moved.
     """
 
     def __init__(
@@ -65,12 +73,12 @@ class ParamBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of all buckets: what a rank holds and, but for its own slices, receives in every gather."""
+        """Bytes of all buckets: a rank holds all of them, and receives all except its own slices in every gather."""
         return sum(flat.nbytes for flat in self.buckets)
 
     @property
     def nbytes_unquantized(self) -> int:
-        """What `nbytes` would be without FP8."""
+        """Bytes of all buckets if no parameter were gathered in FP8."""
         return sum(flat.numel() for flat in self.buckets) * self._value_bytes
 
     def release_fp8_params(self) -> None:
@@ -80,22 +88,25 @@ class ParamBuffer:
 
     def start_gather(self) -> None:
         """Start to gather all slices from their owners."""
-        assert not self._works, "start_gather() during another one: wait() for it first"
+        assert not self._works, "start_gather() during another gather: wait() for it first"
         for i in reversed(range(len(self.buckets))):
             self._works[i] = collectives.all_gather_in_place_async(self.buckets[i], self._group)
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Wait until these buckets (None: all) have been gathered; returns at once where no gather is running."""
+        """Wait until these buckets (None means all) have been gathered; return at once if no gather is running."""
         for i in list(self._works) if buckets is None else buckets:
             if i in self._works:
                 self._works.pop(i).wait()
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
-        """Make each of `modules` wait for its own parameters when it is called. Together they must have all of them."""
+        """Make each of `modules` wait for its own parameters when it is called.
+
+        Together the modules must have all parameters.
+        """
         covered: set[nn.Parameter] = set()
         for module in modules:
             params = {param for param in module.parameters() if param in self._bucket_of}
             covered |= params
             buckets = sorted({self._bucket_of[param] for param in params}, reverse=True)
             module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets))
-        assert covered == self._bucket_of.keys(), "a parameter that no module would wait for"
+        assert covered == self._bucket_of.keys(), "no module would wait for some of the parameters"

@@ -1,7 +1,7 @@
-"""What each strategy of data parallelism holds on a rank and sends in a step, as functions of sizes and ranks alone.
+"""Memory and traffic of each strategy of data parallelism, as functions of sizes and ranks.
 
-The planner and the check of memory ask these before a run; `megafp8.parallel.data.strategy` carries them out. A plan is
-that of parameters whose gradients are summed over the same ranks: experts' parameters have one of their own.
+The planner and the memory check use these before a run; `megafp8.parallel.data.strategy` implements the strategies. One
+plan covers parameters with gradients that are summed over the same ranks, so experts' parameters have a separate plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ Ints = Sequence[int]
 
 
 class HeldElements(NamedTuple):
-    """Elements that a rank holds of all parameters together, the fullest rank where ranks differ.
+    """Numbers of elements that a rank holds of all parameters together; for the fullest rank if ranks differ.
 
-    `values`: of weights in the dtype of the model; `fp8`: of those that are FP8 data and nothing else. `masters`: what
-    the rank updates; `released`: of that, what has its values in the masters only. `updated`: what it updates by
-    tensor, with the number of moments of each.
+    Attributes:
+        values: Elements of weights in the model's dtype.
+        fp8: Elements of weights that exist only as FP8 data.
+        gradients: Elements of gradients.
+        masters: Elements that the rank updates.
+        released: Part of `masters` with values only in the masters.
+        updated: Number of moments and of elements of each tensor that the rank updates.
     """
 
     values: int
@@ -35,16 +39,19 @@ class HeldElements(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelPlan:
-    """Each of `ranks` ranks, `stride` apart, holds and updates all of the parameters (`Replicated`).
+    """Plan in which each of `ranks` ranks, `stride` apart, holds and updates all parameters (`Replicated`).
 
-    `bucket_elements`: of gradients that are sent together. `replicas`: of the shards, under FSDP. `state_shards`,
-    `weight_shards`: parts into which the optimizer's state, and between uses weights and gradients, are divided.
+    Attributes:
+        weight_storage: Where weights are stored between steps.
+        ranks, stride: Number of data-parallel ranks, and their distance.
+        bucket_elements: Number of gradient elements that are sent together.
+        replicas: Number of replicas of the shards, under FSDP.
     """
 
     weight_storage: ClassVar[WeightStorage] = "resident"
-    #: Weights are gathered, and quantized, for each block and micro-batch, and gradients reduced; else once a step.
+    #: Whether each block of each micro-batch gathers and quantizes weights and reduces gradients, not just each step.
     gathers_blocks: ClassVar[bool] = False
-    #: Collectives once a step, over gradients and over weights. An all-reduce is a reduce-scatter and an all-gather.
+    #: Collectives per step over gradients and over weights. An all-reduce counts as reduce-scatter plus all-gather.
     reductions: ClassVar[int] = 2
     gathers: ClassVar[int] = 0
 
@@ -55,49 +62,55 @@ class DataParallelPlan:
 
     @property
     def state_shards(self) -> int:
+        """Number of parts into which the optimizer state is divided."""
         return 1
 
     @property
     def weight_shards(self) -> int:
+        """Number of parts into which weights and gradients are divided between uses."""
         return 1
 
     @property
     def step_group(self) -> tuple[int, int]:
-        """Size and stride of the groups of the collectives that run once a step."""
+        """Size and stride of the groups of the collectives that run once per step."""
         return self.ranks, self.stride
 
     def received(self, elements: float) -> float:
-        """How much of `elements`, a number or bytes, a rank receives in a collective that runs once a step."""
+        """Return the part of `elements` (a count or bytes) that a rank receives in a collective of the step."""
         return elements * (self.ranks - 1) / self.ranks
 
     def gathered(self, elements: float) -> float:
-        """How much of a block's `elements`, a number or bytes, a rank receives when they are gathered or reduced."""
+        """Return the part of a block's `elements` (a count or bytes) that a rank receives in a gather or reduction."""
         return elements * (self.weight_shards - 1) / self.weight_shards
 
     def held(self, numels: Ints, moments: Ints, *, own_bucket: Ints, fp8: Ints) -> HeldElements:
-        """Elements that a rank holds of parameters with `numels` elements and `moments` moments each.
+        """Return the elements that a rank holds of parameters with `numels` elements and `moments` moments each.
 
-        `own_bucket`, `fp8`: indices of those that several stages share, and of those that are gathered in FP8.
+        `own_bucket` are the indices of parameters that several stages share, `fp8` of parameters that are gathered in
+        FP8.
         """
         count, gradients = sum(numels), self._buckets(numels, own_bucket, fp8).numel
         return HeldElements(count, 0, gradients, count, 0, [*zip(moments, numels, strict=True)])
 
     def _buckets(self, numels: Ints, own_bucket: Ints, fp8: Ints) -> BufferLayout:
+        """Return the layout of the gradient buffer."""
         ranks = self.state_shards
         return bucket_layout(numels, self.bucket_elements, ranks=ranks, own_bucket=own_bucket, fp8_bucket=fp8)
 
 
 class Zero1Plan(DataParallelPlan):
-    """Each rank updates a shard of the parameters, which all ranks then gather (`Zero1`)."""
+    """Plan in which each rank updates a shard of the parameters, which all ranks then gather (`Zero1`)."""
 
     weight_storage = "zero"
     reductions = gathers = 1
 
     @property
     def state_shards(self) -> int:
+        """Number of parts into which the optimizer state is divided: one per rank."""
         return self.ranks
 
     def held(self, numels: Ints, moments: Ints, *, own_bucket: Ints, fp8: Ints) -> HeldElements:
+        """Return the elements that a rank holds; see `DataParallelPlan.held`."""
         layout = self._buckets(numels, own_bucket, fp8)
         in_fp8 = sum(bucket.end - bucket.start for bucket in layout.buckets if bucket.params[0] in fp8)
         masters = min(sum(numels), layout.numel // self.ranks)
@@ -107,27 +120,35 @@ class Zero1Plan(DataParallelPlan):
 
 
 class FullyShardedPlan(DataParallelPlan):
-    """Each rank holds a shard of everything; replicas sum their shards' gradients once a step (`FullySharded`)."""
+    """Plan in which each rank holds a shard of everything; replicas sum their shards' gradients once per step.
+
+    `FullySharded` is the strategy.
+    """
 
     weight_storage = "fsdp"
     gathers_blocks = True
 
     @property
     def state_shards(self) -> int:
+        """Number of parts into which the optimizer state is divided: the ranks of one replica."""
         return self.weight_shards
 
     @property
     def weight_shards(self) -> int:
+        """Number of parts into which weights and gradients are divided: the ranks of one replica."""
         return max(1, self.ranks // self.replicas)
 
     @property
     def step_group(self) -> tuple[int, int]:
+        """Size and stride of the groups of ranks that hold the same shard."""
         return self.replicas, self.stride * self.weight_shards
 
     def received(self, elements: float) -> float:
+        """Return the size of a shard of `elements`, which a rank receives in the sum over replicas."""
         return elements / self.weight_shards
 
     def held(self, numels: Ints, moments: Ints, *, own_bucket: Ints, fp8: Ints) -> HeldElements:
+        """Return the elements that a rank holds; see `DataParallelPlan.held`."""
         shards = [-(-count // self.weight_shards) for count in numels]
         count, gradients = sum(shards), sum(-(-count // 64) * 64 for count in shards)
         updated = [*zip(moments, shards, strict=True)]
@@ -135,7 +156,7 @@ class FullyShardedPlan(DataParallelPlan):
 
 
 def _with_most_moments(tensors: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
-    """`count` of the elements of tensors, given with their numbers of moments: those with most moments first."""
+    """Yield (moments, elements) for `count` elements of the tensors, from the largest number of moments down."""
     elements: Counter[int] = Counter()
     for moments, numel in tensors:
         elements[moments] += numel
@@ -146,5 +167,5 @@ def _with_most_moments(tensors: Iterable[tuple[int, int]], count: int) -> Iterat
 
 
 def plan_type(zero: int, fsdp: bool) -> type[DataParallelPlan]:
-    """The plan of the strategy that parallel.zero and parallel.fsdp say; FSDP replaces ZeRO's stage 1."""
+    """Return the plan class for parallel.zero and parallel.fsdp. FSDP replaces ZeRO stage 1."""
     return FullyShardedPlan if fsdp else Zero1Plan if zero else DataParallelPlan

@@ -1,19 +1,19 @@
-"""Strategies of data parallelism: what each data-parallel rank holds, and what ranks send to each other in a step.
+"""Strategies of data parallelism: the state that each data-parallel rank holds, and the data that ranks send in a step.
 
                     weights             gradients           optimizer state     sent in a step
     Replicated      all                 all                 all                 sums of gradients
     Zero1           all                 all, then a shard   a shard             sums of a shard; updated weights
-    FullySharded    a shard             a shard             a shard             weights of each block, twice; likewise
-                    (experts of one rank: as Replicated)
+    FullySharded    a shard             a shard             a shard             in each micro-batch: weights of each
+                    (experts on one rank: as Replicated)                        block, twice; sums of a shard
 
-The training loop, checkpoints, optimizer and consistency check know the interface only (`DataParallelStrategy`).
+The training loop, checkpoints, optimizer and consistency check use only the interface (`DataParallelStrategy`).
 
-*FP8 weights* (`fp8.param_gather`). Where a rank updates a shard of the weights it can quantize the shard, and ranks
-gather FP8 data: half the bytes, the same bits, nothing to quantize in between (`fp8_weight_shards`). These are the
-weights of FP8 layers with one scale per tensor, and of experts that all have such; embeddings, the output layer, norms,
-biases and high-precision layers are gathered as values. All code that reads such a weight otherwise reads the fp32
-masters: a checkpoint's `model.<name>` is each rank's shard of them, rounded, so that it holds what a checkpoint of any
-other run holds.
+*FP8 weights* (`fp8.param_gather`). If a rank updates a shard of the weights, it can quantize the shard, and ranks
+gather FP8 data: half the bytes, bitwise equal, and nothing to quantize in between (`fp8_weight_shards`). This applies
+to the weights of FP8 layers with one scale per tensor, and to experts that all have such scales. Embeddings, the output
+layer, norms, biases and high-precision layers are gathered as values. All other readers of such a weight read the fp32
+masters: a checkpoint's `model.<name>` is each rank's shard of the masters, rounded, so it equals the checkpoint of any
+other run.
 """
 
 from __future__ import annotations
@@ -42,17 +42,24 @@ Fp8Weights = Mapping[nn.Parameter, tuple[LinearState | GroupState, Format]]
 
 
 class DataParallelStrategy:
-    """How data-parallel ranks share the parameters, gradients and optimizer state of this rank's stages.
+    """Division of the parameters, gradients and optimizer state of this rank's stages between data-parallel ranks.
 
-    One step: `gather`, `clear`, the backward passes with `start_overlap` before them or at any point among them (or
-    never), `finish`, the update of `shards` by their gradients in `owned`, `end_step`.
+    One step calls `gather`, `clear`, then the backward passes, with `start_overlap` before or between them (or never),
+    then `finish`, the update of `shards` by their gradients in `owned`, and `end_step`.
 
-    Attributes: `params`: this rank's parameters, of which `trained` are not frozen, `tied` are shared by stages, and
-    `fp8_weights` exist in FP8 only. `gradients`: flat fp32 buffers of all gradients, before sums over ranks. `shards`:
-    what this rank updates; after `finish` its gradients are in `owned`, fp32. `sharded`: each rank of `group` has a
-    shard of them; else all have all of them. `expert_group`: the ranks that hold the same experts, where these are not
-    those of `group`. `param_axis`, `state_axis`: the axes over which parameters that have values, and optimizer state,
-    are replicated; empty if over none.
+    Attributes:
+        sharded: Whether each rank of `group` has a shard of `shards`; otherwise every rank has all of them.
+        param_axis: Axis over which parameters that have values are replicated; empty if none.
+        state_axis: Axis over which optimizer state is replicated; empty if none.
+        params: Parameters of this rank.
+        trained: Parameters that are not frozen.
+        tied: Parameters that stages share.
+        fp8_weights: Parameters that exist only in FP8.
+        group: Data-parallel ranks.
+        expert_group: Ranks that hold the same experts, if they differ from `group`.
+        gradients: Flat fp32 buffers of all gradients, before sums over ranks.
+        shards: Parts of parameters that this rank updates.
+        owned: Gradients of `shards`, fp32, valid after `finish`.
     """
 
     sharded: ClassVar[bool] = True
@@ -70,30 +77,33 @@ class DataParallelStrategy:
         expert_group: ProcessGroup | None,
         amax_group: ProcessGroup | None,
     ) -> None:
-        """`buffers`: of the gradients of `params`, each summed over ranks of its own. All ranks of a stage run the same
-        backward passes, so those that are in several groups start their sums in the same order. `amax_group`: all ranks
-        with shards of the same weights."""
+        """Collect the shards and gradients of `buffers`.
+
+        Each of `buffers` holds gradients of some of `params`, and sums them over its own group of ranks. All ranks of a
+        stage run the same backward passes, so ranks in several groups start the sums in the same order. `amax_group`
+        are all ranks with shards of the same weights. The other arguments are described under the attributes.
+        """
         self.params, self.trained = list(params), [param for param in params if param.requires_grad]
         self.tied, self.fp8_weights, self.group, self.expert_group = tied, fp8_weights, group, expert_group
         self._buffers, self._amax_group = buffers, amax_group
         self._weight_shards: WeightShards | None = None
-        self._updated = False  # weights have changed since they were gathered
+        self._updated = False  # whether weights have changed since they were gathered
         self.gradients = [buffer.flat for buffer in buffers]
         self.shards = [shard for buffer in buffers for shard in buffer.shards]
         self.owned = [owned for buffer in buffers for owned in buffer.owned]
 
     def clear(self) -> None:
-        """Forget all gradients; call before the first backward pass of a step."""
+        """Discard all gradients. Call this before the first backward pass of a step."""
         for buffer in self._buffers:
             buffer.clear()
 
     def complete(self) -> None:
-        """Set the gradients of parameters that have none in this step to zero; `finish` does so, too."""
+        """Set the gradients of parameters that got none in this step to zero; `finish` also does this."""
         for buffer in self._buffers:
             buffer.complete()
 
     def start_overlap(self, micro_batches: int = 1) -> None:
-        """From here on reduce gradients as soon as they are complete: after `micro_batches` more backward passes."""
+        """Reduce gradients from now on as soon as they are complete: after `micro_batches` more backward passes."""
         for buffer in self._buffers:
             buffer.start_overlap(micro_batches)
 
@@ -104,7 +114,7 @@ class DataParallelStrategy:
 
     @property
     def released(self) -> AbstractSet[nn.Parameter]:
-        """The parameters whose values are in the optimizer's masters only."""
+        """Parameters with values only in the optimizer's masters."""
         return self.fp8_weights.keys()
 
     @property
@@ -118,13 +128,19 @@ class DataParallelStrategy:
         return {}
 
     def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
-        """The optimizer has its masters, fp32 and flat: FP8 weights exist in FP8 only from now on. Collective."""
+        """Start training once the optimizer has its masters, fp32 and flat. Collective.
+
+        From now on, FP8 weights exist only in FP8.
+        """
         if self.fp8_weights:
             self.invalidate()
             self.gather()
 
     def gather(self) -> None:
-        """Start to gather weights that have been updated since; modules wait for theirs. Collective."""
+        """Start to gather weights that have been updated since the last gather. Collective.
+
+        Modules wait for their weights.
+        """
         if self._updated:
             self._gather()
             self._updated = False
@@ -133,36 +149,40 @@ class DataParallelStrategy:
         """Start to gather all weights."""
 
     def wait(self) -> None:
-        """Gather weights that have been updated since, and wait; call it before reading them. Collective."""
+        """Gather weights that have been updated since the last gather, and wait for them. Collective.
+
+        Call this before reading the weights.
+        """
         self.gather()
 
     def invalidate(self) -> None:
-        """The next `gather` gathers all weights: they were loaded, or a CUDA graph of it is about to be captured.
+        """Make the next `gather` gather all weights.
 
-        A running gather is waited for: a graph cannot wait for one that began outside it.
+        This is needed after weights were loaded, or before a CUDA graph of the gather is captured. A running gather is
+        waited for, because a graph cannot wait for a gather that began outside it.
         """
         self._updated = True
 
     def end_step(self) -> None:
-        """The update is queued. Call it before `Fp8Manager.end_step`."""
+        """Mark the weights as updated once the update is queued. Call this before `Fp8Manager.end_step`."""
         if self._weight_shards is not None:
             self._weight_shards.record_amaxes()
         self.invalidate()
 
     def describe(self) -> str:
-        """Memory and traffic of the weights on a rank, for the log; empty where there is nothing to say."""
+        """Return the memory and traffic of the weights on a rank for the log; empty by default."""
         return ""
 
 
 class Replicated(DataParallelStrategy):
-    """Every rank holds and updates all parameters; gradients are summed bucket by bucket (`GradBuffer`)."""
+    """Strategy in which every rank holds and updates all parameters; gradients are summed by bucket (`GradBuffer`)."""
 
     sharded = False
     state_axis = "data"
 
 
 class Zero1(DataParallelStrategy):
-    """Each rank updates a shard of the parameters, which all ranks then gather (ZeRO stage 1; `ParamBuffer`)."""
+    """Strategy in which each rank updates a shard, which all ranks then gather (ZeRO stage 1; `ParamBuffer`)."""
 
     def __init__(
         self,
@@ -172,9 +192,10 @@ class Zero1(DataParallelStrategy):
         overlapped: Sequence[nn.Module],
         **options: Any,
     ) -> None:
-        """`overlapped`: modules with all parameters, each of which waits for its own; if empty, all wait at once.
+        """Move the parameters to buckets that can be gathered.
 
-        `options`: as of `DataParallelStrategy`.
+        `overlapped` are modules that together have all parameters; each waits for its own parameters. If it is empty,
+        all wait together. `options` are arguments of `DataParallelStrategy`.
         """
         super().__init__(params, buffers, **options)
         dtypes = {param: fmt.dtype for param, (_, fmt) in self.fp8_weights.items()}
@@ -185,13 +206,15 @@ class Zero1(DataParallelStrategy):
 
     @property
     def fp8_data(self) -> Mapping[nn.Parameter, Tensor]:
+        """FP8 data of whole weights that all ranks hold between steps."""
         return dict(chain.from_iterable(buffer.fp8_data.items() for buffer in self.weights))
 
     def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
+        """Release the values of FP8 weights, then quantize and gather their shards. Collective."""
         if self.fp8_weights:
             updated, data, shards = {shard.param: shard for shard in self.shards}, self.fp8_data, []
             for param, (state, _) in self.fp8_weights.items():
-                shard = updated.get(param)  # None: other ranks update all of it
+                shard = updated.get(param)  # None if other ranks update the whole weight
                 start, master_f = (0, param.new_empty(0)) if shard is None else (shard.start, master_of(shard))
                 shards.append(WeightShard(state, data[param], start, master_f, param.dtype))
             self._weight_shards = WeightShards(shards, self._amax_group, shards[0].fp8_data_nk.device)
@@ -208,18 +231,22 @@ class Zero1(DataParallelStrategy):
             self._finish_gather()
 
     def wait(self) -> None:
+        """Gather weights that have been updated since the last gather, and wait. Collective."""
         self.gather()
         self._finish_gather()
 
     def invalidate(self) -> None:
+        """Make the next `gather` gather all weights, after a running gather has ended."""
         self._finish_gather()
         super().invalidate()
 
     def _finish_gather(self) -> None:
+        """Wait for all buckets."""
         for buffer in self.weights:
             buffer.wait()
 
     def describe(self) -> str:
+        """Return the memory and traffic saved by FP8 weights, for the log; empty without FP8 weights."""
         rowwise = sum(data.nbytes for data in self.fp8_data.values())
         if not rowwise:
             return ""
@@ -230,18 +257,19 @@ class Zero1(DataParallelStrategy):
         return (
             f"FP8 parameters: {len(self.fp8_weights)} weights are gathered in FP8; this rank holds {stored / gib:.3f} "
             f"GiB of weights and their FP8 copies instead of {without / gib:.3f}, and receives {received / gib:.3f} "
-            f"GiB of weights a step instead of {instead / gib:.3f}"
+            f"GiB of weights per step instead of {instead / gib:.3f}"
         )
 
 
 class FullySharded(DataParallelStrategy):
-    """Each rank holds a shard of everything; weights are gathered block by block (ZeRO stage 3, `ShardedStages`).
+    """Strategy in which each rank holds a shard of everything; weights are gathered by block (ZeRO stage 3).
 
-    Weights of experts that a rank would share with no other of its replica are held whole, as by `Replicated`. FP8
-    layers keep no copies of weights: these would be as large as what sharding saves.
+    `ShardedStages` implements the gathers. Weights of experts that a rank would share with no other rank of its replica
+    are held whole, as by `Replicated`. FP8 layers keep no copies of weights, because the copies would use the memory
+    that sharding saves.
     """
 
-    param_axis = state_axis = "fsdp_replicate"  # of parameters only frozen and whole ones have values
+    param_axis = state_axis = "fsdp_replicate"  # only frozen and whole parameters have values
 
     def __init__(
         self,
@@ -256,10 +284,19 @@ class FullySharded(DataParallelStrategy):
         one_host: AbstractSet[ProcessGroup],
         **options: Any,
     ) -> None:
-        """`whole`: parameters that are not in `stages`, and the gradients of those that are trained. `tied`,
-        `fp8_weights`: by the parameters that `stages` had. `group`: the ranks with the shards of one of
-        `replicas`. `one_host`: those groups of ranks that hold shards which are on one host. `options`: as of
-        `DataParallelStrategy`. Collective."""
+        """Set up the gathers of FP8 weights. Collective.
+
+        Args:
+            stages: Sharded parameters.
+            whole: Parameters that are not in `stages`.
+            whole_gradients: Gradients of the trained parameters in `whole`.
+            tied: Parameters that stages share, as they were before sharding.
+            fp8_weights: Weights gathered in FP8, by the parameters before sharding.
+            group: Ranks with the shards of one replica.
+            replicas: Number of replicas of the shards.
+            one_host: Groups of ranks with shards that are on one host.
+            **options: Further arguments of `DataParallelStrategy`.
+        """
         rows_of, device = stages.row_shards, stages.flat.device
         super().__init__(
             [*stages.params, *whole],
@@ -295,32 +332,37 @@ class FullySharded(DataParallelStrategy):
 
     @property
     def released(self) -> AbstractSet[nn.Parameter]:
+        """Parameters with values only in the optimizer's masters."""
         return set(self.stages.trained)
 
     @property
     def masters(self) -> Mapping[nn.Parameter, Tensor]:
+        """Masters of the sharded parameters, fp32 and flat."""
         return self.stages.masters
 
     def gather(self) -> None:
+        """Start to gather updated weights, and make FP8 gathers wait for all work that is queued so far. Collective."""
         super().gather()
         for gather in self._fp8_gathers:
             gather.record_reads()
 
     def wait(self) -> None:
+        """Gather updated weights and wait for them, and allow single modules to be called. Collective."""
         super().wait()
         self.stages.make_callable()
 
     def _gather(self) -> None:
-        """Free gathered weights: torch gathers a block's when it runs."""
+        """Free gathered weights; torch gathers a block's weights when the block runs."""
         self.stages.reshard()
         if self._weight_shards is not None:
             for gather in self._fp8_gathers:
-                gather.synchronize()  # no rank reads what is about to be overwritten
+                gather.synchronize()  # no rank may still read data that is about to be overwritten
             self._weight_shards.quantize()
             for gather in self._fp8_gathers:
                 gather.synchronize()
 
     def describe(self) -> str:
+        """Return the memory and traffic of the sharded weights on this rank, for the log."""
         gib, sharded, values, gathered = 2**30, 0, 0.0, 0.0
         for rows in self.stages.row_shards.values():
             fp8, element = rows.param in self.fp8_weights, rows.param.element_size()
@@ -331,8 +373,8 @@ class FullySharded(DataParallelStrategy):
         in_fp8 = len(self.fp8_weights)
         instead = f", {in_fp8} of them in FP8, instead of {values / gib:.3f} without" if in_fp8 else ""
         lines = [
-            f"parallel.fsdp: this rank holds {sharded / gib:.3f} GiB of {len(self.stages.params)} weights; all of them "
-            f"gathered are {gathered / gib:.3f} GiB received{instead}"
+            f"parallel.fsdp: this rank holds {sharded / gib:.3f} GiB of {len(self.stages.params)} weights; gathering "
+            f"all of them receives {gathered / gib:.3f} GiB{instead}"
         ]
         experts = [rows for rows in self.stages.row_shards.values() if spec_of(rows.param).expert]
         for count in {rows.ranks for rows in experts}:

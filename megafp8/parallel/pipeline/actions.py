@@ -1,14 +1,15 @@
-"""A pipeline schedule as data: for each rank the list of its actions, in the order in which it takes them.
+"""Pipeline schedules as data: for each rank, the list of its actions in the order in which they run.
 
-Schedules are built by pure functions (`schedules/`), checked (`check.py`), simulated (`simulate.py`), drawn, and used
-for memory planning without a process group; `engine.py` executes the same lists.
+Pure functions build schedules (`schedules/`). Schedules are checked (`check.py`), simulated (`simulate.py`), drawn, and
+used for memory planning without a process group. `engine.py` executes the same lists.
 
-The model is cut into stages, and a `StagePlacement` says which rank holds which. The stages of one rank are its chunks.
-Micro-batches are numbered from 0. p is the number of ranks, v of chunks per rank, m of micro-batches.
+The model is split into stages, and a `StagePlacement` says which rank holds which stages. The stages of one rank are
+its chunks. Micro-batches are numbered from 0. p is the number of ranks, v the number of chunks per rank, m the number
+of micro-batches.
 
 A BACKWARD computes the gradients of a stage's input and of its weights, unless the same rank has a WEIGHT action for
-that micro-batch and chunk: then the WEIGHT computes the weight gradients of linear layers. A schedule may split some
-backwards and not others.
+that micro-batch and chunk: in that case, the WEIGHT computes the weight gradients of linear layers. A schedule may
+split some backwards and not others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What a rank does: compute for one micro-batch, or pass a tensor to or from a neighbouring stage."""
+    """Kinds of actions: compute for one micro-batch, or pass a tensor to or from a neighboring stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -31,18 +32,18 @@ class Kind(Enum):
     SEND_BACKWARD = "send_backward"  # gradient of the input, to the previous stage
     RECV_BACKWARD = "recv_backward"  # gradient of the output, from the next stage
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and checks of schedules hash millions of actions
+    __hash__ = object.__hash__  # faster than Enum's, which is Python code; schedule checks hash millions of actions
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 RECEIVE_BEFORE = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD}
 SEND_AFTER = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD}
 DIRECTION = {transfer: compute for table in (RECEIVE_BEFORE, SEND_AFTER) for compute, transfer in table.items()}
-"""FORWARD for transfers of activations, BACKWARD for those of gradients. Each direction has its own communicator."""
+"""Direction of each transfer: FORWARD for activations, BACKWARD for gradients. Each has its own communicator."""
 
 
 class Action(NamedTuple):
-    """One action of one rank, for micro-batch `microbatch` on the rank's chunk `chunk`."""
+    """Action of one rank, for micro-batch `microbatch` on the rank's chunk `chunk`."""
 
     kind: Kind
     microbatch: int
@@ -54,49 +55,52 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]
-"""The actions of each rank."""
+"""Actions of each rank."""
 
 
 def split_backwards(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """(micro-batch, chunk) of the backwards among a rank's `actions` whose weight gradients have a WEIGHT action."""
+    """Return the (micro-batch, chunk) of the backwards in a rank's `actions` that have a separate WEIGHT action."""
     return {(action.microbatch, action.chunk) for action in actions if action.kind is Kind.WEIGHT}
 
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """The stages of each rank: rank r holds `stages[r]`, its chunks 0, 1, ... in order. All hold the same number."""
+    """Placement of stages: rank r holds `stages[r]`, its chunks 0, 1, ... in order. All ranks hold the same number."""
 
     stages: tuple[tuple[int, ...], ...]
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return len(self.stages)
 
     @property
     def num_chunks(self) -> int:
-        """Stages per rank."""
+        """Number of stages per rank."""
         return len(self.stages[0])
 
     @property
     def num_stages(self) -> int:
+        """Number of stages of the model."""
         return self.num_ranks * self.num_chunks
 
     @cached_property
     def homes(self) -> tuple[tuple[int, int], ...]:
-        """(rank, chunk) of each stage."""
+        """Rank and chunk of each stage."""
         homes = {stage: (r, c) for r, stages in enumerate(self.stages) for c, stage in enumerate(stages)}
         return tuple(homes[stage] for stage in range(self.num_stages))
 
     def neighbour(self, transfer: Kind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """(rank, chunk) at the other end of chunk `chunk`'s `transfer` on `rank`; None at the ends of the model.
+        """Return the (rank, chunk) at the other end of chunk `chunk`'s `transfer` on `rank`.
 
-        The rank may be `rank` itself; then the tensor is passed without a transfer.
+        Return None at the ends of the model. The other rank may be `rank` itself; the tensor is then passed on without
+        a transfer.
         """
         return self._neighbours[transfer][rank][chunk]
 
     @cached_property
     def _neighbours(self) -> dict[Kind, list[list[tuple[int, int] | None]]]:
-        """`neighbour` as a table."""
+        """Results of `neighbour` as a table."""
         neighbours: dict[Kind, list[list[tuple[int, int] | None]]] = {}
         for transfer in DIRECTION:
             step = -1 if transfer in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else 1
@@ -106,13 +110,13 @@ class StagePlacement:
         return neighbours
 
     def peer(self, transfer: Kind, rank: int, chunk: int) -> int | None:
-        """The other rank of chunk `chunk`'s `transfer` on `rank`; None where nothing is transferred."""
+        """Return the other rank of chunk `chunk`'s `transfer` on `rank`; None if nothing is transferred."""
         neighbour = self.neighbour(transfer, rank, chunk)
         return None if neighbour is None or neighbour[0] == rank else neighbour[0]
 
 
 def loop_placement(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
-    """Chunk c of rank r is stage c·p + r. Raises ValueError for a size below 1."""
+    """Place stage c·p + r as chunk c on rank r; raise ValueError for a size below 1."""
     for name, size in {"num_ranks": num_ranks, "num_chunks": num_chunks}.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; a pipeline needs at least 1")
@@ -120,6 +124,6 @@ def loop_placement(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
 
 
 def v_placement(num_ranks: int) -> StagePlacement:
-    """Two stages per rank: rank r holds stages r and 2p - 1 - r, so the first rank holds the last stage."""
+    """Place two stages per rank: rank r holds stages r and 2p - 1 - r, so the first rank holds the last stage."""
     first = loop_placement(num_ranks)
     return StagePlacement(tuple((r, 2 * num_ranks - 1 - r) for (r,) in first.stages))

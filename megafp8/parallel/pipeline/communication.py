@@ -1,25 +1,26 @@
-"""Adds the sends and receives to a schedule, in an order that cannot deadlock.
+"""Insertion of sends and receives into a schedule, in an order that cannot deadlock.
 
-A rank's transfers in one direction (activations forward, or gradients backward) go through one queue in issue order:
-an NCCL process group has one communicator and one stream for its point-to-point calls. Two ranks that both send first
-and then receive deadlock, and so does a ring of ranks. In loop and V placements activations travel both ways between
-the same ranks, and any fixed rule such as "receive first" meets such a case.
+A rank's transfers in one direction (activations forward, or gradients backward) go through one queue in issue order,
+because an NCCL process group has one communicator and one stream for its point-to-point calls. Two ranks that both send
+first and then receive deadlock, and so does a ring of ranks. In loop and V placements, activations are sent both ways
+between the same ranks, and any fixed rule such as "receive first" can run into such a deadlock.
 
-Therefore one global order is used. The compute actions are simulated with equally fast stages, and the transfers of a
-direction are sorted by the time at which their tensors are made. Each rank queues its part of the transfers in that
-order: a send directly after the action that makes the tensor; a receive in front of the compute action that its rank
-executes at that time, or one compute action before the one that needs it, if that is earlier; but behind whatever comes
-earlier in the order.
+Therefore all ranks use one global order. The compute actions are simulated with equally fast stages, and the transfers
+of a direction are sorted by the time at which their tensors are produced. Each rank queues its part of the transfers in
+that order. A send comes directly after the action that produces the tensor. A receive comes before the compute action
+that its rank executes at that time, or one compute action before the action that needs it, if that is earlier; but it
+comes after all transfers that are earlier in the order.
 
-*Why this always ends.* Take the first transfer, in the global order, that does not happen. Everything before it has
-happened. Both its ranks reach the point where they issue it: all that they compute before needs transfers whose tensors
-were made earlier, and a send waits at most for the one before it. At both ends it is at the head of its queue. So it
-happens. The argument needs no particular times, only that every action takes some; real times that differ from the
-simulated ones cost waiting, never a deadlock. `check_schedule` checks the resulting lists once more.
+*Why this always ends.* Take the first transfer, in the global order, that does not happen. All transfers before it have
+happened. Both its ranks reach the point where they issue it: all their earlier computation needs only tensors that
+were produced earlier, and a send waits at most for the send before it. At both ends the transfer is at the head of its
+queue. So it happens. The argument needs no particular times, only that every action takes some time; real times that
+differ from the simulated times cost waiting, but never cause a deadlock. `check_schedule` checks the resulting lists
+once more.
 
-A receive that waits for its sender delays the sends queued behind it, but not the computation. As tensors are received
-when they are made, a sender never waits for a receiver that does not need them yet; the receiver's buffer takes the
-memory instead.
+A receive that waits for its sender delays the sends queued behind it, but not the computation. Tensors are received
+when they are produced, so a sender never waits for a receiver that does not need them yet; instead, the receiver's
+buffer uses the memory.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from megafp8.parallel.pipeline.actions import RECEIVE_BEFORE, SEND_AFTER, Action
 from megafp8.parallel.pipeline.simulate import TimedAction, simulate
 
 _Order = tuple[float, int, int]
-"""A transfer's place in the global order: when its tensor is made, then micro-batch and stage, to break ties."""
+"""Place of a transfer in the global order: time at which its tensor is produced, micro-batch and stage."""
 
 
 def with_communication(compute: Schedule, placement: StagePlacement) -> Schedule:
-    """`compute` with every send and receive added. Raises ValueError where it deadlocks.
+    """Return `compute` with every send and receive added; raise ValueError if it deadlocks.
 
-    The first stage receives no activation and sends no gradient, the last sends no activation and receives no gradient,
-    and stages of one rank pass tensors without a transfer.
+    The first stage receives no activation and sends no gradient, and the last stage sends no activation and receives no
+    gradient. Stages on one rank pass tensors without a transfer.
     """
     timeline = simulate(compute, placement).spans
-    orders: dict[tuple[Kind, int, int], _Order] = {}  # by direction, micro-batch and the stage that makes the tensor
+    orders: dict[tuple[Kind, int, int], _Order] = {}  # by direction, micro-batch and stage that produces the tensor
     for stages, spans in zip(placement.stages, timeline):
         for (kind, microbatch, chunk), _, end in spans:
             orders[kind, microbatch, stages[chunk]] = (end, microbatch, stages[chunk])
@@ -50,13 +51,13 @@ def with_communication(compute: Schedule, placement: StagePlacement) -> Schedule
 def _communicate(
     spans: list[TimedAction], rank: int, placement: StagePlacement, orders: dict[tuple[Kind, int, int], _Order]
 ) -> list[Action]:
-    """The actions of one rank."""
-    receives: list[list[Action]] = [[] for _ in spans]  # in front of each compute action
-    sends: list[list[Action]] = [[] for _ in spans]  # behind it
+    """Return the actions of one rank."""
+    receives: list[list[Action]] = [[] for _ in spans]  # before each compute action
+    sends: list[list[Action]] = [[] for _ in spans]  # after each compute action
     ends = [span.end for span in spans]
     for direction in RECEIVE_BEFORE:
         queue: list[tuple[_Order, int, Action]] = []
-        maker = -1 if direction is Kind.FORWARD else 1  # of what is received, relative to the own stage
+        maker = -1 if direction is Kind.FORWARD else 1  # stage that produces the received tensor, relative to this one
         for k, span in enumerate(spans):
             kind, microbatch, chunk = span.action
             if kind is not direction:

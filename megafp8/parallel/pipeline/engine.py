@@ -1,27 +1,27 @@
-"""Executes a pipeline schedule. A stage is any function from tensor to tensor.
+"""Engine that executes a pipeline schedule. A stage is any function from tensor to tensor.
 
-The engine takes this rank's actions (`communication.with_communication`) and executes them in order. It decides about
+The engine takes this rank's actions (`communication.with_communication`) and executes them in order. It manages
 communicators, waiting and memory.
 
-*Two communicators.* Activations travel on `pipeline`, gradients on `pipeline_backward`. In the steady state of 1F1B
+*Two communicators.* Activations are sent on `pipeline`, gradients on `pipeline_backward`. In the steady state of 1F1B,
 rank r sends an activation to r + 1 while r + 1 sends a gradient to r. NCCL executes the operations of one communicator
-in order, and a send ends only when its receive runs; with one communicator per direction neither waits for the other.
-Where activations alone travel both ways between two ranks, the order of the lists prevents a deadlock. All connections
-are opened when the engine is made: the first transfer between two ranks blocks both hosts until the other is there, and
-within a schedule, where a host may be blocked by a receive of its own, that could deadlock.
+in order, and a send ends only when its receive runs; with one communicator per direction, neither waits for the other.
+If activations alone are sent both ways between two ranks, the order of the lists prevents a deadlock. All connections
+are opened when the engine is constructed: the first transfer between two ranks blocks both hosts until the other has
+joined. Within a schedule, this could deadlock, because a host may be blocked by another receive.
 
-*Waiting.* A receive is waited for by the compute action that needs it. A send is waited for before the next one in its
+*Waiting.* The compute action that needs a receive waits for it. A send is waited for before the next send in its
 direction, or at the end of the run: its buffer must stay alive until then, and this keeps one buffer per direction
-rather than one per micro-batch. On CUDA waiting only makes the current stream wait, so the host runs ahead. A stage
-must not synchronize the whole device: a receive posted early runs there until the neighbour sends, and two neighbours
-that both wait for that would deadlock.
+instead of one per micro-batch. On CUDA, waiting only makes the current stream wait, so the host runs ahead. A stage
+must not synchronize the whole device: an early receive runs there until the neighbor sends, and two neighbors that both
+wait for such receives would deadlock.
 
-*Memory.* Between its forward and its backward a micro-batch holds its input, whose gradient is sent on, and the root of
-its graph: the `GradientEdge` of its output rather than the output. An output that was sent is thus freed unless an
+*Memory.* Between its forward and its backward, a micro-batch holds its input, whose gradient is sent on, and the root
+of its graph: the `GradientEdge` of its output instead of the output. An output that was sent is thus freed unless an
 operation saved it (Megatron-LM: `deallocate_output_tensor`). A split backward leaves the operands of its weight
-gradients in the store that the layers' gradient sinks know (`megafp8.linear.deferred_wgrad`) until the WEIGHT action.
+gradients until the WEIGHT action in the store that the layers' gradient sinks use (`megafp8.linear.deferred_wgrad`).
 
-An error in a stage propagates and ends the process; the launcher ends the neighbours that wait for it.
+An error in a stage propagates and ends the process; the launcher ends the neighbors that wait for it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class StageOutput:
     """Results of a stage's forward pass.
 
     Attributes:
-        output: Activation for the next stage, of the engine's shape and dtype; or on the last stage the scalar to
-            differentiate, already divided by what the gradients are averaged over.
-        report: Value that `run` returns on the rank of the last stage: a loss to log, logits, anything.
+        output: Activation for the next stage, with the engine's shape and dtype. On the last stage, the scalar to
+            differentiate, already divided by the number that gradients are averaged over.
+        report: Value that `run` returns on the rank of the last stage: a loss to log, logits, or any other object.
     """
 
     output: Tensor
@@ -67,16 +67,19 @@ class StageOutput:
 
 
 class StageFunction(Protocol):
-    """Forward pass of a stage. `x` is the previous stage's activation, None on the first stage."""
+    """Forward pass of a stage. `x` is the previous stage's activation; None on the first stage."""
 
-    def __call__(self, x: Tensor | None, microbatch: Any) -> StageOutput: ...
+    def __call__(self, x: Tensor | None, microbatch: Any) -> StageOutput:
+        """Run the stage on one micro-batch."""
+        ...
 
 
 class PipelineEngine:
-    """Runs schedules over one pipeline. Every activation has the same `shape` and `dtype` and lives on `device`.
+    """Engine that runs schedules over one pipeline.
 
-    `wgrads`: the store for the operands of weight gradients, needed for schedules with WEIGHT actions. Making an engine
-    is collective over the pipeline: it opens the connections between neighbours.
+    Every activation has the same `shape` and `dtype` and is on `device`. `wgrads` is the store for the operands of
+    weight gradients, which schedules with WEIGHT actions need. The constructor is collective over the pipeline: it
+    opens the connections between neighbors.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PipelineEngine:
             self._connect(direction)
 
     def _connect(self, direction: Kind) -> None:
-        """Pass a number through all stages, one transfer after another."""
+        """Send a number through all stages, one transfer after another, to open the connections."""
         x = torch.zeros(1, device=self.device)
         group = self.groups[direction].group
         for rank, chunk in self.placement.homes:
@@ -144,11 +147,11 @@ class PipelineEngine:
                 if action.kind in DIRECTION:
                     run.transfer(action)
                 else:
-                    x = run.take(action)  # waits, which the stopwatch does not count
+                    x = run.take(action)  # waits before the stopwatch starts
                     if stopwatch is not None:
                         stopwatch.start(action)
                     compute[action.kind]((action.microbatch, action.chunk), x)
-                    del x  # so that its memory is free
+                    del x  # free its memory
                     if stopwatch is not None:
                         stopwatch.stop()
                 activity.mark()
@@ -161,7 +164,7 @@ Key = tuple[int, int]
 
 @dataclass
 class _Run:
-    """The state of one execution of a rank's actions."""
+    """State of one execution of a rank's actions."""
 
     engine: PipelineEngine
     split: set[Key]
@@ -181,22 +184,24 @@ class _Run:
     reports: dict[int, Any] = field(default_factory=dict)
 
     def forward(self, key: Key, x: Tensor | None) -> None:
+        """Run a chunk's forward, and pass its output on or keep its report."""
         microbatch, chunk = key
         if x is not None and self.trains:
             self.inputs[key] = x.requires_grad_()
         result = self.stages[chunk](x, self.microbatches[microbatch])
-        if self.trains and result.output.requires_grad:  # up to the first weight that is trained nothing does
+        if self.trains and result.output.requires_grad:  # False before the first trainable weight
             self.roots[key] = get_gradient_edge(result.output)
         if not self.pass_on(Kind.FORWARD, key, result.output.detach()):
             self.reports[microbatch] = result.report
 
     def backward(self, key: Key, gradient: Tensor | None) -> None:
+        """Run a chunk's backward, and pass the gradient of its input on."""
         root = self.roots.pop(key, None)
         if root is None:
             if key in self.split:
                 self.wgrads[key] = deque()
             return
-        # In this thread. In a thread of autograd's, on another core, the Python code of Functions is a fifth slower.
+        # Stay in this thread: in autograd's thread, on another core, the Python code of Functions is a fifth slower.
         with torch.autograd.set_multithreading_enabled(False):
             if key in self.split:
                 assert self.engine.wgrads is not None
@@ -210,10 +215,11 @@ class _Run:
             self.pass_on(Kind.BACKWARD, key, x_gradient)
 
     def weight_gradients(self, key: Key, _: Tensor | None) -> None:
+        """Compute the weight gradients that a split backward has deferred."""
         deferred.run(self.wgrads.pop(key))
 
     def pass_on(self, direction: Kind, key: Key, x: Tensor) -> bool:
-        """Store `x` for its send, or for a neighbouring stage on this rank; False if there is no neighbour."""
+        """Store `x` for its send, or for a neighboring stage on this rank; return False if there is no neighbor."""
         engine = self.engine
         target = engine.placement.neighbour(SEND_AFTER[direction], engine.rank, key[1])
         if target is not None and target[0] == engine.rank:
@@ -247,9 +253,9 @@ class _Run:
         self.sending[direction] = (x, send_async(x, group, peer))
 
     def finish(self) -> list[Any]:
-        """Wait for the last sends; return the reports in micro-batch order."""
+        """Wait for the last sends, and return the reports in micro-batch order."""
         for _, work in self.sending.values():
             work.wait()
         left = [self.received, self.to_send, self.inputs, self.roots, self.wgrads]
-        assert not any(left), "the schedule left something undone; check_schedule would have said what"
+        assert not any(left), "the schedule left actions unfinished; check_schedule reports which"
         return [self.reports[i] for i in sorted(self.reports)]

@@ -1,4 +1,4 @@
-"""The schedule of an evaluation: forwards only, for any placement."""
+"""Schedule of an evaluation: only forwards, for any placement."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from megafp8.parallel.pipeline.actions import Action, Kind, Schedule, StagePlace
 
 
 def forward_only(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """Every micro-batch forward through every stage.
+    """Return a schedule that runs every micro-batch forward through every stage.
 
-    Stages are assumed equally fast; a rank runs the latest of its stages that has an input.
+    Stages are assumed to be equally fast. A rank runs the latest of its stages that has an input.
     """
     schedule: Schedule = [[] for _ in placement.stages]
-    finished = [0] * placement.num_stages  # micro-batches that each stage has done
+    finished = [0] * placement.num_stages  # number of micro-batches that each stage has finished
     while finished[-1] < num_microbatches:
         inputs = [num_microbatches, *finished[:-1]]
         for rank, stages in enumerate(placement.stages):

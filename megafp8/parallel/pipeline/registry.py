@@ -1,12 +1,13 @@
-"""The built-in pipeline schedules, and what `parallel.schedule` may name besides.
+"""Registry of the built-in pipeline schedules, and loader of a user's own schedules for `parallel.schedule`.
 
     1f1b, ...                     the `SCHEDULE` of a file in `schedules/`
     folder/mine.csv               one row per rank, one action per cell; empty cells are skipped
     mypackage.schedules:mine      mine(placement, num_microbatches) -> a list of actions for each rank
 
-A cell is F, B or W and the micro-batch, then a point and the chunk where a rank holds several: F3, B3, W3, F3.1. A file
-is for one number of ranks and micro-batches, a function for any. All of them give compute actions only, which are
-checked before anything runs. Imports no torch, so that config checks can read the registry.
+A cell is F, B or W and the micro-batch, followed by a point and the chunk if a rank holds several chunks: F3, B3, W3,
+F3.1. A file is for one number of ranks and micro-batches, a function for any numbers. All schedules define only compute
+actions, which are checked before anything runs. This module does not import torch, so that config checks can read the
+registry.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
 def _discover() -> dict[str, ScheduleRecord]:
-    """The record of each file in `schedules/`, sorted by name."""
+    """Return the record of each file in `schedules/`, sorted by name."""
     records: dict[str, ScheduleRecord] = {}
     for record in records_of(schedules, "SCHEDULE"):
         assert record.name not in records, f"two schedules are called {record.name}"
@@ -41,22 +42,26 @@ SCHEDULES = _discover()
 
 
 def unsplit_schedule(chunks: int) -> str:
-    """The name of a built-in schedule for `chunks` stages per rank that splits no backward."""
+    """Return the name of a built-in schedule for `chunks` stages per rank that does not split backwards."""
     return next(name for name, record in SCHEDULES.items() if record.allows(chunks) and not record.splits_wgrad)
 
 
 def place_stages(
     source: str, num_ranks: int, num_chunks: int, kind: Literal["loop", "v"] | None = None
 ) -> StagePlacement:
-    """The placement of schedule `source`; `kind` overrides its record, or "loop" for a user's own schedule."""
+    """Return the placement of schedule `source`.
+
+    `kind` overrides the placement in the schedule's record, or "loop" for a user's own schedule.
+    """
     scheduled = SCHEDULES[source].placement if source in SCHEDULES else "loop"
     return v_placement(num_ranks) if (kind or scheduled) == "v" else loop_placement(num_ranks, num_chunks)
 
 
 def training_schedule(source: str, placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """The compute actions of schedule `source`.
+    """Return the compute actions of schedule `source`.
 
-    Raises ValueError where there is no such file or function, and where they cannot run, naming the first wrong action.
+    Raises:
+        ValueError: If the file or function does not exist, or the actions cannot run; names the first wrong action.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; a pipeline schedule needs at least 1")
@@ -74,7 +79,7 @@ def training_schedule(source: str, placement: StagePlacement, num_microbatches: 
 
 
 def read_csv(path: Path) -> Schedule:
-    """The schedule in a CSV file. Raises ValueError if it cannot be read or a cell is no action."""
+    """Read the schedule in a CSV file; raise ValueError if it cannot be read or a cell is not an action."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if row]
@@ -87,31 +92,34 @@ def read_csv(path: Path) -> Schedule:
 
 
 def parse_cell(cell: str, where: str) -> Action:
-    """The compute action that `cell` names. Raises ValueError, which quotes `where`, if it names none."""
+    """Return the compute action that `cell` names; raise ValueError, which quotes `where`, if it names none."""
     match = _CELL.fullmatch(cell.strip())
     if match is None:
-        raise ValueError(f"{where}: {cell.strip()!r} is no action; F3, B3 and W3 are, and F3.1 for chunk 1")
+        raise ValueError(f"{where}: {cell.strip()!r} is not an action; write F3, B3 or W3, or F3.1 for chunk 1")
     letter, microbatch, chunk = match.groups()
     return Action(_LETTERS[letter], int(microbatch), int(chunk or 0))
 
 
 def cell(action: Action) -> str:
-    """A compute action in short: F3, or F3.1 for chunk 1."""
+    """Format a compute action as a cell: F3, or F3.1 for chunk 1."""
     letter = next(letter for letter, kind in _LETTERS.items() if kind is action.kind)
     return f"{letter}{action.microbatch}" + (f".{action.chunk}" if action.chunk else "")
 
 
 def _call(source: str, placement: StagePlacement, num_microbatches: int) -> Schedule:
+    """Import the function `source` and return its schedule; raise ValueError if this fails."""
     module_name, colon, function_name = source.partition(":")
     if not colon:
         near = near_name(source, SCHEDULES)
-        works = f"did you mean {near}?" if near else f"there are {', '.join(SCHEDULES)}, or a .csv, or module:function"
+        works = f"did you mean {near}?" if near else f"choose {', '.join(SCHEDULES)}, a .csv file or module:function"
         raise ValueError(f"schedule {source}: no schedule has this name; {works}")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"schedule {source}: {error}; a function is module:function, importable from here") from None
+        raise ValueError(
+            f"schedule {source}: {error}; write a function as module:function, importable from here"
+        ) from None
     schedule = function(placement, num_microbatches)
     if not isinstance(schedule, list) or not all(isinstance(a, Action) for actions in schedule for a in actions):
-        raise ValueError(f"schedule {source}: it must return a list of Actions for each rank")
+        raise ValueError(f"schedule {source}: the function must return a list of Actions for each rank")
     return schedule

@@ -1,8 +1,9 @@
-"""Simulates a schedule: when each action runs, and how many micro-batches it holds in memory.
+"""Simulation of a schedule: the time of each action, and the number of micro-batches that a rank holds in memory.
 
-A model for planning and plots: stages are equally fast or have times of their own, and transfers take a fixed time and
-occupy no rank. Memory is counted in micro-batches of one stage: a forward's activations are held until its backward,
-or, if that is split, until its weight gradients (which hold part of them, the operands of the linear layers).
+This is a model for planning and plots. Stages are equally fast or have individual times. Transfers take a fixed time
+and occupy no rank. Memory is counted in micro-batches of one stage: a forward's activations are held until its
+backward, or, if the backward is split, until its weight gradients (which hold part of them, the operands of the linear
+layers).
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from megafp8.parallel.pipeline.actions import (
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Durations for one micro-batch on one stage, in any one unit; `p2p` is that of a transfer to another rank.
+    """Durations for one micro-batch on one stage, in any unit.
 
-    `backward` is the gradient of the input and `weight` that of the weights; a backward that is not split takes both.
+    Attributes:
+        forward: Forward pass.
+        backward: Gradient of the input.
+        weight: Gradient of the weights. A backward that is not split takes `backward` + `weight`.
+        p2p: Transfer to another rank.
     """
 
     forward: float = 1.0
@@ -36,7 +41,7 @@ class StageTimes:
     p2p: float = 0.0
 
     def duration(self, kind: Kind, *, split: bool) -> float:
-        """The duration of a compute action; `split`: the backward leaves its weight gradients to a WEIGHT."""
+        """Return the duration of a compute action. `split`: a separate WEIGHT computes the weight gradients."""
         if kind is Kind.BACKWARD:
             return self.backward if split else self.backward + self.weight
         return self.forward if kind is Kind.FORWARD else self.weight
@@ -46,7 +51,7 @@ EQUAL_TIMES = StageTimes()
 
 
 class TimedAction(NamedTuple):
-    """A compute action with its start and end."""
+    """Compute action with its start and end."""
 
     action: Action
     start: float
@@ -55,36 +60,39 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute actions of each rank in time, simulated or measured."""
+    """Compute actions of each rank in time, simulated or measured."""
 
     spans: list[list[TimedAction]]
 
     @property
     def duration(self) -> float:
+        """Time from the first start to the last end."""
         return max(span.end for spans in self.spans for span in spans) - self.start
 
     @property
     def start(self) -> float:
+        """Start of the first action."""
         return min(span.start for spans in self.spans for span in spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """The fraction of all ranks' time, from the first start to the last end, without computation."""
+        """Fraction of all ranks' time, from the first start to the last end, without computation."""
         busy = sum(span.end - span.start for spans in self.spans for span in spans)
         return 1.0 - busy / (len(self.spans) * self.duration)
 
     @property
     def peak_in_flight(self) -> list[int]:
-        """Most micro-batches × stages that each rank holds for their backward; 0 in an evaluation."""
+        """Maximum number of micro-batches × stages that each rank holds for their backward; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=False) for spans in self.spans]
 
     @property
     def peak_saved(self) -> list[int]:
-        """Most micro-batches × stages that each rank holds for their last gradient; 0 in an evaluation."""
+        """Maximum number of micro-batches × stages that each rank holds for their last gradient; 0 in an evaluation."""
         return [_peak([span.action for span in spans], until_weight=True) for spans in self.spans]
 
 
 def _peak(actions: list[Action], *, until_weight: bool) -> int:
+    """Return the maximum number of micro-batches × stages that a rank with these actions holds."""
     if all(action.kind is Kind.FORWARD for action in actions):
         return 0
     split = split_backwards(actions) if until_weight else set()
@@ -99,9 +107,12 @@ def _peak(actions: list[Action], *, until_weight: bool) -> int:
 def simulate(
     schedule: Schedule, placement: StagePlacement, times: StageTimes | Sequence[StageTimes] = EQUAL_TIMES
 ) -> Timeline:
-    """Run every compute action of `schedule` as early as its rank and its input allow; transfers are ignored.
+    """Run every compute action of `schedule` as early as its rank and its input allow; transfers in it are ignored.
 
-    `times`: of every stage, or a sequence with those of each. Raises ValueError where compute actions deadlock.
+    `times` are the times of every stage, or a sequence with the times of each stage.
+
+    Raises:
+        ValueError: If compute actions deadlock.
     """
     by_stage = [times] * placement.num_stages if isinstance(times, StageTimes) else times
     compute = [[action for action in actions if action.kind in COMPUTE] for actions in schedule]
@@ -110,7 +121,7 @@ def simulate(
     ends: dict[tuple[int, Action], float] = {}
 
     def advance(rank: int) -> bool:
-        """Run the next actions of `rank` whose inputs exist; whether there were any."""
+        """Run the next actions of `rank` that have their inputs, and return whether there were any."""
         before, rank_spans = len(spans[rank]), spans[rank]
         while len(rank_spans) < len(compute[rank]):
             action = compute[rank][len(rank_spans)]
@@ -133,7 +144,10 @@ def simulate(
 
 
 def mean_times(timeline: Timeline, placement: StagePlacement) -> list[StageTimes]:
-    """The mean times of each stage's actions; a backward that was never split counts half for input and weights."""
+    """Return the mean times of each stage's actions.
+
+    A backward that was never split counts half for the input's gradient and half for the weights' gradient.
+    """
     spent: dict[tuple[int, str], list[float]] = {}
     for stages, spans in zip(placement.stages, timeline.spans):
         split = split_backwards(span.action for span in spans)
@@ -151,7 +165,7 @@ def mean_times(timeline: Timeline, placement: StagePlacement) -> list[StageTimes
 
 
 def _needed(rank: int, action: Action, placement: StagePlacement) -> list[tuple[int, Action]]:
-    """The compute actions, with their ranks, that must have ended before `action` of `rank`."""
+    """Return the compute actions, with their ranks, that must have ended before `action` of `rank`."""
     kind, microbatch, chunk = action
     if kind is Kind.WEIGHT:
         return [(rank, Action(Kind.BACKWARD, microbatch, chunk))]
@@ -161,7 +175,7 @@ def _needed(rank: int, action: Action, placement: StagePlacement) -> list[tuple[
 
 
 def _raise_if_stuck(compute: Schedule, positions: list[int], placement: StagePlacement) -> None:
-    """Raise ValueError if a rank has not ended, preferably about one that waits for a later action of its own."""
+    """Raise ValueError if a rank has not ended; name a rank that waits for one of its own later actions, if any."""
     waiting: list[tuple[bool, int, int, Action]] = []
     for rank, actions in enumerate(compute):
         if positions[rank] < len(actions):
@@ -171,10 +185,10 @@ def _raise_if_stuck(compute: Schedule, positions: list[int], placement: StagePla
     if waiting:
         _, rank, source, awaited = min(waiting, key=lambda entry: entry[:3])
         action, other = (compute[r][positions[r]] for r in (rank, source))
-        at = "which comes later" if source == rank else f"and rank {source} never gets beyond {other}"
+        at = "which comes later" if source == rank else f"and rank {source} never gets past {other}"
         raise schedule_error(rank, positions[rank], action, f"deadlock: waits for {awaited} of rank {source}, {at}")
 
 
 def schedule_error(rank: int, position: int, action: Action, rule: str) -> ValueError:
-    """`rule` is broken by `action`, the one at `position` of the list of `rank`."""
+    """Return the error for a `rule` that `action`, at `position` of the list of `rank`, breaks."""
     return ValueError(f"rank {rank}, position {position}, {action}: {rule}")

@@ -1,11 +1,11 @@
-"""Measured times of a schedule's actions, and timelines, measured or simulated, as files.
+"""Measured times of a schedule's actions, and files of measured or simulated timelines.
 
-A `Stopwatch` records start and end of each compute action on the device: as CUDA events, for which the host does not
-wait, or by the host's clock on CPU. Time zero is a barrier over the pipeline, so that the times of all ranks can be
-compared; between hosts this is exact to the duration of a barrier.
+A `Stopwatch` records the start and end of each compute action on the device: with CUDA events, which the host does not
+wait for, or with the host's clock on CPU. Time zero is a barrier over the pipeline, so that the times of all ranks can
+be compared. Between hosts the accuracy is the duration of a barrier.
 
 A timeline file is JSON: {"placement": stages of each rank, "spans": for each rank [cell, start, end], in seconds}.
-`chrome_trace` returns what https://ui.perfetto.dev and chrome://tracing open.
+`chrome_trace` returns a trace that https://ui.perfetto.dev and chrome://tracing can open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from megafp8.parallel.pipeline.simulate import TimedAction, Timeline
 
 
 class Stopwatch:
-    """Times one rank's compute actions. Construction is a barrier over `pipeline`, time zero of all ranks."""
+    """Timer of one rank's compute actions.
+
+    The constructor is a barrier over `pipeline`, which sets time zero of all ranks.
+    """
 
     def __init__(self, pipeline: Group, device: torch.device) -> None:
         self._pipeline, self._cuda = pipeline, device.type == "cuda"
@@ -37,6 +40,7 @@ class Stopwatch:
         self._zero = self._now()
 
     def _now(self) -> Any:
+        """Return an event on the current stream, or the time of the host's clock on CPU."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -44,6 +48,7 @@ class Stopwatch:
         return event
 
     def start(self, action: Action) -> None:
+        """Record the start of `action`."""
         self._events.append((action, self._now(), None))
 
     def stop(self) -> None:
@@ -52,13 +57,14 @@ class Stopwatch:
         self._events.append((action, start, self._now()))
 
     def timeline(self) -> Timeline:
-        """The timeline of all ranks, in seconds. Collective over the pipeline; synchronizes the device."""
+        """Return the timeline of all ranks, in seconds. Collective over the pipeline; synchronizes the device."""
         if self._cuda:
             torch.cuda.synchronize()
         spans = [TimedAction(action, self._seconds(start), self._seconds(end)) for action, start, end in self._events]
         return Timeline(all_gather_objects(spans, self._pipeline.group))
 
     def _seconds(self, event: Any) -> float:
+        """Return the seconds from time zero to `event`."""
         return self._zero.elapsed_time(event) / 1e3 if self._cuda else event - self._zero
 
 
@@ -69,7 +75,7 @@ def write_timeline(timeline: Timeline, placement: StagePlacement, path: Path) ->
 
 
 def read_timeline(path: Path) -> tuple[Timeline, StagePlacement]:
-    """Read what `write_timeline` wrote. Raises ValueError if the file is no timeline."""
+    """Read a file that `write_timeline` wrote; raise ValueError if the file is not a timeline."""
     try:
         events = parse_json(path.read_bytes())
         placement = StagePlacement(tuple(tuple(map(int, stages)) for stages in events["placement"]))
@@ -78,12 +84,15 @@ def read_timeline(path: Path) -> tuple[Timeline, StagePlacement]:
             for spans in events["spans"]
         ]
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        raise ValueError(f"{path} is no pipeline timeline: {error}") from None
+        raise ValueError(f"{path} is not a pipeline timeline: {error}") from None
     return Timeline(spans), placement
 
 
 def chrome_trace(timelines: dict[str, tuple[Timeline, StagePlacement]], *, unit: float = 1.0) -> dict[str, Any]:
-    """Chrome trace events: one process per timeline, one thread per rank. `unit`: seconds per unit of time."""
+    """Return Chrome trace events, with one process per timeline and one thread per rank.
+
+    `unit` is the number of seconds per unit of time in the timelines.
+    """
     events: list[dict[str, Any]] = []
     for pid, (name, (timeline, placement)) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})

@@ -1,12 +1,12 @@
 """Replicas of a job: whole copies of the model that train together, and may leave and come back between two steps.
 
-    quorum        which replicas take part in a step, which of them lack its state, and from which peer they copy it
-    lighthouse    torchft's lighthouse, which decides who takes part, behind a token
-    group         sums, maxima and messages between ranks of different replicas, bounded in time
-    membership    one replica's part in all this: the quorum, the exchange of a step's gradients, and the vote on it
+    quorum        replicas that take part in a step, replicas without the current state, and the peers they copy it from
+    lighthouse    torchft's lighthouse, which decides who takes part, protected by a token
+    group         sums, maxima and messages between ranks of different replicas, with time limits
+    membership    one replica's part in this: the quorum, the exchange of a step's gradients, and the vote on the step
 
-Each replica is a job of its own (torchrun, process groups, a launch agent). No process group spans two of them, but for
-those of `group`, which are made anew whenever the members change. docs/resilience.md tells how to run them.
+Each replica is a separate job (torchrun, process groups, a launch agent). Process groups do not span replicas, except
+the groups of `group`, which are rebuilt whenever the members change. docs/resilience.md explains how to run replicas.
 """
 
 from megafp8.parallel.replicas.membership import Membership, ReplicaLost, ReplicaStopped, StopAsked

@@ -1,19 +1,21 @@
-"""Communication between the ranks that hold the same part of the model in different replicas, bounded in time.
+"""Communication between the ranks that hold the same part of the model in different replicas, with time limits.
 
-*A sum does not depend on who else is there.* The sum of a step's gradients is
+*A sum does not depend on the other members.* The sum of a step's gradients is
 
     ((x[0] + x[1]) + x[2]) + ...
 
-over the replicas that have trained, in the order of their indices, whichever of them is slow, and whether others take
-part without gradients. So the weights after a step are a function of the weights before and of who has trained, and a
-run can be repeated, bit for bit, from the record of its members. A ring's order would depend on the number of ranks in
-it. Each rank adds up one slice of the tensor: it gets that slice from all others (all-to-all), adds, and all gather
-the results. A rank sends and receives 2 · (n - 1) / n of the tensor, as in a ring.
+over the replicas that have trained, in the order of their indices, regardless of which of them is slow, and whether
+other members take part without gradients. The weights after a step are therefore a function of the weights before and
+of the replicas that trained, and a run can be repeated bit for bit from the record of its members. The order of a ring
+would depend on the number of ranks in it. Each rank adds up one slice of the tensor: it gets that slice from all others
+(all-to-all), adds, and all ranks gather the results. A rank sends and receives 2 · (n - 1) / n of the tensor, as in a
+ring.
 
-*Every wait is bounded.* Gloo has a time limit for each operation. NCCL's watchdog would end the process, so the host
-waits for an event itself, and aborts the communicator after the limit. A peer that has ended is found at once, by its
-closed connections, of gloo also where NCCL waits; one that hangs, by the limit. Whoever finds an error closes its own
-connections, so the others need not wait for theirs.
+*Every wait has a time limit.* Gloo has a limit for each operation. NCCL's watchdog would end the process, so the host
+itself waits for an event, and aborts the communicator after the limit. A peer that has ended is detected at once,
+because its connections are closed; gloo connections serve this purpose also while NCCL waits. A peer that hangs is
+detected by the limit. A rank that detects an error closes its own connections, so the other ranks need not wait for
+their limits.
 """
 
 from __future__ import annotations
@@ -31,24 +33,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 SLICE = 1 << 25
-"""Elements that are summed at a time; as many more are in memory for it."""
+"""Number of elements that are summed at a time; the sum needs memory for the same number of elements."""
 PART = 1 << 28
-"""Bytes of a message, each of which is bounded in time."""
+"""Bytes of a message. Each message has a time limit."""
 _POLL_SECONDS = 0.0002
 _CLOSE_SECONDS = 5.0
 
 Failed = (RuntimeError, TimeoutError, ConnectionError)
-"""What operations raise where a peer is lost: torch's errors of connections are RuntimeErrors."""
-_CLOSES = 2  # a tag
+"""Errors that operations raise if a peer is lost. torch's connection errors are RuntimeErrors."""
+_CLOSES = 2  # tag of the message that a member closes its connections
 _WATCH = "watch of a neighbour"
 
 
 class ReplicaGroup:
-    """Connections of this rank to its peers, the ranks of the same number in other replicas.
+    """Connections of this rank to its peers, the ranks with the same number in other replicas.
 
-    `store`: where they meet, under `name`; `rank` and `size`: of the members. `device`: of the tensors: NCCL on CUDA,
-    gloo on the CPU; gloo also for messages of the host. `seconds`: the longest time that one operation may take.
-    Collective over the peers. RuntimeError where they do not meet in time.
+    The constructor is collective over the peers.
+
+    Args:
+        store: Store in which the peers meet.
+        name: Name of the group in the store.
+        rank, size: Number of this member, and number of members.
+        device: Device of the tensors: NCCL on CUDA, gloo on the CPU. gloo also sends messages of the host.
+        seconds: Maximum time of one operation.
+
+    Raises:
+        RuntimeError: If the peers do not meet in time.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class ReplicaGroup:
         self._device_group = self._host
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(days=1)  # the watchdog's, which would end the process
+            options._timeout = timedelta(days=1)  # the watchdog would end the process
             prefix = dist.PrefixStore(f"{name}/device", store)
             self._device_group = dist.ProcessGroupNCCL(prefix, rank, size, options)
             self.watch_neighbour()
@@ -75,7 +85,8 @@ class ReplicaGroup:
     def watch_neighbour(self) -> None:
         """Learn in the background when the next member closes its connections, which NCCL does not notice.
 
-        It says so, or is gone. Whoever learns it closes its own, so within moments all members do.
+        The neighbor sends a message, or its connection breaks. A member that learns this closes its own connections, so
+        within moments all members do.
         """
         host, neighbour, lost = self._host, (self.rank + 1) % self.size, self._lost
 
@@ -88,7 +99,10 @@ class ReplicaGroup:
         threading.Thread(target=wait, name=_WATCH, daemon=True).start()
 
     def sum_(self, x: Tensor, ranks: Sequence[int]) -> None:
-        """Replace `x`, contiguous, on all members by the sum of those of `ranks`, in that order. See `synchronize`."""
+        """Replace the contiguous `x` on all members by the sum over `ranks`, added in that order.
+
+        See `synchronize` for waiting.
+        """
         if self.size == 1:
             return
         flat = x.view(-1)
@@ -103,7 +117,7 @@ class ReplicaGroup:
             flat[even:] = padded[: len(flat) - even]
 
     def _sum_slice(self, flat: Tensor, ranks: Sequence[int]) -> None:
-        """`sum_` of a tensor whose elements can be divided evenly over the members."""
+        """Sum a tensor like `sum_`; its number of elements must be a multiple of the number of members."""
         received = torch.empty_like(flat)
         self._device_group.alltoall_base(received, flat, [], []).wait()
         parts = received.view(self.size, -1)
@@ -113,12 +127,12 @@ class ReplicaGroup:
         self._device_group._allgather_base(flat, total).wait()
 
     def max_(self, x: Tensor) -> None:
-        """Replace `x` on all members by the largest values of any. See `synchronize`."""
+        """Replace `x` on all members by the elementwise maximum. See `synchronize`."""
         if self.size > 1:
             self._device_group.allreduce([x], dist.ReduceOp.MAX).wait()
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all members, on the host: `[n]` -> `[members, n]`."""
+        """Gather the rows of all members on the host: `[n]` to `[members, n]`."""
         if self.size == 1:
             return row.unsqueeze(0)
         rows = row.new_empty(self.size, *row.shape)
@@ -126,24 +140,25 @@ class ReplicaGroup:
         return rows
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send `tensors`, contiguous, to member `to`, which receives into tensors of the same shapes."""
+        """Send contiguous `tensors` to member `to`, which receives into tensors of the same shapes."""
         for part in _parts(tensors):
             self._device_group.send([part], to, 0).wait()
             self.synchronize()
 
     def receive(self, tensors: Sequence[Tensor], sender: int) -> None:
-        """Receive into `tensors`, contiguous, what member `sender` sends."""
+        """Receive the tensors that member `sender` sends into contiguous `tensors`."""
         for part in _parts(tensors):
             self._device_group.recv([part], sender, 0).wait()
             self.synchronize()
 
     def send_object(self, value: Any, to: int) -> None:
-        """Send `value`, which is JSON."""
+        """Send `value`, which must be JSON, to member `to`."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         self._host.send([torch.tensor([len(data)])], to, 1).wait()
         self._host.send([data], to, 1).wait()
 
     def receive_object(self, sender: int) -> Any:
+        """Receive the value that member `sender` sends with `send_object`."""
         size = torch.zeros(1, dtype=torch.int64)
         self._host.recv([size], sender, 1).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -151,13 +166,13 @@ class ReplicaGroup:
         return json.loads(bytes(data.numpy()))
 
     def synchronize(self) -> None:
-        """Wait, for a bounded time, until what is queued on the current stream is done; nothing is on the CPU."""
+        """Wait, with a time limit, until all work on the current stream is done. On the CPU, return at once."""
         if self._device.type == "cuda":
             bounded(torch.cuda.current_stream(self._device).record_event().query, self._seconds, self._lost.is_set)
 
     def close(self) -> None:
-        """Close all connections; operations in progress, here and at peers, fail."""
-        if self._watches:  # gloo's connections stay open for as long as this rank waits for its neighbour
+        """Close all connections. Running operations fail, here and at peers."""
+        if self._watches:  # gloo's connections stay open as long as this rank waits for its neighbor
             with contextlib.suppress(*Failed):
                 self._closing = self._host.send([torch.zeros(1)], (self.rank - 1) % self.size, _CLOSES)
             self._watches = False
@@ -169,9 +184,9 @@ class ReplicaGroup:
 
 
 def wait_for_watches() -> None:
-    """Wait, for a bounded time, for the threads that have watched neighbours, whose groups have been closed.
+    """Wait, with a time limit, for the threads that have watched neighbors, after their groups have been closed.
 
-    Python ends threads that come back from native code once it exits, and torch's abort the process then.
+    At exit, Python ends threads that return from native code, and torch's threads would then abort the process.
     """
     deadline = time.monotonic() + _CLOSE_SECONDS
     for thread in threading.enumerate():
@@ -180,7 +195,7 @@ def wait_for_watches() -> None:
 
 
 def bounded(done: Callable[[], bool], seconds: float, lost: Callable[[], bool] = lambda: False) -> None:
-    """Wait until `done()`. TimeoutError after so many seconds, ConnectionError once `lost()`."""
+    """Wait until `done()`. Raise TimeoutError after `seconds`, and ConnectionError once `lost()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if lost():
@@ -191,6 +206,6 @@ def bounded(done: Callable[[], bool], seconds: float, lost: Callable[[], bool] =
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of `tensors` in parts of at most `PART`; parts are views."""
+    """Return the bytes of `tensors` as views of at most `PART` bytes."""
     flat = [x.view(-1).view(torch.uint8) for x in tensors if x.numel()]
     return [part for x in flat for part in x.split(PART)]

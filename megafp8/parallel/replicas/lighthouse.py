@@ -1,9 +1,10 @@
 """The lighthouse, torchft's server that decides which replicas take part in a step, and a replica's connection to it.
 
-A replica asks for a quorum before each step, and sends a heartbeat meanwhile. The lighthouse answers at once if all
-members of the previous quorum ask; else as soon as all replicas with a heartbeat ask, or `join_seconds` after the first
-one; in no case with fewer than `min_replicas`, nor with half of those that have a heartbeat or fewer. It keeps nothing
-on disk: one that is started again learns of all replicas when they ask next.
+A replica asks for a quorum before each step, and sends heartbeats in the meantime. The lighthouse answers at once if
+all members of the previous quorum ask. Otherwise it answers as soon as all replicas with a heartbeat ask, or
+`join_seconds` after the first one. It never answers with fewer than `min_replicas` replicas, or with half or fewer of
+the replicas that have a heartbeat. It stores nothing on disk: a restarted lighthouse learns about all replicas when
+they next ask.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from megafp8.parallel.replicas import tunnel
 from megafp8.parallel.replicas.quorum import Member
 
 ADDRESS = "MEGAFP8_LIGHTHOUSE"
-"""Variable with the lighthouse's host and port."""
+"""Environment variable with the lighthouse's host and port."""
 TOKEN = "MEGAFP8_LIGHTHOUSE_TOKEN"
-"""Variable with the word that proves that a connection to it is of this job."""
+"""Environment variable with the secret that proves that a connection belongs to this job."""
 REPLICA = "MEGAFP8_REPLICA"
-"""Variable with the index of the replica that a process belongs to."""
+"""Environment variable with the index of the replica that a process belongs to."""
 PORT = 29510
 _SHORTEST_TOKEN = 16
 _HEARTBEAT_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0
-"""Longest wait for a heartbeat that is being sent, whose own limit is shorter."""
+"""Maximum wait for a heartbeat that is being sent; the heartbeat itself has a shorter limit."""
 
 
 class ReplicaEndpoint(NamedTuple):
-    """What a process must know to belong to a replica."""
+    """Address, token and index that a process needs to belong to a replica."""
 
     host: str
     port: int
@@ -44,7 +45,11 @@ class ReplicaEndpoint(NamedTuple):
 
 
 def place_of(environment: Mapping[str, str], count: int) -> ReplicaEndpoint:
-    """The place of a process with these variables in a job of `count` replicas. ValueError if it has none."""
+    """Return the endpoint of a process with these variables in a job of `count` replicas.
+
+    Raises:
+        ValueError: If a variable is missing or wrong.
+    """
     missing = [name for name in (ADDRESS, TOKEN, REPLICA) if not environment.get(name)]
     if missing:
         raise ValueError(
@@ -54,35 +59,35 @@ def place_of(environment: Mapping[str, str], count: int) -> ReplicaEndpoint:
     host, port = address_of(environment[ADDRESS])
     replica = environment[REPLICA]
     if not replica.isdecimal() or int(replica) >= count:
-        raise ValueError(f"{REPLICA} is {replica}, and the replicas of the job are numbered from 0 to {count - 1}")
+        raise ValueError(f"{REPLICA} is {replica}, but the replicas of the job are numbered from 0 to {count - 1}")
     return ReplicaEndpoint(host, port, token_of(environment), int(replica))
 
 
 def token_of(environment: Mapping[str, str]) -> str:
-    """The token in the environment. ValueError where there is none, or it is short enough to be guessed."""
+    """Return the token in the environment; raise ValueError if it is missing, or short enough to be guessed."""
     token = environment.get(TOKEN, "")
     if len(token) < _SHORTEST_TOKEN:
         raise ValueError(
-            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN} or more, the same for the lighthouse and "
-            f"all replicas: export {TOKEN}=$(openssl rand -hex 16)"
+            f"{TOKEN} has {len(token)} characters and needs {_SHORTEST_TOKEN} or more; give the lighthouse and all "
+            f"replicas the same token: export {TOKEN}=$(openssl rand -hex 16)"
         )
     return token
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `host`, `host:port` or `[IPv6 address]:port`. ValueError for others."""
+    """Parse host and port of `host`, `host:port` or `[IPv6 address]:port`; raise ValueError for other texts."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, str(PORT)
     if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ValueError(f"{text} is no address of a lighthouse: give HOST or HOST:PORT")
+        raise ValueError(f"{text} is not the address of a lighthouse: give HOST or HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def start(
     bind: tuple[str, int], token: str, min_replicas: int, join_seconds: float, heartbeat_seconds: float
 ) -> Callable[[], None]:
-    """Start a lighthouse whose clients prove `token` at the address `bind`; returns what ends it."""
+    """Start a lighthouse at the address `bind` for clients with `token`, and return a function that ends it."""
     server = _coordination().LighthouseServer(
         "127.0.0.1:0",
         min_replicas=min_replicas,
@@ -105,7 +110,8 @@ def start(
 
 
 def _coordination() -> Any:
-    os.environ.setdefault("RUST_LOG", "warn")  # it writes several lines a step
+    """Import torchft's coordination module; raise ValueError if torchft is not installed."""
+    os.environ.setdefault("RUST_LOG", "warn")  # the default level writes several lines per step
     try:
         from torchft import coordination  # type: ignore[import-untyped]  # an optional package
     except ImportError as error:
@@ -116,9 +122,10 @@ def _coordination() -> Any:
 
 
 class Lighthouse:
-    """A replica's connection to the lighthouse, of its rank 0; sends heartbeats from `join` on until it is closed.
+    """Connection of a replica's rank 0 to the lighthouse. It sends heartbeats from the first `quorum` until `close`.
 
-    `alive`: asked before each heartbeat, which is not sent if it is false, as when a rank of this replica hangs.
+    `alive` is called before each heartbeat. If it returns False, for example because a rank of this replica hangs, the
+    heartbeat is not sent.
     """
 
     def __init__(self, place: ReplicaEndpoint, id: str, alive: Callable[[], bool] = lambda: True) -> None:
@@ -136,9 +143,11 @@ class Lighthouse:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def quorum(self, member: Member, seconds: float) -> list[Member]:
-        """The members of the quorum that `member` takes part in, once it is complete.
+        """Return the members of the quorum that `member` takes part in, once it is complete.
 
-        TimeoutError if it is not within `seconds`; ConnectionError if the lighthouse does not answer.
+        Raises:
+            TimeoutError: If the quorum is not complete within `seconds`.
+            ConnectionError: If the lighthouse does not answer.
         """
         if not self._thread.is_alive():
             self._thread.start()
@@ -156,15 +165,16 @@ class Lighthouse:
         return [Member(**participant.data) for participant in quorum.participants]
 
     def _beat(self) -> None:
+        """Send heartbeats until `close`."""
         while not self._closed.wait(_HEARTBEAT_SECONDS):
             if self._alive():
-                with contextlib.suppress(RuntimeError, TimeoutError):  # the next one may reach it
+                with contextlib.suppress(RuntimeError, TimeoutError):  # the next heartbeat may arrive
                     self._beats.heartbeat(self._id, timeout=timedelta(seconds=5))
 
     def close(self) -> None:
-        """End the heartbeats; waits for one that is being sent.
+        """End the heartbeats, and wait for a heartbeat that is being sent.
 
-        Python ends threads that come back from native code once it exits, and torchft's aborts the process then.
+        At exit, Python ends threads that return from native code, and torchft's thread would then abort the process.
         """
         self._closed.set()
         tunnel.close(self._tunnel)

@@ -1,21 +1,21 @@
-"""One replica's part in a job of several: quorum before each step, exchange and vote at its end, copies of the state.
+"""Part of one replica in a job of several: quorum before each step, exchange and vote at its end, copies of the state.
 
-    begin      rank 0 asks the lighthouse for a quorum; if the members are others than before, all ranks connect to
-               their peers anew; members with the newest state send it to those without
+    begin      rank 0 asks the lighthouse for a quorum; if the members have changed, all ranks reconnect to their
+               peers; members with the newest state send it to members without it
     exchange   gradients and statistics of the step are combined over the members, in place
-    vote       the step counts if all ranks of all members have combined everything; else none of it counts
+    vote       the step counts if all ranks of all members have combined everything; otherwise none of it counts
 
-Nothing that the step has computed changes the state before the vote, so where a replica is lost the others compute the
-step again, with what was the lost one's share of the batch divided among them. All processes go on.
+The computation of a step does not change the state before the vote. If a replica is lost, the others compute the step
+again, with its share of the batch divided among them. All processes go on.
 
-*A vote can fail in part*: a replica that is lost while votes are counted may have voted for some of the others and not
-for the rest. Those that have counted all votes have done the step, and the others have not; in the next quorum they are
-a step behind and copy the state, as a replica does that rejoins. If the others do the step again before that, because
-those that have done it do not answer, there are two states of one step; their lineages tell them apart, and one of them
-is given up (`Quorum.lineage`).
+*A vote can fail in part*: a replica that is lost while votes are counted may have voted at some of the others and not
+at the rest. The members that have counted all votes have completed the step, and the others have not; in the next
+quorum the others are one step behind and copy the state, like a replica that rejoins. If the others repeat the step
+before that, because the members that completed it do not answer, there are two states of one step. Their lineages
+distinguish them, and one of them is given up (`Quorum.lineage`).
 
-*A rank that hangs* does not answer its peers within the time limit, nor the other ranks of its own replica: these end
-with an error, and the launch agent starts the replica anew. Its heartbeats end with it.
+*A rank that hangs* answers neither its peers within the time limit, nor the other ranks of its own replica. These end
+with an error, and the launch agent restarts the replica. Its heartbeats end with it.
 """
 
 from __future__ import annotations
@@ -45,27 +45,35 @@ from megafp8.parallel.replicas.quorum import NEW, Member, Quorum
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
-"""Longest wait for a member's connections, which all make at once."""
+"""Maximum wait for a member's connections, which all members make at the same time."""
 
 
 class ReplicaLost(Exception):
-    """A member did not take part to the end, so the step does not count. Raised on all ranks of this replica."""
+    """Loss of a member before the end of a step, which therefore does not count.
+
+    Raised on all ranks of this replica.
+    """
 
 
 class StopAsked(Exception):
-    """This process was asked to stop while it waits for other replicas. Raised on all ranks of this replica."""
+    """Request to stop this process that arrives while it waits for other replicas.
+
+    Raised on all ranks of this replica.
+    """
 
 
 class ReplicaStopped(RuntimeError):
-    """This replica cannot go on: a rank of it hangs, or it has been too slow for too long."""
+    """Error after which this replica cannot go on: one of its ranks hangs, or it has been too slow for too long."""
 
 
 class ReplicaLimits(NamedTuple):
     """Time limits, in seconds, and the rule for slow replicas.
 
-    `exchange`: of one operation between replicas, so of the wait for the slowest. `quorum`: of the wait for enough
-    replicas. `slow_ratio`: a replica whose own time in a step is more than so many times the median is named in the
-    log, and ends after `slow_steps` such steps in a row; 0: it stays.
+    Attributes:
+        exchange: Limit of one operation between replicas, and so of the wait for the slowest replica.
+        quorum: Limit of the wait for enough replicas.
+        slow_ratio: A replica is logged as slow if its own time in a step exceeds this multiple of the median.
+        slow_steps: Number of consecutive slow steps after which a replica ends; 0 means that it stays.
     """
 
     exchange: float
@@ -75,21 +83,30 @@ class ReplicaLimits(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """The tensors of a rank's state, live. `recorded`: those that forward and backward passes change, too."""
+    """Tensors of a rank's state, live. Forward and backward passes also change the tensors in `recorded`."""
 
     stable: Sequence[Tensor]
     recorded: Sequence[Tensor]
 
 
 class Membership:
-    """The membership of this rank's replica. Collective over the ranks of the replica, but for `close`.
+    """Membership of this rank's replica. All methods except `close` are collective over the ranks of the replica.
 
-    `is_main`: this is its rank 0. `device`: of the tensors. `state`: the tensors that make up this rank's state, and
-    `metadata` what else there is of it, JSON, equal on all ranks; `restore` takes the metadata of a peer over once its
-    tensors have been received into `state`. All are called between two steps. `stops`: whether a signal has asked this
-    rank to stop. Call `begin`, then `exchange`.
+    Call `begin`, then `exchange`.
 
-    Attributes: `quorum`: of the running step, or of the latest one.
+    Attributes:
+        quorum: Quorum of the running step, or of the latest one.
+
+    Args:
+        place: Endpoint of the replica.
+        is_main: Whether this is rank 0 of the replica.
+        device: Device of the tensors.
+        limits: Time limits.
+        state: Returns the tensors that make up this rank's state.
+        metadata: Returns the rest of the state as JSON, equal on all ranks.
+        restore: Adopts the metadata of a peer, after its tensors have been received into `state`. This function and the
+            two above are called between two steps.
+        stops: Returns whether a signal has asked this rank to stop.
     """
 
     def __init__(
@@ -107,7 +124,7 @@ class Membership:
         self.index, self.quorum = place.replica, Quorum((), 0)
         self._device, self._limits = device, limits
         self._state, self._metadata, self._restore, self._stops = state, metadata, restore, stops
-        # A rank of this replica that hangs in an exchange is found by the others before the hang watch would.
+        # The other ranks of this replica notice a rank that hangs in an exchange before the hang watch does.
         self._inner = host_group(3 * limits.exchange + 5)
         self._is_main = is_main
         self._id, self._store = broadcast_object(
@@ -129,7 +146,7 @@ class Membership:
         self._lighthouse: Lighthouse | None = None
 
     def _is_alive(self) -> bool:
-        """Whether this rank has made progress lately: one that hangs must not keep others waiting for it."""
+        """Return whether this rank has made progress lately: a rank that hangs must not keep others waiting for it."""
         record = activity.record
         if record is not None and record.marks != self._marks:
             self._marks, self._progress = record.marks, time.monotonic()
@@ -139,13 +156,17 @@ class Membership:
     _marks = 0
 
     def _new_nonce(self) -> str:
+        """Return a random word for a member without connections."""
         return uuid.uuid4().hex[:8]
 
     def begin(self, step: int) -> Quorum:
-        """Take part in the quorum of the step that comes after the first `step`, and connect to its members.
+        """Take part in the quorum of the step after the first `step` steps, and connect to its members.
 
-        `NEW` for a replica without a state. A member without the newest state has it when this returns. Raises
-        ReplicaStopped where there is no quorum in time.
+        `step` is `NEW` for a replica without a state. When this returns, a member without the newest state has received
+        it.
+
+        Raises:
+            ReplicaStopped: If there is no quorum in time.
         """
         activity.enter("quorum")
         while True:
@@ -162,12 +183,15 @@ class Membership:
             return self.quorum
 
     def _members_with(self, own: Member) -> list[Member]:
-        """The members of the next quorum, on all ranks.
+        """Return the members of the next quorum, on all ranks.
 
-        Raises ReplicaStopped if there is none in time, StopAsked if this replica is to stop before.
+        While rank 0 waits, it sends messages to the other ranks, so that they notice if it hangs. The request itself is
+        not repeated in the meantime: the lighthouse may just be answering it, and other members would wait for a member
+        that asks again.
 
-        The other ranks hear from rank 0 while it waits, so that they notice if it hangs. The request itself is not
-        repeated meanwhile: the lighthouse may just be answering it, and others would wait for a member that asks again.
+        Raises:
+            ReplicaStopped: If there is no quorum in time.
+            StopAsked: If this replica is asked to stop before.
         """
         deadline, warned, answer = time.monotonic() + self._limits.quorum, False, None
         while True:
@@ -195,7 +219,7 @@ class Membership:
                 raise ReplicaStopped(f"replica {self.index} has waited {self._limits.quorum:g} s for enough others")
 
     def _ask(self, own: Member) -> tuple[list[Member], Exception | None]:
-        """The members of the next quorum, or why the lighthouse has not answered."""
+        """Return the members of the next quorum, or the reason why the lighthouse has not answered."""
         try:
             if self._lighthouse is None:
                 self._lighthouse = Lighthouse(self._place, self._id, self._is_alive)
@@ -207,7 +231,10 @@ class Membership:
             return [], error
 
     def _connect(self, quorum: Quorum) -> bool:
-        """Connect to the peers in `quorum`; False, on all ranks, where that failed on any: the quorum must be anew."""
+        """Connect to the peers in `quorum`, and return whether this succeeded on all ranks.
+
+        If it failed, a new quorum is needed.
+        """
         self._disconnect()
         host, _, port = quorum.store.rpartition(":")
         rank = 0 if not dist.is_initialized() else dist.get_rank()
@@ -229,15 +256,16 @@ class Membership:
         return False
 
     def _log_changes(self, before: Quorum, quorum: Quorum) -> None:
+        """Log the replicas that have left or joined."""
         left = [x.index for x in before.members if x.id not in {y.id for y in quorum.members}]
         joined = [x.index for x in quorum.members if x.id not in {y.id for y in before.members}]
         if left:
-            logger.warning(f"step {quorum.step + 1}: replica {_listed(left)} has left; it goes on with {_all(quorum)}")
+            logger.warning(f"step {quorum.step + 1}: replica {_listed(left)} has left; continuing with {_all(quorum)}")
         if joined:
-            logger.info(f"step {max(quorum.step, 0) + 1}: replica {_listed(joined)} has joined: now {_all(quorum)}")
+            logger.info(f"step {max(quorum.step, 0) + 1}: replica {_listed(joined)} has joined; now {_all(quorum)}")
 
     def _copy(self, quorum: Quorum) -> bool:
-        """Begin to send the state to members without it, or receive it; False, on all ranks, where that failed."""
+        """Begin to send the state to members without it, or receive it; return whether this succeeded on all ranks."""
         if quorum.trains:
             targets = [rank for rank, source in quorum.sources.items() if source == quorum.rank]
             if targets:
@@ -266,13 +294,13 @@ class Membership:
         size = sum(x.nbytes for x in received) / 2**30
         peer = quorum.members[source].index
         logger.info(
-            f"state after step {quorum.step} copied from replica {peer}: {size:.2f} GiB a rank in "
+            f"state after step {quorum.step} copied from replica {peer}: {size:.2f} GiB per rank in "
             f"{time.monotonic() - began:.1f} s"
         )
         return True
 
     def _send(self, targets: Sequence[int]) -> None:
-        """Send the state in the background; `wait_copied` waits for it, and whoever changes the state must before."""
+        """Send the state in the background. Code that changes the state must call `wait_copied` before."""
         metadata, state, copies = self._metadata(), self._state(), self._copies
         assert copies is not None
         tensors = [x.contiguous() for x in state.stable] + [x.clone() for x in state.recorded]
@@ -295,7 +323,7 @@ class Membership:
         self._sending.start()
 
     def wait_copied(self) -> None:
-        """Wait until the state is sent that is being sent."""
+        """Wait until a running transfer of the state has ended."""
         if self._sending is not None:
             self._sending.join()
             self._sending = None
@@ -303,8 +331,11 @@ class Membership:
     def exchange(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> None:
         """Sum and maximize the tensors of a step over the members, in place, and vote on the step.
 
-        Raises ReplicaLost on all ranks where it does not count: then the values are undefined, and the step is to be
-        begun again. Waits for a state that is being sent, so that the update may change it.
+        A state that is being sent is waited for, so that the update may change it.
+
+        Raises:
+            ReplicaLost: On all ranks, if the step does not count. The values are then undefined, and the step must
+                begin again.
         """
         activity.enter("exchange")
         group, quorum, own_seconds = self._group, self.quorum, time.monotonic() - self._began
@@ -342,7 +373,7 @@ class Membership:
         self._copies = self._closed(self._copies)
 
     def _judge(self, seconds: Sequence[float]) -> None:
-        """Name a slow replica, by its own time until the exchange, and end this one if it is slow too often."""
+        """Log this replica if its own time until the exchange is slow, and end it if it is slow too often."""
         by_rank = {rank: seconds[rank] for rank in self.quorum.trainers}
         median = statistics.median(by_rank.values())
         slow = [rank for rank, x in by_rank.items() if x > self._limits.slow_ratio * median and x - median > 0.05]
@@ -356,13 +387,14 @@ class Membership:
         if self._limits.slow_steps and self._slow_steps >= self._limits.slow_steps and len(by_rank) > 1:
             raise ReplicaStopped(
                 f"replica {self.index} has been more than {self._limits.slow_ratio:g} times as slow as the median for "
-                f"{self._slow_steps} steps (resilience.replicas.slow_steps), and leaves"
+                f"{self._slow_steps} steps (resilience.replicas.slow_steps) and leaves"
             )
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of this rank's peers, in the order of the members: `[n]` -> `[members, n]`, on the host.
+        """Gather the rows of this rank's peers on the host, in the order of the members: `[n]` to `[members, n]`.
 
-        Raises ReplicaLost on all ranks of the replica where a peer does not answer.
+        Raises:
+            ReplicaLost: On all ranks of the replica, if a peer does not answer.
         """
         group, error, rows = self._group, None, row
         assert group is not None
@@ -377,41 +409,43 @@ class Membership:
         return rows
 
     def _all_succeeded(self, succeeded: bool) -> bool:
-        """Whether all ranks of this replica have. Raises ReplicaStopped where one of them does not answer."""
+        """Return whether all ranks of this replica have succeeded; raise ReplicaStopped if a rank does not answer."""
         try:
             return bool(all_reduce(torch.tensor([float(succeeded)]), self._inner, "min").item())
         except RuntimeError as error:
             raise ReplicaStopped(f"a rank of replica {self.index} does not answer: {_first_line(error)}") from error
 
     def _lose(self, reason: str) -> None:
-        """Forget the connections, which are made anew for the next quorum."""
+        """Drop the connections, which are made again for the next quorum."""
         self._disconnect()
         self._nonce = self._new_nonce()
         if self._is_main:
             logger.warning(f"replica {self.index}: {reason}")
 
     def _disconnect(self) -> None:
+        """Close all connections, and wait for a transfer of the state to end."""
         self._group, copies = self._closed(self._group), self._copies
         self._copies = self._closed(copies)
         self.wait_copied()
 
     @staticmethod
     def _closed(group: ReplicaGroup | None) -> None:
+        """Close `group` and return None."""
         if group is not None:
             group.close()
 
     def close(self) -> None:
-        """Leave: the others go on without this replica."""
+        """Leave the job. The other replicas go on without this one."""
         self._disconnect()
         if self._lighthouse is not None:
             self._lighthouse.close()
-        if self._asking is not None:  # as for those of the lighthouse
+        if self._asking is not None:  # see `Lighthouse.close`
             self._asking.join(_CONNECT_SECONDS)
         wait_for_watches()
 
 
 def _in_thread(action: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """The result of `action` to come, and the thread that computes it, which does not keep the process alive."""
+    """Run `action` in a daemon thread, and return the future of its result and the thread."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -426,9 +460,9 @@ def _in_thread(action: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
 
 
 def _connected(host: str, port: int, seconds: float) -> dist.Store:
-    """The store at an address. RuntimeError if it does not answer in time."""
+    """Connect to the store at an address; raise RuntimeError if it does not answer in time."""
     limit = timedelta(seconds=seconds)
-    # Bounded here, too: with a process that is stopped torch waits several times as long.
+    # Limit the wait here as well: for a stopped process, torch waits several times as long.
     store, _ = _in_thread(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
     wait([store], seconds)
     if not store.done():
@@ -437,17 +471,20 @@ def _connected(host: str, port: int, seconds: float) -> dist.Store:
 
 
 def _store_address() -> str:
-    """Where peers reach the store of this replica's process groups."""
+    """Return the address at which peers reach the store of this replica's process groups."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _first_line(error: Exception | None) -> str:
+    """Return the first line of an error's message."""
     return "another rank of this replica lost its peer" if error is None else str(error).partition("\n")[0]
 
 
 def _listed(indices: Sequence[int]) -> str:
+    """Format indices in ascending order."""
     return ", ".join(map(str, sorted(indices)))
 
 
 def _all(quorum: Quorum) -> str:
-    return f"{len(quorum.members)} of them: {_listed([x.index for x in quorum.members])}"
+    """Format the number and the indices of all members."""
+    return f"{len(quorum.members)} replicas: {_listed([x.index for x in quorum.members])}"

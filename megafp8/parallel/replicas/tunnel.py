@@ -1,15 +1,16 @@
-"""Connections to the lighthouse that begin with a proof of the token, at both ends.
+"""Connections to the lighthouse that begin with a proof of the token in both directions.
 
-torchft's lighthouse answers whoever reaches its port: it shows the members, and ends them if asked. So it listens on
-the loopback interface only, and `serve` forwards connections to it, from a public address, that have proven the token:
+torchft's lighthouse answers every client that reaches its port: it shows the members, and ends them if asked. It
+therefore listens only on the loopback interface, and `serve` forwards connections from a public address to it if they
+have proven the token:
 
     server -> client    32 random bytes a
     client -> server    32 random bytes b, HMAC-SHA256(token, "client" a b)
     server -> client    HMAC-SHA256(token, "server" a b)
 
-The token itself is never sent, and what was recorded of one connection opens no other. Bytes that follow are forwarded
-as they are, not encrypted: like the connections between ranks, these need a network whose users are trusted not to
-listen. `connect` listens on the loopback interface of a rank's machine and forwards to the server.
+The token itself is never sent, and a recording of one connection does not open another. All following bytes are
+forwarded unencrypted: like the connections between ranks, they need a network with users who are trusted not to listen.
+`connect` listens on the loopback interface of a rank's machine and forwards to the server.
 
 Clients without the token cannot keep others out: a handshake must end within `_HANDSHAKE_SECONDS`, and each end limits
 the number of its connections (`_Connections`).
@@ -33,16 +34,17 @@ _SIZE = 32
 _HANDSHAKE_SECONDS = 5.0
 _MAX_CONNECTIONS = 1024
 _MAX_LOOPBACK_CONNECTIONS = 64
-"""Limit at a rank's end, where the clients are the rank's own."""
+"""Maximum number of connections at a rank's end, where all clients belong to the rank."""
 _RESERVED_FILES = 32
 _RETRY_SECONDS = 0.1
 _WARNING_SECONDS = 60.0
-"""Shortest time between two warnings of a listener."""
+"""Minimum time between two warnings of a listener."""
 
 logger = logging.getLogger(__name__)
 
 
 def _proof(token: str, side: str, a: bytes, b: bytes) -> bytes:
+    """Return the HMAC that proves the token for one side of a connection."""
     return hmac.digest(token.encode(), side.encode() + a + b, "sha256")
 
 
@@ -64,8 +66,8 @@ def prove_as_server(connection: socket.socket, token: str) -> None:
     """Run the server's side of the handshake.
 
     Raises:
-        PermissionError: The client has another token.
-        OSError: The client has closed the connection or has not proven the token in time.
+        PermissionError: If the client has another token.
+        OSError: If the client has closed the connection or has not proven the token in time.
     """
     deadline = time.monotonic() + _HANDSHAKE_SECONDS
     connection.settimeout(_HANDSHAKE_SECONDS)
@@ -83,8 +85,8 @@ def prove_as_client(connection: socket.socket, token: str) -> None:
     """Run the client's side of the handshake.
 
     Raises:
-        PermissionError: Either side has another token.
-        OSError: The server has closed the connection or has not answered in time.
+        PermissionError: If either side has another token.
+        OSError: If the server has closed the connection or has not answered in time.
     """
     deadline = time.monotonic() + _HANDSHAKE_SECONDS
     connection.settimeout(_HANDSHAKE_SECONDS)
@@ -95,11 +97,12 @@ def prove_as_client(connection: socket.socket, token: str) -> None:
     except ConnectionError:
         raise PermissionError("the lighthouse refused the token") from None
     if not hmac.compare_digest(proof, _proof(token, "server", a, b)):
-        raise PermissionError("what answers is no lighthouse of this token")
+        raise PermissionError("the server that answers is not a lighthouse with this token")
     connection.settimeout(None)
 
 
 def _forward(source: socket.socket, target: socket.socket) -> None:
+    """Forward bytes from `source` to `target` until either closes."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)
@@ -109,7 +112,7 @@ def _forward(source: socket.socket, target: socket.socket) -> None:
 
 
 def _join(one: socket.socket, other: socket.socket) -> None:
-    """Forward both ways until either side closes."""
+    """Forward in both directions until either side closes."""
     back = threading.Thread(target=_forward, args=(other, one), daemon=True)
     back.start()
     _forward(one, other)
@@ -117,26 +120,26 @@ def _join(one: socket.socket, other: socket.socket) -> None:
 
 
 class _Connections:
-    """Connections of one listener, each forwarded by a thread of its own.
+    """Connections of one listener, each forwarded by a separate thread.
 
-    A connection is pending until its other end is open, which includes the handshake. With more than `limit`
-    connections the oldest pending one is closed, of the address that has most of them. Connections that are forwarded
-    stay open.
+    A connection is pending until its other end is open, which includes the handshake. If there are more than `limit`
+    connections, the oldest pending connection is closed, from the address that has the most pending ones. Connections
+    that are being forwarded stay open.
 
     Args:
         open_target: Returns the other end of a connection, or raises OSError.
-        limit: Number of connections that may be open at once.
+        limit: Maximum number of open connections.
     """
 
     def __init__(self, open_target: Callable[[socket.socket], socket.socket], limit: int) -> None:
         self._open_target, self._limit = open_target, limit
         self._lock = threading.Lock()
         self._num_open = 0
-        self._pending: dict[socket.socket, str] = {}  # hosts; the oldest connection first
+        self._pending: dict[socket.socket, str] = {}  # host of each connection, oldest first
         self._warned = -_WARNING_SECONDS
 
     def start(self, connection: socket.socket, host: str) -> None:
-        """Forward a new connection from `host`, in a thread."""
+        """Forward a new connection from `host` in a new thread."""
         with self._lock:
             self._num_open += 1
             self._pending[connection] = host
@@ -149,12 +152,13 @@ class _Connections:
             self.warn("a connection is closed: %s", error)
 
     def warn(self, message: str, *arguments: object) -> None:
-        """Log a warning, unless there was one shortly before: a flood of connections must not flood the log."""
+        """Log a warning, unless there was one shortly before: many connections must not flood the log."""
         if time.monotonic() - self._warned >= _WARNING_SECONDS:
             self._warned = time.monotonic()
             logger.warning(message, *arguments)
 
     def _close_oldest(self) -> None:
+        """Close the oldest pending connection of the host that has the most pending connections."""
         ((host, _),) = Counter(self._pending.values()).most_common(1)
         oldest = next(x for x, its_host in self._pending.items() if its_host == host)
         del self._pending[oldest]
@@ -163,6 +167,7 @@ class _Connections:
             oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
 
     def _run(self, connection: socket.socket) -> None:
+        """Open the other end of a connection and forward until either side closes."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._open_target(connection) as target:
@@ -178,6 +183,7 @@ class _Connections:
             self._end(connection)
 
     def _end(self, connection: socket.socket) -> None:
+        """Close a connection and stop counting it."""
         connection.close()
         with self._lock:
             self._pending.pop(connection, None)
@@ -204,7 +210,7 @@ def listen(listener: socket.socket, open_target: Callable[[socket.socket], socke
 
 
 def _max_connections() -> int:
-    """Return the limit of a server's connections by the limit of open files.
+    """Return the maximum number of a server's connections that the limit of open files allows.
 
     Each connection takes three files: both ends of the tunnel, and the end of torchft's server in the same process.
     """
@@ -215,9 +221,12 @@ def _max_connections() -> int:
 
 
 def serve(bind: tuple[str, int], target: tuple[str, int], token: str) -> socket.socket:
-    """Forward connections to `bind` that prove `token` to `target`; return the listening socket, to be closed.
+    """Forward connections to `bind` that prove `token` to `target`, and return the listening socket.
 
-    Raises OSError where the address cannot be listened at.
+    The caller closes the socket.
+
+    Raises:
+        OSError: If the address is not available for listening.
     """
     family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
     listener = socket.create_server(bind, family=family, backlog=4096)
@@ -231,9 +240,13 @@ def serve(bind: tuple[str, int], target: tuple[str, int], token: str) -> socket.
 
 
 def connect(server: tuple[str, int], token: str) -> socket.socket:
-    """Listen on a free port of the loopback interface and forward to `server`, with the handshake; return the socket.
+    """Listen on a free port of the loopback interface, forward to `server` with the handshake, and return the socket.
 
-    One connection is tried at once: OSError where nothing answers, PermissionError for another token.
+    The connection is tried once immediately.
+
+    Raises:
+        OSError: If no server answers.
+        PermissionError: If the server has another token.
     """
 
     def open_server() -> socket.socket:
@@ -253,7 +266,7 @@ def connect(server: tuple[str, int], token: str) -> socket.socket:
 
 
 def close(listener: socket.socket) -> None:
-    """Stop listening; connections that are open stay so."""
+    """Stop listening. Open connections stay open."""
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     listener.close()

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: linears, embedding and loss whose weights are cut over a group of ranks."""
+"""Tensor and sequence parallelism: linear layers, embedding and loss with weights sharded over a group of ranks."""

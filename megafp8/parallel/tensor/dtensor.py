@@ -1,4 +1,4 @@
-"""Tensor parallelism of any model's FP8 layers: styles for `torch.distributed.tensor.parallel.parallelize_module`.
+"""Tensor parallelism for any model's FP8 layers: styles for `torch.distributed.tensor.parallel.parallelize_module`.
 
     tp = init_device_mesh("cuda", (8,))
     fp8.convert(model, fp8.CurrentScaling())
@@ -8,10 +8,10 @@
         "attention.o_proj": Fp8RowwiseParallel(output_layouts=Shard(1)),
     })
 
-Parameters become DTensors, as with torch's styles, so optimizers and checkpoints see what they know. Activations are
-local tensors. A layer computes as one of `megafp8.parallel.tensor.layers` does: a scale for the whole tensor is made
-from the amax over the ranks that hold shards of it, so every number is what one rank would compute, but for the order
-of sums; and a row-parallel layer gathers its output gradient in FP8.
+Parameters become DTensors, as with torch's styles, so optimizers and checkpoints work as usual. Activations are local
+tensors. A layer computes like a layer of `megafp8.parallel.tensor.layers`: the scale of a whole tensor is computed from
+the amax over the ranks that hold its shards, so every number equals the result of a single rank, up to the order of
+sums. A row-parallel layer gathers its output gradient in FP8.
 
 Shapes: b sequences, s positions, k inputs, n outputs; t ranks.
 """
@@ -51,7 +51,10 @@ from megafp8.parallel.tp_overlap import default_overlap
 
 
 class Fp8ColwiseParallel(ParallelStyle):
-    """Shards an FP8 layer's outputs: x whole on each rank, or from `PrepareFp8ModuleInput`, to y `[..., n/t]`."""
+    """Style that shards an FP8 layer's outputs.
+
+    x is whole on each rank, or comes from `PrepareFp8ModuleInput`; y is `[..., n/t]`.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _shard(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, "column", sequence_parallel=False)
@@ -60,7 +63,10 @@ class Fp8ColwiseParallel(ParallelStyle):
 
 
 class Fp8RowwiseParallel(ParallelStyle):
-    """Shards an FP8 layer's inputs: x `[..., k/t]` to the whole y, or with `output_layouts=Shard(1)` `[b, s/t, n]`."""
+    """Style that shards an FP8 layer's inputs.
+
+    x is `[..., k/t]`; y is whole on each rank, or `[b, s/t, n]` with `output_layouts=Shard(1)`.
+    """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:
         if output_layouts not in (None, Replicate(), Shard(1)):
@@ -76,10 +82,11 @@ class Fp8RowwiseParallel(ParallelStyle):
 
 
 class PrepareFp8ModuleInput(ParallelStyle):
-    """Gathers the first argument of a module, `[b, s/t, k]`, along the sequence, in FP8 for column-parallel layers.
+    """Style that gathers a module's first argument along the sequence, in FP8 for column-parallel layers.
 
-    These must be all that reads it: others see NaNs. It is gathered in high precision where one of them has a finer
-    scale than one per tensor, or runs in high precision. `argument`: its name, where it is passed by name.
+    The argument is `[b, s/t, k]` on each rank. Only column-parallel layers may read it: other readers see NaNs. It is
+    gathered in high precision if one of the layers has a finer scale than one per tensor, or runs in high precision.
+    `argument` is the name of the argument if it is passed by name.
     """
 
     def __init__(self, argument: str = "hidden_states") -> None:
@@ -99,11 +106,11 @@ def _shard(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Make DTensors of the parameters of an FP8 layer, and tell its state and the layer how ranks communicate."""
+    """Convert the parameters of an FP8 layer to DTensors, and tell the layer and its state how ranks communicate."""
     if type(module) is not Fp8LinearModule:
         raise ValueError(
-            f"{type(module).__name__} is no converted nn.Linear; call megafp8.fp8.convert before parallelize_module, "
-            "and use torch's own styles for layers that stay in high precision"
+            f"{type(module).__name__} is not a converted nn.Linear; call megafp8.fp8.convert before "
+            "parallelize_module, and use torch's own styles for layers that stay in high precision"
         )
     group, fp8 = mesh.get_group(), module.fp8
     for name, param in list(module.named_parameters()):
@@ -115,18 +122,19 @@ def _shard(
 
 
 def _local(param: nn.Parameter | Tensor | None, *, partial_grad: bool = False) -> Any:
+    """Return the local shard of a DTensor. `partial_grad` declares its gradient as a partial sum."""
     if not isinstance(param, DTensor):
         return param
     return param.to_local(grad_placements=[Partial()] if partial_grad else None)
 
 
 class _Parallel(Fp8LinearModule):
-    """An FP8 layer of which each rank has a shard."""
+    """FP8 layer that is sharded over the ranks."""
 
     comm: TPComm
 
     def _run(self, x: Tensor, bias: Tensor | None, fallback: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """In FP8, or `fallback(x, weight)`; plus the bias."""
+        """Run the layer in FP8, or as `fallback(x, weight)`, and add the bias."""
         device, weight = x.device, _local(self.weight)
         if getattr(x, "gathered", None) is None:
             x = in_torch_autocast_dtype(x)
@@ -138,12 +146,15 @@ class _Parallel(Fp8LinearModule):
         return with_bias(y, bias)
 
     def _linear(self, x: Tensor, weight: Any, state: LinearState) -> Tensor:
+        """Run the layer in FP8."""
         return linear(x, weight, state, comm=self.comm)
 
 
 class _Colwise(_Parallel):
+    """FP8 layer with sharded outputs."""
+
     def forward(self, input: Tensor) -> Tensor:
-        """`[b, s, k]` -> `[b, s, n/t]`."""
+        """Map `[b, s, k]` to `[b, s, n/t]`."""
 
         def fallback(x: Tensor, weight: Tensor) -> Tensor:
             return F.linear(mappings.copy_to_tensor_parallel(x, _group(self.fp8)), weight)
@@ -159,10 +170,12 @@ class _Colwise(_Parallel):
 
 
 class _Rowwise(_Parallel):
+    """FP8 layer with sharded inputs."""
+
     sequence_parallel: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[b, s, k/t]` -> `[b, s, n]`, or `[b, s/t, n]`."""
+        """Map `[b, s, k/t]` to `[b, s, n]`, or to `[b, s/t, n]`."""
         group = _group(self.fp8)
         bias = _local(self.bias, partial_grad=self.sequence_parallel)
         if not self.sequence_parallel:
@@ -172,12 +185,13 @@ class _Rowwise(_Parallel):
 
 
 def _group(fp8: StandaloneLinear) -> ProcessGroup:
+    """Return the tensor-parallel group of a layer."""
     assert fp8.tp_group is not None
     return fp8.tp_group
 
 
 class _Gathered:
-    """What `PrepareFp8ModuleInput` has gathered, quantized as `state` has it."""
+    """Input that `PrepareFp8ModuleInput` has gathered, quantized for `state`."""
 
     def __init__(self, quantized: QuantizedTensor, state: LinearState) -> None:
         self.quantized, self.state = quantized, state
@@ -186,13 +200,14 @@ class _Gathered:
 def _prepare(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: ProcessGroup, argument: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the first argument of a module, or the argument named `argument`, by the gathered one."""
     x: Tensor = args[0] if args else kwargs[argument]
     whole = _gather(module, x, group)
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, argument: whole})
 
 
 def _gather(module: nn.Module, x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[b, s/t, k]` -> `[b, s, k]`, in FP8 if all column-parallel layers of `module` can take it so."""
+    """Gather `[b, s/t, k]` to `[b, s, k]`, in FP8 if all column-parallel layers of `module` support it."""
     layers = [m.fp8 for m in module.modules() if isinstance(m, _Colwise)]
     x = in_torch_autocast_dtype(x)
     if layers:
@@ -208,7 +223,10 @@ def _gather(module: nn.Module, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _takes_gathered(state: LinearState, first: LinearState) -> bool:
-    """Whether the layer's input may be quantized as that of `first`: by one scale per tensor, in all GEMMs."""
+    """Return whether the layer can read the input that `first` quantizes.
+
+    This needs the same recipe, one scale per tensor, and all GEMMs in FP8.
+    """
     if (
         state.precision is None
         or state.plan.calibrating
@@ -225,7 +243,7 @@ def _takes_gathered(state: LinearState, first: LinearState) -> bool:
 
 
 def _share_amax(first: LinearState, state: LinearState) -> None:
-    """Take the amax that the quantizer of `first` has recorded: the input is the same."""
+    """Copy the amax that the quantizer of `first` has recorded, because the input is the same."""
     quantizer, other = state.own_quantizers.input, first.own_quantizers.input
     assert isinstance(quantizer, RecipeQuantizer)
     assert isinstance(other, RecipeQuantizer)
@@ -235,14 +253,17 @@ def _share_amax(first: LinearState, state: LinearState) -> None:
 
 
 class _Box:
-    """What a Function returns beside tensors."""
+    """Wrapper around a result of an autograd Function that is not a tensor."""
 
     def __init__(self, tensor: QuantizedTensor) -> None:
         self.tensor = tensor
 
 
 class _GatherQuantized(Function):
-    """Quantizes this rank's tokens and gathers them; returns NaNs without memory. Backward sums and scatters."""
+    """Autograd Function that quantizes this rank's tokens and gathers them; backward reduce-scatters.
+
+    It returns NaNs without memory in place of the values.
+    """
 
     @staticmethod
     def forward(
@@ -267,12 +288,15 @@ class _GatherQuantized(Function):
 
 
 def _reduce_scatter(dx: Tensor, group: ProcessGroup) -> Tensor:
-    """`[b, s, k]` of each rank, summed, to this rank's `[b, s/t, k]`."""
+    """Sum `[b, s, k]` over the ranks, and return this rank's `[b, s/t, k]`."""
     return collectives.reduce_scatter(dx.transpose(0, 1).contiguous(), group).transpose(0, 1)
 
 
 class _GatherValues(Function):
-    """Gathers tokens in high precision. Each reader's gradient is whole on every rank, so backward takes a slice."""
+    """Autograd Function that gathers tokens in high precision.
+
+    Each reader's gradient is whole on every rank, so backward takes a slice.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

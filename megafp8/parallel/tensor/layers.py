@@ -3,16 +3,17 @@
     ColumnParallelLinear    y = x Wᵀ, W [n, k] sharded along n: every rank needs the whole x and computes a slice of y
     RowParallelLinear       W [n, k] sharded along k: a rank has a slice of x and computes a partial y; these are summed
 
-A column-parallel layer followed by a row-parallel one needs one collective in forward and one in backward. With
-`sequence_parallel` activations between such pairs are sharded along s, so the all-reduce becomes an all-gather before
-and a reduce-scatter after: the same bytes, 1/t of the activation memory.
+A column-parallel layer followed by a row-parallel layer needs one collective in forward and one in backward. With
+`sequence_parallel`, activations between such pairs are sharded along s, so the all-reduce becomes an all-gather before
+and a reduce-scatter after: the same number of bytes, with 1/t of the activation memory.
 
-How a layer computes is decided when it is constructed: `Fp8Manager.linear` makes its `LinearState` with an immutable
-`LinearPlan` (`megafp8.plan`). The model says through `site` what stands before and after the layer; the layer adds what
-it knows itself. In FP8 a sequence-parallel layer gathers quantized data where the plan says so, half the bytes of bf16.
+The way a layer computes is decided when it is constructed: `Fp8Manager.linear` makes its `LinearState` with an
+immutable `LinearPlan` (`megafp8.plan`). Through `site`, the model describes the operations before and after the layer;
+the layer adds its own properties. In FP8, a sequence-parallel layer gathers quantized data if its plan says so, half
+the bytes of bf16.
 
-Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear whose weight stacks a slice of
-each: `parts` gives names and sizes, and each part keeps its own global name.
+Several projections of the same input (q, k, v; gate, up) are one ColumnParallelLinear with a weight that stacks a slice
+of each. `parts` gives names and sizes, and each part keeps its own global name.
 
 Shapes: s sequence, b micro-batch, h hidden, k inputs, n outputs; t tensor-parallel size.
 """
@@ -43,19 +44,34 @@ ZEROS = Init("zeros")
 
 
 def _adapted(site: LinearSite) -> LinearSite:
-    """The place of a layer with LoRA, which reads the values of its input and of its output's gradient."""
+    """Return the site of a layer with LoRA, which reads the values of its input and of its output gradient."""
     return replace(site, before=READS_VALUES, after=READS_VALUES, recompute_input=False)
 
 
 class ColumnParallelLinear(nn.Module):
-    """`y = x Wᵀ + b`, W `[n, k]` sharded along n.
+    """Linear layer `y = x Wᵀ + b` with W `[n, k]` sharded along n.
 
     x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`, or `[s, b, n]` with
-    `gather_output`. `parts` names the projections stacked in the output, default one part called `name`; under TP a
-    rank's output holds its slice of each part in order. `skip_bias_add` returns `(y, bias)` instead of adding.
-    `weight`: use this parameter (tied embedding) rather than make one. `high_precision`: why the layer must not be FP8,
-    if so. `tp_overlap`: how x is gathered and dx reduced; default one collective each. `site`: the layer's neighbors,
-    tokens and where its weight is stored, for its plan. `lora`: adapts those of the parts that are its targets.
+    `gather_output`.
+
+    Args:
+        name: Global name of the layer.
+        input_size, output_size: Sizes k and n of the whole weight.
+        group: Tensor-parallel group.
+        fp8: Manager that makes the layer's state.
+        init: Distribution of the weight's initial values.
+        dtype, device: Dtype and device of the parameters.
+        bias: Whether the layer has a bias.
+        gather_output: Gather y over the ranks.
+        sequence_parallel: x is sharded along s.
+        skip_bias_add: Return `(y, bias)` instead of adding the bias.
+        parts: Names and sizes of the projections stacked in the output; by default one part called `name`. With tensor
+            parallelism, a rank's output holds its slice of each part in order.
+        high_precision: Reason why the layer must not run in FP8; empty if it may.
+        weight: Parameter to use (tied embedding) instead of a new one.
+        tp_overlap: Overlap that gathers x and reduces dx; by default one collective each.
+        site: Neighbors and tokens of the layer and storage of its weight, for its plan.
+        lora: Adapts the parts that are its targets.
     """
 
     def __init__(
@@ -116,7 +132,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(
         self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`handoff`: `state.grad_handoff()`, given to the operation that uses the output too."""
+        """Return y, or `(y, bias)` with `skip_bias_add`.
+
+        `handoff` is `state.grad_handoff()`, which the operation that reads the output also gets.
+        """
         bias = None if self.skip_bias_add else self.bias
         y = linear(x, self.weight, self.state, bias=bias, handoff=handoff, comm=self.comm)
         if self.lora is not None and self.lora.adds:
@@ -128,13 +147,14 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`y = x Wᵀ + b`, W `[n, k]` sharded along k.
+    """Linear layer `y = x Wᵀ + b` with W `[n, k]` sharded along k.
 
-    x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or
-    `[s/t, b, n]` with `sequence_parallel`. The bias is whole on every rank and added after the sum; under sequence
-    parallelism each rank sees its slice of s only, so the bias gradient is summed over the group once a step
-    (`reduce_over_tp`). `skip_bias_add` returns `(y, bias)`. `tp_overlap`: how y is reduced and dy gathered; default one
-    collective each. `high_precision`, `site`, `lora`: as for `ColumnParallelLinear`.
+    x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or `[s/t,
+    b, n]` with `sequence_parallel`. The bias is replicated and added after the sum. Under sequence parallelism each
+    rank sees only its slice of s, so the bias gradient is summed over the group once per step (`reduce_over_tp`).
+
+    `tp_overlap` reduces y and gathers dy; by default with one collective each. The other arguments have the same
+    meaning as in `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -189,6 +209,7 @@ class RowParallelLinear(nn.Module):
             self.lora = RowLora(lora, name, input_size, output_size, place)
 
     def forward(self, x: Tensor | LinearInput) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return y, or `(y, bias)` with `skip_bias_add`."""
         if not self.input_is_parallel:
             assert isinstance(x, Tensor)
             x = scatter_to_tensor_parallel(x, self.group)

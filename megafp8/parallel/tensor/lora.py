@@ -2,11 +2,12 @@
 
     y = x Wᵀ + (alpha / rank) · (x Aᵀ) Bᵀ        W [n, k] is frozen, A [rank, k] and B [n, rank] are trained
 
-A is initialized at random and B with zeros, so that y begins as x Wᵀ. Both are in the model's precision with fp32
-masters, whatever W's GEMMs are quantized to, and read the values of x, not its quantized form.
+A is initialized at random and B with zeros, so y starts as x Wᵀ. Both have the model's precision with fp32 masters,
+however W's GEMMs are quantized, and both read the values of x, not its quantized form.
 
-Each projection of a layer that stacks several has its own A and B, named as it: `layers.0.attention.q.lora_a`. How they
-are sharded follows from the layer, so that only `[tokens, rank]` is communicated beside what the layer does:
+Each projection of a layer that stacks several has its own A and B, named after it: `layers.0.attention.q.lora_a`. The
+layer determines how they are sharded, such that only `[tokens, rank]` is communicated in addition to the layer's own
+communication:
 
                      A                              x Aᵀ                              B
     column-parallel  whole on each rank             gathered along s, or the same     sharded along n as W
@@ -36,13 +37,13 @@ from megafp8.parallel.tensor.mappings import (
 from megafp8.plan import Neighbor
 
 A, B = "lora_a", "lora_b"
-READS_VALUES = Neighbor("LoRA", "none", "LoRA needs the values")
-"""Neighbor of an adapted layer on either side: no operation may give it, or take from it, quantized data only."""
+READS_VALUES = Neighbor("LoRA", "none", "LoRA needs the unquantized values")
+"""Neighbor of an adapted layer on either side. It prevents exchanging only quantized data with the layer."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which projections are adapted: `targets` are the last words of their names."""
+    """Low-rank adaptation of the projections in `targets`, the last words of their names."""
 
     rank: int
     alpha: float
@@ -50,27 +51,28 @@ class Lora:
 
     @property
     def scale(self) -> float:
+        """Factor of the adaptation: alpha / rank."""
         return self.alpha / self.rank
 
     def adapted(self, names: Iterable[str]) -> list[str]:
-        """Those of the projections `names` that are adapted."""
+        """Return the names of the projections among `names` that are adapted."""
         return [name for name in names if name.rpartition(".")[2] in self.targets]
 
 
 def is_lora(name: str) -> bool:
-    """Whether the tensor `name` is an A or a B."""
+    """Return whether the tensor `name` is an A or a B."""
     return name.rpartition(".")[2] in (A, B)
 
 
 def freeze(module: nn.Module) -> None:
-    """Leave only A's and B's to be trained."""
+    """Freeze all parameters except A's and B's."""
     for param in module.parameters():
         param.requires_grad_(is_lora(spec_of(param).shards[0].name))
 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Its linear layers compute x Wᵀ, that is, what the model did before it was adapted."""
+    """Turn off the adapters of `module` inside the context: linear layers compute x Wᵀ, as before adaptation."""
     adapters = [x for x in module.modules() if isinstance(x, (ColumnLora, RowLora))]
     for adapter in adapters:
         adapter.adds = False
@@ -82,7 +84,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 class AdapterPlacement(NamedTuple):
-    """Where an adapter's parameters are: as those of its layer."""
+    """Placement of an adapter's parameters, which follows its layer."""
 
     group: ProcessGroup
     dtype: torch.dtype
@@ -95,11 +97,14 @@ class AdapterPlacement(NamedTuple):
         return self.sequence_parallel and self.group.size() > 1
 
     def sharded(self, name: str, shape: tuple[int, int], dim: int) -> ParamShard:
-        """This rank's shard of a matrix."""
+        """Return this rank's shard of a matrix."""
         return shard_dim(name, shape, dim, self.group.rank(), self.group.size())
 
     def parameter(self, pieces: Sequence[ParamShard], init: Init, *, whole: bool) -> nn.Parameter:
-        """A parameter of `pieces` below each other. If `whole` on each rank, it has the gradient of own tokens only."""
+        """Allocate a parameter of `pieces`, stacked along dim 0.
+
+        If it is `whole` on each rank, each rank computes only the gradient of its local tokens.
+        """
         reduce = whole and self.sequence_sharded
         return empty_parameter(
             pieces, init, self.dtype, self.device, replicated_over_tp=whole, reduce_over_tp=reduce, matrix=True
@@ -107,14 +112,15 @@ class AdapterPlacement(NamedTuple):
 
 
 def _init_a(inputs: int) -> Init:
+    """Return the distribution of A's initial values."""
     return Init("normal", (3 * inputs) ** -0.5)  # the variance of PEFT's uniform distribution
 
 
 class ColumnLora(nn.Module):
-    """x `[s, b, k]`, or `[s/t, b, k]` sequence-parallel, -> what is added to y, `[s, b, n/t]`.
+    """Adapter of a column-parallel layer: x `[s, b, k]`, or `[s/t, b, k]`, to `[s, b, n/t]` to add to y.
 
-    `parts`: the layer's projections and their sizes, of which some are adapted; nothing is added to the others. `adds`:
-    not within `without_adapters`.
+    x is `[s/t, b, k]` with sequence parallelism. `parts` are the layer's projections and their sizes. Projections that
+    are not adapted get zeros. `adds` is False inside `without_adapters`.
     """
 
     adds = True
@@ -123,8 +129,8 @@ class ColumnLora(nn.Module):
         super().__init__()
         self.lora, self.place = lora, place
         names = lora.adapted(parts)
-        pieces = [piece for name in names for piece in unsharded(f"{name}.{A}", (lora.rank, inputs))]
-        self.a = place.parameter(pieces, _init_a(inputs), whole=True)
+        a_shards = [shard for name in names for shard in unsharded(f"{name}.{A}", (lora.rank, inputs))]
+        self.a = place.parameter(a_shards, _init_a(inputs), whole=True)
         self.b = nn.ParameterList(
             place.parameter([place.sharded(f"{name}.{B}", (parts[name], lora.rank), 0)], Init("zeros"), whole=False)
             for name in names
@@ -133,6 +139,7 @@ class ColumnLora(nn.Module):
         self.widths = {name: size // place.group.size() for name, size in parts.items()}
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the term to add to y, `[s, b, n/t]`."""
         h = (x @ self.a.t()) * self.lora.scale
         enter = gather_from_sequence_parallel if self.place.sequence_sharded else copy_to_tensor_parallel
         parts = enter(h, self.place.group).split(self.lora.rank, dim=-1)
@@ -147,9 +154,9 @@ class ColumnLora(nn.Module):
 
 
 class RowLora(nn.Module):
-    """x `[s, b, k/t]` -> what is added to y, `[s, b, n]`, or `[s/t, b, n]` sequence-parallel.
+    """Adapter of a row-parallel layer: x `[s, b, k/t]` to `[s, b, n]`, or `[s/t, b, n]`, to add to y.
 
-    `adds`: not within `without_adapters`.
+    `adds` is False inside `without_adapters`.
     """
 
     adds = True
@@ -162,6 +169,7 @@ class RowLora(nn.Module):
         self.b = place.parameter(unsharded(f"{name}.{B}", (outputs, lora.rank)), Init("zeros"), whole=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the term to add to y, `[s, b, n]`, or `[s/t, b, n]` sequence-parallel."""
         h = (x @ self.a.t()) * self.lora.scale
         leave = reduce_scatter_to_sequence_parallel if self.place.sequence_sharded else reduce_from_tensor_parallel
         return leave(h, self.place.group) @ self.b.t()

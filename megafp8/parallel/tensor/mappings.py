@@ -12,12 +12,12 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
     gather_from_tensor_parallel           all-gather last   slice of last     ranks have slices of the last dim
     scatter_to_tensor_parallel            slice of last     all-gather last   every rank has the whole tensor
 
-The layers of `megafp8.parallel.tensor.layers` overlap the first four with their GEMMs
-(`megafp8.parallel.tp_overlap`); these functions are for everything else. Those named `start_...` return a function
-that waits for the result. What runs in between overlaps with the collective, and its backward with that of the
-collective, which autograd runs in the reverse order.
+The layers of `megafp8.parallel.tensor.layers` overlap the first four with their GEMMs (`megafp8.parallel.tp_overlap`);
+these functions are for all other modules. Functions named `start_...` return a function that waits for the result.
+Operations in between overlap with the collective. In backward, which autograd runs in reverse order, their backward
+overlaps with the collective's backward.
 
-The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is right only where
+The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is correct only if
 every rank computed the same whole tensor and its gradient is the union of the slices.
 
 Shapes: s sequence, b micro-batch, h hidden; `t` is the tensor-parallel size.
@@ -40,35 +40,37 @@ from megafp8.parallel.tp_overlap import AllGatherHandle, Product, TPOverlap
 
 _Collective = Callable[[Tensor, ProcessGroup], Tensor]
 _Start = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts a collective and returns what waits for its result."""
+"""Function that starts a collective, and returns a function that waits for its result."""
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return `x` as a view, which autograd accepts as a new output."""
     return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' `x`."""
     return collectives.all_reduce(x.contiguous().clone(), group)
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """This rank's slice of `x` along `dim`."""
+    """Return this rank's slice of `x` along `dim`."""
     assert x.shape[dim] % group.size() == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 
 def _slice_last(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[..., n]` -> `[..., n/t]`."""
+    """Return this rank's slice `[..., n/t]` of `[..., n]`."""
     return _slice(x, group, -1)
 
 
 def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[..., n/t]` -> `[..., n]`."""
+    """Gather `[..., n/t]` to `[..., n]`."""
     return collectives.all_gather(x.contiguous().unsqueeze(0), group).movedim(0, -2).flatten(-2)
 
 
 class _Mapping(Function):
-    """`forward_collective(x)`, with the gradient `backward_collective(dy)`."""
+    """Autograd Function that applies `forward_collective` to x, and `backward_collective` to dy."""
 
     @staticmethod
     def forward(
@@ -84,27 +86,30 @@ class _Mapping(Function):
 
 
 def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: _Collective) -> Tensor:
+    """Apply the mapping, or return `x` if the group has one rank."""
     return _Mapping.apply(x, group, forward, backward) if collectives.size(group) > 1 else x
 
 
 class _Split:
-    """A mapping in two halves. `forward`, `backward`: what starts its collectives."""
+    """Mapping that is split into a start and a wait. `forward` and `backward` start its collectives."""
 
     def __init__(self, forward: _Start, backward: _Start) -> None:
         self.forward, self.backward = forward, backward
-        self._wait: Callable[[], Tensor] | None = None  # for the collective that is running
+        self._wait: Callable[[], Tensor] | None = None  # waits for the running collective
 
     def start(self, start: _Start, x: Tensor) -> None:
+        """Start a collective of `x`."""
         self._wait = start(x.contiguous())
 
     def wait(self) -> Tensor:
+        """Wait for the running collective and return its result."""
         assert self._wait is not None
         wait, self._wait = self._wait, None
         return wait()
 
 
 class _Started(Function):
-    """Starts the collective, and gives autograd a number in place of its result."""
+    """Autograd Function that starts the collective, and returns a scalar in place of its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: _Split) -> Tensor:
@@ -119,7 +124,7 @@ class _Started(Function):
 
 
 class _Finished(Function):
-    """Waits for the collective; in backward, starts that of the gradient."""
+    """Autograd Function that waits for the collective; its backward starts the gradient's collective."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, split: _Split) -> Tensor:
@@ -135,17 +140,21 @@ class _Finished(Function):
 
 
 def _start(x: Tensor, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
+    """Start the mapping of `x`, and return a function that finishes it."""
     split = _Split(forward, backward)
     started = _Started.apply(x, split)
     return partial(_Finished.apply, started, split)
 
 
 def _start_gather(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    """Start to gather `x` with `overlap`."""
     handle = overlap.gather([x])
     return lambda: handle.wait()[0]
 
 
 def _start_sum(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
+    """Start to sum `x` over the ranks with `overlap`."""
+
     def rows(chunk: slice, out: Tensor | None) -> Tensor:
         return x[chunk] if out is None else out.copy_(x[chunk])
 
@@ -154,14 +163,14 @@ def _start_sum(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
 
 
 def start_gather_from_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
-    """Start `gather_from_sequence_parallel` of a matrix, as `overlap` does it."""
+    """Start `gather_from_sequence_parallel` of a matrix with `overlap`; return a function that waits for it."""
     if overlap.group is None:
         return lambda: x_mn
     return _start(x_mn, partial(_start_gather, overlap), partial(_start_sum, overlap))
 
 
 def start_reduce_scatter_to_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
-    """Start `reduce_scatter_to_sequence_parallel` of a matrix, as `overlap` does it."""
+    """Start `reduce_scatter_to_sequence_parallel` of a matrix with `overlap`; return a function that waits for it."""
     if overlap.group is None:
         return lambda: x_mn
     return _start(x_mn, partial(_start_sum, overlap), partial(_start_gather, overlap))
@@ -178,7 +187,7 @@ def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_from_sequence_parallel(x_sbh: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[s/t, b, h]` -> `[s, b, h]`; backward sums and scatters."""
+    """Gather `[s/t, b, h]` to `[s, b, h]`; backward reduce-scatters."""
     return _map(x_sbh, group, collectives.all_gather, collectives.reduce_scatter)
 
 
@@ -188,15 +197,15 @@ def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> T
 
 
 def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
-    """Keep this rank's `[s/t, b, h]` of a tensor that all ranks have whole; backward gathers."""
+    """Keep this rank's `[s/t, b, h]` of a tensor that every rank has whole; backward gathers."""
     return _map(x_sbh, group, _slice, collectives.all_gather)
 
 
 def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[..., n/t]` -> `[..., n]`; backward keeps this rank's slice."""
+    """Gather `[..., n/t]` to `[..., n]`; backward keeps this rank's slice."""
     return _map(x, group, _gather_last, _slice_last)
 
 
 def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`[..., n]` -> `[..., n/t]`, this rank's slice; backward gathers."""
+    """Keep this rank's slice `[..., n/t]` of `[..., n]`; backward gathers."""
     return _map(x, group, _slice_last, _gather_last)

@@ -1,12 +1,12 @@
 """Initial values that do not depend on the layout.
 
-A stateful generator's numbers depend on what was drawn before, so a model would start differently under TP2 than under
-TP1. Here a value depends on (seed, stream name, index of the element in the global tensor) only: the counter-based
+The numbers of a stateful generator depend on previous draws, so a model would start differently under TP2 than under
+TP1. Here, a value depends only on (seed, stream name, index of the element in the global tensor): the counter-based
 generator of `megafp8.numerics.philox` is keyed by (seed, name) and counts elements. Any shard is generated, bit for
 bit, without generating the rest.
 
-Normals come from Box-Muller in float32. CPU and CUDA may differ in the last bit of log and cos; ranks of one kind never
-do.
+Normals come from Box-Muller in float32. CPU and CUDA may differ in the last bit of log and cos; ranks with the same
+kind of device never differ.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from torch import Tensor
 from megafp8.numerics.philox import Key, key_of, philox
 from megafp8.parallel.sharding import Init, ParamShard, shards_of, spec_of
 
-_CHUNK = 1 << 24  # elements generated at a time: bounds the int64 temporaries to some hundred MiB
+_CHUNK = 1 << 24  # elements generated at a time; limits the int64 temporaries to a few hundred MiB
 
 
 def normal_at(index: Tensor, key: Key) -> Tensor:
-    """Standard normals (float32) of the elements `index` (int64) of a stream. Box-Muller on two Philox words."""
+    """Return standard normals (float32) at the elements `index` (int64) of a stream.
+
+    Box-Muller transforms two Philox words to each normal.
+    """
     a, b, _, _ = philox(index, key)
     u = (a.double() + 0.5) / 2.0**32
     angle = (b.double() + 0.5) * (2 * math.pi / 2.0**32)
@@ -31,12 +34,12 @@ def normal_at(index: Tensor, key: Key) -> Tensor:
 
 
 def uniform_at(index: Tensor, key: Key) -> Tensor:
-    """Numbers between 0 and 1 (float64) of the elements `index` (int64) of a stream."""
+    """Return numbers between 0 and 1 (float64) at the elements `index` (int64) of a stream."""
     return (philox(index, key)[0].double() + 0.5) / 2.0**32
 
 
 def _global_index(shard: ParamShard, first: int, last: int, device: torch.device) -> Tensor:
-    """Flat global indices, int64, of rows [first, last) of `shard`, shaped `[rows, *rest]`."""
+    """Return flat global indices, int64, of rows [first, last) of `shard`, shaped `[rows, *rest]`."""
     index = torch.zeros((last - first,) + (1,) * (len(shard.shape) - 1), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shard.shape))):
@@ -48,7 +51,7 @@ def _global_index(shard: ParamShard, first: int, last: int, device: torch.device
 
 
 def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
-    """Write the initial values of `shard` into `out`, shaped like it."""
+    """Write the initial values of `shard` into `out`, which has the same shape."""
     if init.kind in ("ones", "zeros"):
         return out.fill_(1.0 if init.kind == "ones" else 0.0)
     key = key_of(seed, shard.name)
@@ -68,12 +71,12 @@ def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
 
 @torch.no_grad()
 def initialize(param: torch.nn.Parameter, values: Tensor, seed: int) -> None:
-    """Write the initial values of `param` into `values`, shaped like it."""
+    """Write the initial values of `param` into `values`, which has the same shape."""
     for shard, local in shards_of(param, values):
         fill_(local, shard, spec_of(param).init, seed)
 
 
 def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
-    """Give every parameter of `module` its initial value, a function of (seed, global name, global index) only."""
+    """Initialize every parameter of `module`. Values depend only on (seed, global name, global index)."""
     for param in module.parameters():
         initialize(param, param, seed)

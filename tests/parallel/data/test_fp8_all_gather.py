@@ -113,8 +113,8 @@ def _reasons() -> dict[str, Any]:
 
 def test_reasons_why_values_are_gathered(world2: World) -> None:
     reasons = world2.run(_reasons)[0]
-    assert "scales of its own (row)" in reasons["rowwise"]
-    assert "scales of its own (1x32)" in reasons["mxfp8"]
+    assert "separate scales (row)" in reasons["rowwise"]
+    assert "separate scales (1x32)" in reasons["mxfp8"]
     assert "(16x16)" in reasons["nvfp4"]
     assert "calibrated in high precision" in reasons["static"]
-    assert "32 rows a rank are no multiple of 128" in reasons["blockwise"]
+    assert "32 rows per rank are not a multiple of 128" in reasons["blockwise"]

@@ -84,15 +84,15 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
     "gradient late": (replaced(0, "rB1 B0 rB2 B1", "B0 rB2 B1 rB1"), "position 9, BACKWARD(1): the gradient must be"),
     "first stage receives": (
         replaced(0, "F0", "rF0 F0"),
-        "rank 0, position 0, RECV_FORWARD(0): stage 0 of 3 has no neighbour",
+        "rank 0, position 0, RECV_FORWARD(0): stage 0 of 3 has no neighbor",
     ),
     "last stage sends": (
         replaced(2, "F2", "F2 sF2"),
-        "rank 2, position 10, SEND_FORWARD(2): stage 2 of 3 has no neighbour",
+        "rank 2, position 10, SEND_FORWARD(2): stage 2 of 3 has no neighbor",
     ),
     "orders differ": (
         replaced(1, "rF1 rB0 F1 sF1 rF2", "rF2 rB0 rF1 F1 sF1"),
-        "rank 1, position 3, RECV_FORWARD(2): rank 0 sends what RECV_FORWARD(1) receives here; receives follow",
+        "rank 1, position 3, RECV_FORWARD(2): rank 0 sends the tensor of RECV_FORWARD(1) first; receives follow",
     ),
     "weight gradients before their backward": (
         replaced(0, "B0 rB2", "W0 B0 rB2"),
@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
             "rF0 F0 sF0 rF1 F1 sF1 rB0 B0 sB0 rB1 B1 sB1",
             "rF0 F0 B0 sB0 rF1 F1 B1 sB1",
         ),
-        "rank 0, position 3, BACKWARD(0): deadlock: waits for ever; transfers issued and not through: RECV_BACKWARD(0)",
+        "rank 0, position 3, BACKWARD(0): deadlock: waits forever; transfers issued but not completed: RECV_BACKWARD(0)",
     ),
     "a receive queued in front of a send": (
         schedule_of(
@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
             "rF0 rF1 F0 sF0 rB0 B0 sB0 F1 sF1 rB1 B1 sB1",
             "rF0 F0 B0 sB0 rF1 F1 B1 sB1",
         ),
-        "rank 0, position 3, BACKWARD(0): deadlock: waits for ever",
+        "rank 0, position 3, BACKWARD(0): deadlock: waits forever",
     ),
     "a send before the one ahead of it is through": (
         # Rank 1 sends its second gradient before it posts its third receive, and rank 0 its fourth activation before
@@ -127,7 +127,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
             "rF0 F0 sF0 rF1 F1 sF1 rB0 B0 sB0 rB1 B1 sB1 rF2 F2 sF2 rF3 F3 sF3 rB2 B2 sB2 rB3 B3 sB3",
             "rF0 F0 B0 sB0 rF1 F1 B1 sB1 rF2 F2 B2 sB2 rF3 F3 B3 sB3",
         ),
-        "rank 0, position 7, SEND_FORWARD(3): deadlock: waits for ever; transfers issued and not through: SEND_FORWARD",
+        "rank 0, position 7, SEND_FORWARD(3): deadlock: waits forever; transfers issued but not completed: SEND_FORWARD",
     ),
     "gradients in an evaluation": (
         schedule_of("F0 sF0 rB0", "rF0 F0 sB0"),
@@ -159,7 +159,7 @@ GOOD_V = [
         (1, "F0 rF1 F0.1", "F0.1 rF1 F0", "rank 0, position 6, FORWARD(0, chunk 1): deadl"),
         (
             1, "F0 rF1 F0.1 sF0.1 F1", "F0 F0.1 sF0.1 rF1 F1",
-            "rank 0, position 6, FORWARD(0, chunk 1): deadlock: waits for ever; transfers issued and not through: SEND",
+            "rank 0, position 6, FORWARD(0, chunk 1): deadlock: waits forever; transfers issued but not completed: SEND",
         ),
         (0, "F0 sF0 F1 sF1 rF0.1", "F0 rF0.1 sF0 F1 sF1", "rank 0, position 4, SEND_FORWARD(1)"),
         (1, "B1.1 B1 sB1", "B1.1", "rank 1, position 14, BACKWARD(1): missing at the end"),
@@ -193,14 +193,14 @@ def test_a_ring_of_sends_is_refused() -> None:
         "F0 sF0 F1 sF1 rF0.1 F0.1 sF0.1 rF1.1 F1.1 sF1.1",
         "rF0 F0 sF0 rF1 F1 sF1 rF0.1 F0.1 rF1.1 F1.1",
     )
-    with pytest.raises(ValueError, match="deadlock: waits for ever"):
+    with pytest.raises(ValueError, match="deadlock: waits forever"):
         check_schedule(late, placement)
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["F0 B0"], "the schedule is for 1 ranks, the pipeline has 2"),
+        (["F0 B0"], "the schedule is for 1 ranks, but the pipeline has 2"),
         (["F0 B0 F1 B1", "F0 B0 F1 B1 F2"], "rank 1, position 4, FORWARD(2): there are 2 micro-batches"),
         (["F0 F1 B0", "F0 B0 F1 B1"], "rank 0, position 3, BACKWARD(1): missing at the end"),
         (["F0 B0 F1 B1", "F0 B0 B1 F1"], "rank 1, position 2, BACKWARD(1): a backward comes after its forward"),

@@ -59,7 +59,7 @@ def test_the_table_in_the_documentation() -> None:
         assert ("V" in stages) == (SCHEDULES[name].placement == "v")
 
 
-@pytest.mark.parametrize(("source", "advice"), [("1f2b", "did you mean 1f1b"), ("mine", "there are .*, or a .csv")])
+@pytest.mark.parametrize(("source", "advice"), [("1f2b", "did you mean 1f1b"), ("mine", "choose .*, a .csv file")])
 def test_a_misspelt_schedule_is_answered(source: str, advice: str) -> None:
     with pytest.raises(ValueError, match=f"schedule {source}: no schedule has this name; {advice}"):
         training_schedule(source, loop_placement(2), 4)
@@ -78,8 +78,8 @@ def test_no_microbatches_are_refused(source: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F0,B0\nF0,X0,B0\n", "row 2, cell 2: 'X0' is no action; F3, B3 and W3 are"),
-        ("F0,B0\n", "the schedule is for 1 ranks, the pipeline has 2"),
+        ("F0,B0\nF0,X0,B0\n", "row 2, cell 2: 'X0' is not an action; write F3, B3 or W3"),
+        ("F0,B0\n", "the schedule is for 1 ranks, but the pipeline has 2"),
         ("F0,B0\nF0,B0,B0\n", "rank 1, position 2, BACKWARD(0): every micro-batch has exactly one"),
         ("B0,F0\nF0,B0\n", "rank 0, position 0, BACKWARD(0): a backward comes after its forward"),
         ("F0,B0\nF0.1,B0\n", "rank 1, position 0, FORWARD(0, chunk 1): a rank of this pipeline holds 1 chunks"),
@@ -115,9 +115,9 @@ def test_a_function_of_the_users() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (f"{__name__}:nonsense", "it must return a list of Actions for each rank"),
-        (f"{__name__}:absent", "has no attribute 'absent'; a function is module:function"),
-        ("no_such_module:f", "No module named 'no_such_module'; a function is module:function"),
+        (f"{__name__}:nonsense", "the function must return a list of Actions for each rank"),
+        (f"{__name__}:absent", "has no attribute 'absent'; write a function as module:function"),
+        ("no_such_module:f", "No module named 'no_such_module'; write a function as module:function"),
     ],
 )
 def test_a_wrong_function(source: str, message: str) -> None:

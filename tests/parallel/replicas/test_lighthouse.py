@@ -236,7 +236,7 @@ def test_a_server_without_the_token_is_not_believed() -> None:
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    with pytest.raises(PermissionError, match="no lighthouse of this token"):
+    with pytest.raises(PermissionError, match="not a lighthouse with this token"):
         tunnel.prove_as_client(here, WORD)
     thread.join()
 
@@ -251,10 +251,10 @@ def test_the_place_of_a_process() -> None:
     assert place_of(environment, 4) == ReplicaEndpoint("head", 29510, WORD, 3)
     for changed, message in (
         ({REPLICA: ""}, "needs MEGAFP8_REPLICA"),
-        ({REPLICA: "4"}, "MEGAFP8_REPLICA is 4, and the replicas of the job are numbered from 0 to 3"),
+        ({REPLICA: "4"}, "MEGAFP8_REPLICA is 4, but the replicas of the job are numbered from 0 to 3"),
         ({REPLICA: "-1"}, "MEGAFP8_REPLICA is -1"),
         ({TOKEN: "short"}, "has 5 characters and needs 16"),
-        ({ADDRESS: "head:x"}, "head:x is no address"),
+        ({ADDRESS: "head:x"}, "head:x is not the address"),
     ):
         with pytest.raises(ValueError, match=message):
             place_of(environment | changed, 4)

@@ -1,8 +1,8 @@
 """DualPipeV: half of DeepSeek's DualPipe (arXiv:2412.19437), on two stages per rank in a V.
 
-From Sea AI Lab's "DualPipe could be better without the dual". Few backwards are split; each steady forward is followed
-by a backward of another micro-batch. The pairs are meant to overlap the all-to-alls of expert parallelism with
-computation; there is none here, and the two run one after the other.
+The schedule comes from Sea AI Lab's "DualPipe could be better without the dual". Few backwards are split; in the steady
+state, each forward is followed by a backward of another micro-batch. The pairs are meant to overlap the all-to-alls of
+expert parallelism with computation. This implementation has no such overlap and runs the two one after the other.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from megafp8.parallel.pipeline.schedules import Action, RankActions, Schedule, S
 
 
 def dualpipev(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """DualPipeV for any m; from 2p on it reaches its steady state."""
+    """Build DualPipeV for any m; the schedule reaches its steady state from m = 2p on."""
     p = placement.num_ranks
     m = max(2 * p, num_microbatches)
     return truncated([_rank_actions(p, r, m) for r in range(p)], num_microbatches)
 
 
 def _rank_actions(p: int, r: int, m: int) -> list[Action]:
-    """The eight steps of DeepSeek's implementation."""
+    """Build one rank's actions in the eight steps of DeepSeek's implementation."""
     rank = RankActions()
     for _ in range(2 * (p - r - 1)):  # 1
         rank.forward(0)

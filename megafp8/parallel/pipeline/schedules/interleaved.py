@@ -8,10 +8,10 @@ from megafp8.parallel.pipeline.schedules import Action, Kind, Schedule, Schedule
 
 
 def interleaved(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """1F1B in which each rank takes p micro-batches through a chunk before it takes them through the next.
+    """Build 1F1B in which each rank takes p micro-batches through a chunk before it moves to the next chunk.
 
     Rank r is 2(p - r - 1) + (v - 1)p forwards ahead of its backwards. The bubble is (p - 1) / (v·m + p - 1) of the time
-    where p divides m; otherwise the last round has gaps.
+    if p divides m; otherwise the last round has gaps.
     """
     p, v = placement.num_ranks, placement.num_chunks
     rounds = -(-num_microbatches // p)

@@ -6,7 +6,7 @@ from megafp8.parallel.pipeline.schedules import RankActions, Schedule, ScheduleR
 
 
 def one_f_one_b(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """p - r - 1 forwards on rank r, then one forward and one backward in turn, then the remaining backwards.
+    """Build 1F1B: p - r - 1 forwards on rank r, then alternating forwards and backwards, then the remaining backwards.
 
     Rank r holds at most p - r micro-batches for their backward, for any m. The bubble is (p - 1) / (m + p - 1) of the
     time. m may be smaller than p.

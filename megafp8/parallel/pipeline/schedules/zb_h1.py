@@ -1,8 +1,9 @@
 """ZB-H1: 1F1B that fills part of its bubble with weight gradients (Qi et al. 2024, arXiv:2401.10241).
 
-The stage before waits for the gradient of a stage's input; nothing waits for the weight gradients until the optimizer
-steps. Split from the input gradient, they can be computed where a rank would be idle. This costs memory: the operands
-of a weight gradient, inputs and output gradients of linear layers (in FP8 where the layer is), are held until then.
+The previous stage waits for the gradient of a stage's input, but nothing waits for the weight gradients until the
+optimizer step. If they are split from the input gradient, they can be computed when a rank would otherwise be idle.
+This costs memory: the operands of a weight gradient, which are inputs and output gradients of linear layers (in FP8 if
+the layer is), are held until then.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from megafp8.parallel.pipeline.schedules import RankActions, Schedule, ScheduleR
 
 
 def zb_h1(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """1F1B whose rank r computes weight gradients r micro-batches late.
+    """Build 1F1B in which rank r computes weight gradients r micro-batches late.
 
-    Every rank holds at most p micro-batches until their last gradient, as the first rank of 1F1B does. The bubble is
-    (p - 1)(F + B - W) instead of (p - 1)(F + B + W): a third, where F = B = W. Any m.
+    Every rank holds at most p micro-batches until their last gradient, like the first rank of 1F1B. The bubble is (p -
+    1)(F + B - W) instead of (p - 1)(F + B + W): a third, if F = B = W. Any m works.
     """
     schedule = []
     for r in range(placement.num_ranks):

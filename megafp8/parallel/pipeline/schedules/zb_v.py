@@ -1,7 +1,7 @@
 """ZB-V: zero bubble on two stages per rank in a V (Qi et al. 2024, arXiv:2405.15362).
 
-Backwards are split as in `zb_h1.py`, with the same memory. Where F = B = W the only idle time is that of the p - 1
-forwards, of half-size stages, until the last rank starts: a sixth of 1F1B's bubble.
+Backwards are split as in `zb_h1.py`, with the same memory. If F = B = W, the only idle time is the p - 1 forwards of
+half-size stages until the last rank starts: a sixth of 1F1B's bubble.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from megafp8.parallel.pipeline.schedules import Action, RankActions, Schedule, S
 
 
 def zb_v(placement: StagePlacement, num_microbatches: int) -> Schedule:
-    """ZB-V for any m; from 2p - 1 on it reaches its steady state."""
+    """Build ZB-V for any m; the schedule reaches its steady state from m = 2p - 1 on."""
     p = placement.num_ranks
     m = max(2 * p - 1, num_microbatches)
     return truncated([_rank_actions(p, r, m) for r in range(p)], num_microbatches)
 
 
 def _rank_actions(p: int, r: int, m: int) -> list[Action]:
+    """Build one rank's actions."""
     rank = RankActions()
 
     def backward(chunk: int) -> None:
