@@ -197,7 +197,7 @@ def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, q
         assert [r[key] for r in found[:10]] == [r[key] for r in expected], key
     assert {r["learning_rate"] for r in found[10:]} == {2e-4}  # the config's min_learning_rate
     lines = log_of(runs[1])
-    assert sum(line.startswith("stopped after step 6 of 10, as training.stop_after says; ") for line in lines) == 1
+    assert sum(line.startswith("stopped after step 6 of 10 because of training.stop_after; ") for line in lines) == 1
     assert lines.count("resumed from step 6") == lines.count("resumed from step 10") == 1
     for record in expected:
         assert 0 < record["data_seconds"] < record["step_seconds"]
