@@ -223,7 +223,7 @@ def test_dry_run_with_long_sequences() -> None:
     divisors = "[" + "1, " * 64 + "]"
     rope = f"model.longrope={{short_factor: {divisors}, long_factor: {divisors}, factor: 32}}"
     said = dry_run("llama3-8b", 16, *layout, rope)
-    assert "longrope: long_factor, as sequences of 131072 tokens are above the original 4096" in said
+    assert "longrope: long_factor, because sequences of 131072 tokens are above the original 4096" in said
     assert "layout: 16 ranks = pipeline 1 × data 2 × context 2 × tensor 4 with sequence parallelism" in said
     assert "of 1 × 65536 tokens;" in said
     assert "context        2 ranks: 0, 4  (8 such groups)" in said

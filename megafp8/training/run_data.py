@@ -378,7 +378,7 @@ def _skipped(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
             row.append(record["step"])
         elif row:
             which = f"step {row[0]}" if len(row) == 1 else f"steps {row[0]} to {row[-1]}"
-            yield Event("skipped", row[0], f"{which} skipped: gradients not finite")
+            yield Event("skipped", row[0], f"{which} skipped: gradients not finite, or a loss spike")
             row = []
 
 

@@ -164,7 +164,7 @@ def test_events_goodput_and_texts(made: tuple[list[dict[str, Any]], Path]) -> No
         == "stage long: fp8.recipe delayed -> current; stages unset -> [{'begin': 20, 'name': 'long', 'overrides': {}}]"
     )
     assert texts[4] == "saved: 1.2 s"
-    assert texts[6] == "steps 31 to 32 skipped: gradients not finite"
+    assert texts[6] == "steps 31 to 32 skipped: gradients not finite, or a loss spike"
     assert run["events"][5]["time"] == "2026-01-31T12:05:00"
     assert run["trouble"] == ["[2026-01-31 12:00:26] rank 3: ERROR: connection lost"]
     assert run["samples"] == [{"step": 20, "prompt": "def", "text": HOSTILE}]
