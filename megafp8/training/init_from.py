@@ -71,9 +71,9 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         ConfigError: With every key of these sections that differs from the folder, or with checkpoint.init_from if the
             folder cannot be read.
     """
-    section, given = tree.get("checkpoint"), tree.get("model") or {}
+    section, model_section = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
-    if not isinstance(folder, str) or not isinstance(given, dict):
+    if not isinstance(folder, str) or not isinstance(model_section, dict):
         return  # nothing to do, or an error that validation reports
     assert isinstance(section, dict)
     run, elsewhere = Path(expanduser(str(tree.get("run_dir", "runs")))) / str(tree.get("name")), section.get("folder")
@@ -90,7 +90,7 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         model = saved_model(own_checkpoint)
         if isinstance(tree.get("lora"), dict):
             tree["lora"] = (own_checkpoint.metadata["config"].get("lora") or {}) | tree["lora"]
-    explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
+    explicit = {key: value for key, value in model_section.items() if key not in _RESOLVED or value is not None}
     tree["model"] = model_keys = dict(model.keys)
     for key, value in explicit.items():  # model.moe may be incomplete too
         both = isinstance(value, dict) and isinstance(model_keys.get(key), dict)

@@ -146,7 +146,7 @@ def test_numbers_of_the_page_are_those_of_the_metrics(made: tuple[list[dict[str,
     assert heat["Norm of gradients, before clipping"]["rows"] == list(LAYERS)
     assert heat["Norm of gradients, before clipping"]["steps"] == [10, 32, 40]
     assert heat["Norm of gradients, before clipping"]["values"] == [[-2, -1, -2], *[[-2, None, -2]] * 3]
-    assert heat["Norm of updates, divided by that of weights"]["values"] == [[-3, None, -3]] * 4
+    assert heat["Norm of updates, divided by norm of weights"]["values"] == [[-3, None, -3]] * 4
     assert run["axis"]["tokens"] == [r["tokens"] for r in kept]
     assert run["axis"]["hours"] == pytest.approx([(r["step"] + (10 if r["step"] < 21 else 300)) / 3600 for r in kept])
 
