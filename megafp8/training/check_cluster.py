@@ -230,7 +230,7 @@ def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
         (common, _), *others = _by_value(facts, [fact.versions.get(name) for fact in facts])
         usual.append(f"{name} {common}")
         findings += [
-            Finding("versions", "fail", f"{name} is {value} of {where(some)}, elsewhere {common}")
+            Finding("versions", "fail", f"{name} is {value} on {where(some)}, {common} elsewhere")
             for value, some in others
         ]
     findings = findings or [Finding("versions", "pass", ", ".join(usual))]
@@ -239,7 +239,7 @@ def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
     for name in variables:
         (common, _), *others = _by_value(facts, [fact.environment.get(name, "(unset)") for fact in facts])
         differing += [
-            Finding("environment", "warn", f"{name}={value} of {where(some)}, elsewhere {common}")
+            Finding("environment", "warn", f"{name}={value} on {where(some)}, {common} elsewhere")
             for value, some in others
         ]
     return findings + (differing or [Finding("environment", "pass", f"{len(variables)} variables, equal on all ranks")])

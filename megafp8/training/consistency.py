@@ -290,10 +290,10 @@ def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
-    lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all of them."]
+    lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all ranks."]
     for (who, majority), names in verdicts.items():
         tensors = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-        verb = f"other than {majority} in" if majority else "no majority of them agrees on"
+        verb = f"different from {majority} in" if majority else "no majority agrees on"
         lines.append(f"{who}: {verb} {tensors}.")
     lines.append(
         "This state is not saved. The cause may be a faulty GPU, memory or link, or an operation that is not "

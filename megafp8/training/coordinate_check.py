@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> None:
         for title, by_width in configs.items()
     }
     destroy_model_parallel()
-    print(f"times as large in width {max(widths)} as in {min(widths)}, before step {arguments.steps}:")
+    print(f"activation sizes in width {max(widths)} relative to width {min(widths)}, before step {arguments.steps}:")
     print(table(sizes))
     if arguments.png is not None:
         draw(sizes, arguments.png)

@@ -115,7 +115,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
         missing.append(f"checkpoint.init_from = {missing_start}")
     teacher: ModelSpec | None = None
     if distillation is not None and (missing_teacher := missing_folder(distillation.teacher)) is not None:
-        missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times are without it")
+        missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times do not include it")
     elif distillation is not None:
         check_frozen(config, world_size)
         teacher = teacher_of(config)
@@ -145,8 +145,8 @@ def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelS
     except ValueError as error:  # the planner has no cost model for this config
         return f"no predicted time of a step: {error}"
     return (
-        f"predicted on H100-80GB, 8 in a node: {forecast.seconds * 1e3:,.0f} ms a step, "
-        f"{forecast.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
+        f"predicted on H100-80GB, 8 per node: {forecast.seconds * 1e3:,.0f} ms per step, "
+        f"{forecast.tokens_per_second:,.0f} tokens/s per GPU (docs/planning.md shows the accuracy; megafp8 plan finds "
         "faster layouts)"
     )
 
@@ -189,8 +189,8 @@ def _describe_replicas(config: Config, world_size: int) -> list[str]:
     fewest = micro_batches // replicas.count
     most = fewest if replicas.batch == "shrink" else -(-micro_batches // replicas.min)
     return [
-        f"replicas: {replicas.count}, each of {world_size} ranks; {replicas.min} or more train, and a rank computes "
-        f"{f'{fewest} to {most}' if fewest < most else fewest} of the micro-batches"
+        f"replicas: {replicas.count}, each of {world_size} ranks; at least {replicas.min} train, and a rank computes "
+        f"{f'{fewest} to {most}' if fewest < most else fewest} micro-batches per step"
     ]
 
 
@@ -276,10 +276,10 @@ def _describe_shards(config: Config, data: int) -> str:
 def describe_experts(config: Config, world_size: int) -> str:
     """Return a line with the number and the layout of the experts."""
     p, ranks = config.parallel, config.parallel.expert_ranks
-    parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
+    parts = f", each sharded over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
     kinds = config.spec.expert_records
     counts = " or ".join(
-        f"{x.num_experts} a layer, {x.top_k} for each token"
+        f"{x.num_experts} per layer, {x.top_k} per token"
         + (f", in latents of {x.latent_size}" if x.latent_size is not None else "")
         for x in kinds
     )
@@ -287,8 +287,8 @@ def describe_experts(config: Config, world_size: int) -> str:
     on_ranks = f"; {each} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
     rounding = (
-        "; tokens of several micro-batches come together, so FP8 scales that follow from an expert's rows, and with "
-        "them losses, differ from other layouts by FP8's rounding"
+        "; tokens of several micro-batches come together, so FP8 scales of an expert's rows, and therefore losses, "
+        "differ from other layouts by FP8 rounding"
         if config.fp8.recipe != "none" and p.tensor * p.context % ranks
         else ""
     )
@@ -312,4 +312,4 @@ def describe_longrope(config: Config) -> list[str]:
 
 def _describe_active(config: Config) -> str:
     """Return the number of matrix parameters that are active for a token, as text; empty without experts."""
-    return "" if not config.spec.has_experts else f", {matmul_parameters(config):,} of matrices for each token"
+    return "" if not config.spec.has_experts else f", {matmul_parameters(config):,} matrix parameters per token"

@@ -42,7 +42,7 @@ def diverged(trainer: RankTrainer, metrics: StepMetrics, saved_step: int) -> Div
     values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in shards]
     weights = _not_finite(trainer, values)
     gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in shards])
-    older = "" if weights == "none" else ", one from before the weights went wrong,"
+    older = "" if weights == "none" else ", one from before the weights stopped being finite,"
     spike = f" ({metrics.why_skipped})" if metrics.is_spike else ""
     limit = config.optimizer.clip_grad_norm
     clip = f"a lower optimizer.clip_grad_norm (now {limit})" if limit else "optimizer.clip_grad_norm=1.0 (now off)"

@@ -148,7 +148,7 @@ def _is_our_class(error: Exception) -> bool:
 def _file_limit(error: BaseException) -> str | None:
     """Return a message with advice for an error caused by a limit of open files, or None for other errors."""
     if (host_error := os_error(error, errno.ENFILE)) is not None:
-        return f"{host_error}: the host has as many open files as it allows; see sysctl fs.file-max"
+        return f"{host_error}: the host has reached its limit of open files; see sysctl fs.file-max"
     phrase = os.strerror(errno.EMFILE)  # loader processes and native code raise other classes
     for one in causes(error):
         if (isinstance(one, OSError) and one.errno == errno.EMFILE) or phrase in str(one):

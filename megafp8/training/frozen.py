@@ -120,8 +120,8 @@ def _of_data_set(
         return values
     if not begins:
         raise TrainingError(
-            f"{path} is missing, or of other data: the run began with these log-probabilities of the reference model; "
-            "restore it, or choose another name for a new run"
+            f"{path} is missing, or belongs to other data: the run began with these log-probabilities of the reference "
+            "model; restore it, or choose another name for a new run"
         )
     logger.info(f"computing the log-probabilities of {prefix} under the reference model")
     values = np.full((members[0].dataset.num_documents, 2), -np.inf)

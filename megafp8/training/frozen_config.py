@@ -35,7 +35,7 @@ def teacher_of(config: Config) -> ModelSpec | None:
     except ValueError as error:
         raise ConfigError("config", [Problem(key, folder, str(error), "name the folder of a model")]) from error
     if model.architecture != "gpt":
-        raise ConfigError("config", [Problem(key, folder, f"is a {model.architecture}", "name a model of GPT")])
+        raise ConfigError("config", [Problem(key, folder, f"is a {model.architecture}", "name a GPT model")])
     if model.stem.vocab_size != vocabulary:
         rule = f"has a vocabulary of {model.stem.vocab_size} tokens, and model.vocab_size is {vocabulary}"
         raise ConfigError("config", [Problem(key, folder, rule, "name a teacher with the vocabulary of the student")])

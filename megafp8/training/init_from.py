@@ -122,7 +122,7 @@ def _complete_lora(tree: dict[str, Any], opened: CheckpointSource, folder: str) 
     if (tree.get("data") or {}).get("dpo") is not None:
         rule = f"{folder} has adapters that the run continues with, so it would not begin with its reference model"
         merge = f"megafp8 convert --load {folder} --save merged --to hf"
-        yield Problem("data.dpo", "set", rule, f"begin anew from the merged model: {merge}")
+        yield Problem("data.dpo", "set", rule, f"start from the merged model: {merge}")
     lora = lora_of(adapted)
     adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     for key, value in section.items():
@@ -131,7 +131,7 @@ def _complete_lora(tree: dict[str, Any], opened: CheckpointSource, folder: str) 
                 f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {adapters[key]!r}"
             )
             merge = f"megafp8 convert --load {folder} --save merged --to hf"
-            yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
+            yield Problem(f"lora.{key}", value, rule, f"leave it out, or start from the merged model: {merge}")
     tree["lora"] = adapters | section
 
 
@@ -223,6 +223,6 @@ def _check_optimizer(config: Config, source: CheckpointSource) -> None:
     needed = [name for name in tensor_kinds(config) if name.startswith("optimizer.") and not name.startswith(others)]
     lacks = [name for name in needed if name not in source.tensors]
     if lacks or "optimizer_steps" not in source.about:
-        rule = source.why_without(lacks[0]) if lacks else f"{source.path} does not say the number of its steps"
-        works = "leave it out, to start with the weights alone"
+        rule = source.why_without(lacks[0]) if lacks else f"{source.path} does not record its number of steps"
+        works = "leave it out to start with the weights only"
         raise ConfigError("config", [Problem("checkpoint.init_optimizer", True, rule, works)])

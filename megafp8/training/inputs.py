@@ -486,8 +486,10 @@ def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation) and not config.data.validation:
-            rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
-            works = 'try "90,10,0", give data.validation, or try training.eval_interval=0'
+            rule = (
+                f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no validation documents"
+            )
+            works = 'try "90,10,0", set data.validation, or set training.eval_interval=0'
             raise ConfigError(prefix, [Problem("data.split", config.data.split, rule, works)])
         parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
         packed = [_packed(config, dataset, documents) for documents in parts]
@@ -557,7 +559,7 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
         rule = f"{dataset.prefix} holds pairs of a chosen and a rejected answer"
         raise ConfigError(dataset.prefix, [Problem("data.dpo", None, rule, "set data.dpo={}, or list other data")])
     if loss_on is None and dataset.has_loss_mask:
-        rule = f"{dataset.prefix} has a loss mask, which says what tokens are answers"
+        rule = f"{dataset.prefix} has a loss mask, which marks the tokens of answers"
         works = "set data.loss_on=answers, or data.loss_on=all to learn questions too; both need data.packing=best_fit"
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", None, rule, works)])
     if loss_on is not None and not dataset.has_loss_mask:
@@ -719,8 +721,8 @@ def check_ranks_agree(inputs: RunInputs, consumed_samples: int, group: ProcessGr
             remainder = f" and {len(others) - 8} more" if len(others) > 8 else ""
             first = values.index(usual)
             raise DataError(
-                f"ranks would not train on the same data: {name} is not on {', '.join(others[:8])}{remainder} what it "
-                f"is on rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
+                f"ranks would not train on the same data: {name} differs on {', '.join(others[:8])}{remainder} from "
+                f"rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
                 "(data.index_cache) there"
             )
     raise DataError("ranks would not train on the same data: their configs list other data sets")

@@ -371,8 +371,8 @@ class Job:
         before = reader.metadata["step"]
         if stage_at(self.inputs.run, before) != self.inputs.stage:
             raise TrainingError(
-                f"loss spike in step {spike}: the newest undamaged checkpoint is that of step {before}, before the "
-                "present stage; start the run again to continue from it"
+                f"loss spike in step {spike}: the newest undamaged checkpoint is of step {before}, before the "
+                "present stage began; start the run again to continue from it"
             )
         self.step = self.saved_step = load_state(self.trainer, reader)
         self.history = History.resumed(reader.metadata, self.config)
@@ -490,7 +490,9 @@ class Job:
         if at_interval and not self.save_postponed:
             self.save_postponed = True
             if self.is_main:
-                logger.warning(f"step {self.step} was skipped and is not saved; the next step that is not skipped is")
+                logger.warning(
+                    f"step {self.step} was skipped and is not saved; the next step that is not skipped will be"
+                )
         return False
 
     def _save(self, ends: bool) -> None:

@@ -33,7 +33,7 @@ def quantized_export(
     """
     config, model = config_of_run(source), without_mtp(source)
     if config is None or config.fp8.recipe == "none":
-        why = "it comes from no run" if config is None else "fp8.recipe is none"
+        why = "it is not from a run" if config is None else "fp8.recipe is none"
         layers = weight_casts(source, model, Fp8Manager(CurrentScaling(), amax_group=None), trained=why)
         return QuantizedExport(source, layers, form, activations, kv_cache)
     fp8 = build_fp8(config, None)

@@ -447,7 +447,7 @@ class RankTrainer:
     def _begin_eager(self, step: int) -> Stopwatch | None:
         """Free the graphs before an eager step, and return a stopwatch if the step is traced.
 
-        The activations of a graph and those of an eager step may not fit into memory together.
+        The activations of a graph and the activations of an eager step may not fit into memory together.
         """
         if self.graphs is not None:
             self.graphs.drop()
@@ -489,7 +489,9 @@ class RankTrainer:
         if not report[-1]:
             return False
         assert self.graphs is not None
-        logger.info("CUDA graphs: experts had more rows than there was room for; computed again, with room for more")
+        logger.info(
+            "CUDA graphs: experts had more rows than the graph has room for; the step is computed again with more room"
+        )
         self.graphs.restart()
         return True
 

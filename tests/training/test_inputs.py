@@ -515,7 +515,7 @@ def test_ranks_that_would_read_other_data_are_named(world2: World, tmp_path: Pat
         return str(one)
 
     host = socket.gethostname()
-    there = f"is not on rank 1 ({host}) what it is on rank 0 ({host}); copy the data sets"
+    there = f"differs on rank 1 ({host}) from rank 0 ({host}); copy the data sets"
     assert said(folders[1], ["a", "b"]) == ""
     assert f"would not train on the same data: a {there}" in said(folders[2], ["a", "b"])
     assert f": the order of the data sets {there}" in said(folders[1], ["b", "a"])

@@ -117,7 +117,7 @@ def check_peers(trainer: ReplicaTrainer, membership: Membership, step: int) -> N
         others = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise StateDiffers(
             f"after step {step} replica {members[rank].index} on {socket.gethostname()} holds other bits than most of "
-            f"the {len(members)} replicas in {', '.join(names[:3])}{others} of rank {', '.join(map(str, ranks))}. This "
+            f"the {len(members)} replicas in {', '.join(names[:3])}{others} on rank {', '.join(map(str, ranks))}. This "
             "state is discarded: the replica restarts and copies the state of another. The cause may be a faulty GPU, "
             "memory or link: test that host (nvidia-smi -q -d ECC; dcgmi diag -r 3)"
         )

@@ -104,6 +104,6 @@ class Rounds:
             indices = ", ".join(str(index) for index, _ in lost)
             samples = (self.end - self.start) * sum(samples for _, samples in lost)
             logger.warning(
-                f"steps {self.start + 1} to {self.end}: the outer step is without replica {indices}, which was lost; "
-                f"the {samples} samples of its share have trained nothing"
+                f"steps {self.start + 1} to {self.end}: the outer step does not include replica {indices}, which was "
+                f"lost; the {samples} samples of its share had no effect"
             )

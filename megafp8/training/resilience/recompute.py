@@ -51,12 +51,12 @@ def check_recompute(
         return
     report = (parallel.rank, socket.gethostname(), what, (parallel.data.rank, parallel.context.rank))
     reports = [one for one in all_gather_objects(report, parallel.world.group) if one[2]]
-    named = "\n".join(f"rank {rank} on {host}: other {what}" for rank, host, what, _ in reports)
+    named = "\n".join(f"rank {rank} on {host}: different {what}" for rank, host, what, _ in reports)
     several = len(reports) > 1 and len({replica for *_, replica in reports}) == 1
     shared = " These ranks compute with each other's activations: one of them is at fault." if several else ""
     raise ComputationDiffers(
-        f"before step {step + 1} ranks computed other bits from the same micro-batches and weights when they repeated "
-        f"the computation:\n{named}\n"
+        f"before step {step + 1} ranks computed different bits from the same micro-batches and weights when they "
+        f"repeated the computation:\n{named}\n"
         f"The cause may be a faulty GPU, core or memory, or an operation that is not deterministic.{shared} Test that "
         "host (nvidia-smi -q -d ECC; dcgmi diag -r 3) or exclude it, and start the same command again: it continues "
         "from the newest checkpoint."

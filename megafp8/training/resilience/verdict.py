@@ -150,7 +150,7 @@ def _of_silent(rank: int, reports: Mapping[int, Report]) -> str:
 def _of_free(report: Report) -> str:
     if report.waits:
         calls = ", ".join(map(str, report.waits))
-        return f"waits in {calls}, which all members have begun: the link between them, or a device"
+        return f"waits in {calls}, which all members have begun: the link between them or a device is faulty"
     return f"hangs in step {report.step}, {report.section}, outside of collectives: {report.where}"
 
 
@@ -160,7 +160,7 @@ def _place_in(report: Report) -> str:
 
 
 def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
-    """Return the ranks in the minority: among the ranks in `waiting`, those in the smallest group with equal waits.
+    """Return the ranks in the minority: the smallest group of ranks in `waiting` that wait for the same calls.
 
     If several groups are equally small, return the ranks of all of them.
     """
