@@ -59,7 +59,7 @@ class ComputationDiffers(TrainingError):
 
 
 class Diverged(TrainingError):
-    """Too many steps in a row were skipped, or the loss jumped again and again after the same checkpoint."""
+    """Too many steps in a row were skipped, or the loss jumped repeatedly after the same checkpoint."""
 
     exit_code: ClassVar[int] = NO_RESTART  # the same steps would be skipped again
 

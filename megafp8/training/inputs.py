@@ -161,7 +161,7 @@ def _real_paths(paths: Sequence[AnyPath]) -> tuple[str, ...]:
 
 
 def _told_apart(data_sets: Sequence[AnySet], recorded: Sequence[RecordedSource] = ()) -> list[AnySet]:
-    """Return the data sets with distinct identities, unless they are the same files (`progress.tell_apart`)."""
+    """Return the data sets with identities that only data sets with the same files share (`progress.tell_apart`)."""
     files = [data_set for data_set in data_sets if not isinstance(data_set, PromptSet)]
     contents = tell_apart([data_set.listed_files() for data_set in files], recorded)
     named = [data_set.named(name) for data_set, name in zip(files, contents)]
@@ -674,7 +674,10 @@ def _settings(given: TokenizerConfig) -> TokenizerSettings:
 
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
-    """Fill in `model.vocab_size`, and the settings of data.tokenizer that its files state. Raises ConfigError."""
+    """Return `config` with `model.vocab_size` and the settings in the tokenizer's files filled in.
+
+    Raises ConfigError if `model.vocab_size` is smaller than the vocabulary of the tokenizer.
+    """
     vocab_size = config.spec.stem.vocab_size
     if tokenizer is None:
         return config
@@ -692,9 +695,9 @@ def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str
 
 
 def check_ranks_agree(inputs: RunInputs, consumed_samples: int, group: ProcessGroup | None) -> None:
-    """Raise DataError, naming ranks and hosts, if ranks would not read the same data. Collective.
+    """Raise DataError, with the names of ranks and hosts, if ranks would not read the same data. Collective.
 
-    Compares contents, sample indices of the current epoch, and the position in the data.
+    This compares contents, sample indices of the current epoch, and the position in the data.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
     facts: dict[str, str] = {}

@@ -78,8 +78,8 @@ def _train_stage(
 ) -> RunInputs | None:
     """Train the stage of `inputs` and return the inputs of the next stage, or None if the job ends. Collective.
 
-    If the newest checkpoint is damaged, the job resumes from an older one. If that one belongs to an earlier stage, its
-    inputs are returned without training.
+    If the newest checkpoint is damaged, the job resumes from an older checkpoint. If this checkpoint belongs to an
+    earlier stage, the inputs of that stage are returned without training.
 
     Args:
         inputs: Inputs of the stage.

@@ -365,8 +365,8 @@ _AVERAGES, _OUTER_MOMENTA = (f"optimizer.{key}." for key in (AVERAGE, OUTER_MOME
 def _can_lack(config: Config, reader: CheckpointReader) -> Callable[[str], bool]:
     """Return a function that tells whether a tensor may be missing in `reader`. A missing tensor starts anew.
 
-    FP8 state, moving averages and outer momenta may be missing. So may the moments of a weight that a different update
-    rule changed when the checkpoint was saved: whether AdamW or Muon updates a weight may depend on the version.
+    FP8 state, moving averages and outer momenta may be missing. The moments of a weight may be missing too if another
+    rule updated this weight in the saved run: whether AdamW or Muon updates a weight may depend on the version.
     """
     updates = {frozenset(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)}
     saved = reader.index.state_dict_metadata

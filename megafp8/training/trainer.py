@@ -467,7 +467,7 @@ class RankTrainer:
         )
 
     def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
-        """Run the passes of `step`, counted from 0, without reducing gradients over data-parallel ranks or updating.
+        """Run the passes of `step`, counted from 0, but do not reduce the gradients and do not update the weights.
 
         FP8 scaling stays unchanged. FSDP is not supported, because it reduces gradients in the backward pass.
 
