@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {  # overrides, number of rank
         "training.global_batch_size = 6: not a multiple"),
     "no GPU": (["device=cuda"], 4, "device = 'cuda': torch sees no CUDA device here; try device=cpu"),
     "bad split": (["data.split=1,2,3,4"], 4, "data.split = '1,2,3,4'"),
-    "no documents to validate on": (['data.split="100,0,0"'], 4, "has no documents for it"),
+    "no documents to validate on": (['data.split="100,0,0"'], 4, "has no validation documents"),
     "no tokenizer and no vocabulary": (["data.tokenizer=null", "model.vocab_size=null"], 4,
         "model.vocab_size = None: not given, and no data.tokenizer"),
     "a vocabulary smaller than the tokenizer": (["model.vocab_size=500"], 4,
@@ -215,7 +215,7 @@ def test_dry_run_with_a_frozen_model(tmp_path: Path) -> None:
     assert live["frozen"] == live["weights"] == precomputed["weights"]
     assert "frozen" not in precomputed
     said = dry_run("quickstart", 4, f"data.distillation.teacher={tmp_path / 'a'}")
-    assert f"data.distillation.teacher = {tmp_path / 'a'}: no such folder; memory and times are without it" in said
+    assert f"data.distillation.teacher = {tmp_path / 'a'}: no such folder; memory and times do not include it" in said
 
 
 def test_dry_run_with_long_sequences() -> None:
@@ -223,7 +223,7 @@ def test_dry_run_with_long_sequences() -> None:
     divisors = "[" + "1, " * 64 + "]"
     rope = f"model.longrope={{short_factor: {divisors}, long_factor: {divisors}, factor: 32}}"
     said = dry_run("llama3-8b", 16, *layout, rope)
-    assert "longrope: long_factor, as sequences of 131072 tokens are above the original 4096" in said
+    assert "longrope: long_factor, because sequences of 131072 tokens are above the original 4096" in said
     assert "layout: 16 ranks = pipeline 1 × data 2 × context 2 × tensor 4 with sequence parallelism" in said
     assert "of 1 × 65536 tokens;" in said
     assert "context        2 ranks: 0, 4  (8 such groups)" in said

@@ -1,1 +1,1 @@
-"""The job: build from a config, train, evaluate, log, save, resume and stop cleanly."""
+"""Training job: build a model from a config, train, evaluate, log, save, resume and stop cleanly."""

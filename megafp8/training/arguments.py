@@ -1,4 +1,4 @@
-"""The parser of a training job's command line. Imports no config, for help texts."""
+"""Command-line parser of a training job. It imports no config code, so that help texts are fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megafp8.host.arguments import ArgumentParser, UsageError
 
 
 def _ranks(text: str) -> int:
-    """The type of --world-size."""
+    """Parse the value of --world-size."""
     ranks = int(text)
     if ranks < 1:
         raise argparse.ArgumentTypeError(f"{ranks} ranks; at least 1 is needed")
@@ -17,14 +17,15 @@ def _ranks(text: str) -> int:
 
 
 class _Parser(ArgumentParser):
-    """Raises errors instead of printing them: all ranks find the same error, and one of them reports it."""
+    """Parser that raises errors instead of printing them: all ranks find the same error, and one rank reports it."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise UsageError with the usage and `message`."""
         raise UsageError(self.usage_error(message))
 
 
 class _Once(argparse.Action):
-    """An argument that may be given once; argparse would silently use the last one."""
+    """Action of an argument that may be given only once. argparse would silently use the last value."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest)
@@ -34,10 +35,11 @@ class _Once(argparse.Action):
 
 
 def make_parser(description: str | None) -> ArgumentParser:
+    """Return the parser of a training script, with `description` as its help text."""
     parser = _Parser(description=description)
-    parser.add_argument("--config", action=_Once, help="the YAML file of the run; or the first argument")
+    parser.add_argument("--config", action=_Once, help="the YAML file of the run; it may also be the first argument")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. parallel.tensor=2")
-    shown = "print rank layout, parameters, memory per rank, time of a step, linear layers and data sets, then stop"
+    shown = "print rank layout, parameters, memory per rank, step time, linear layers and data sets, then stop"
     parser.add_argument("--dry-run", action="store_true", help=shown)
     help = "with --dry-run: the number of ranks to plan for (default: the fewest that the config runs on)"
     parser.add_argument("--world-size", action=_Once, type=_ranks, help=help)

@@ -1,14 +1,14 @@
 """fp8.auto_filter: keep layers in high precision that FP8 would slow down.
 
-The speed of a layer depends on the tokens, inputs and outputs that one rank computes, and on its recipe; blocks are
-alike, so a model has only a few sizes. The first rank predicts or measures each, for the layers of all pipeline stages,
-and broadcasts the result: ranks that measured separately could disagree about a layer whose gain is small, and then
-deadlock in different collectives.
+The speed of a layer depends on the tokens, inputs and outputs that one rank computes, and on its recipe. Blocks are
+alike, so a model has only a few sizes. The first rank predicts or measures the speed of each size, for the layers of
+all pipeline stages, and broadcasts the result. If ranks measured separately, they could disagree about a layer with a
+small gain, and then deadlock in different collectives.
 
 The choice is part of the run. Another measurement or layout might decide a close case differently, so the choice is
-saved with each checkpoint, and a resumed run keeps it as long as the fp8 section of its config is unchanged.
+saved with each checkpoint. A resumed run keeps it as long as the fp8 section of its config is unchanged.
 
-Cost: the precision of a layer depends on the slice of it that a rank has, and so on parallel.tensor.
+Cost: the precision of a layer depends on a rank's slice of the layer, and therefore on parallel.tensor.
 
 Shapes: m tokens of a micro-batch, k inputs, n outputs, t tensor-parallel size.
 """
@@ -36,7 +36,7 @@ from megafp8.planner.outline import linear_sites
 
 @dataclass(frozen=True)
 class Comparison:
-    """Layers of one size and recipe, and their speedup in FP8."""
+    """Layers of the same size and recipe, and their speedup in FP8."""
 
     layers: tuple[str, ...]
     size: LinearSize
@@ -45,19 +45,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class FilterChoice:
-    """Layers selected for FP8 that stay in high precision, and lines about it for the log."""
+    """Layers that the config selects for FP8 but that stay in high precision, and log lines with the reasons."""
 
     layers: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
 
-Timing = Callable[[LinearSize, str], LinearSeconds]  # of a size, and a layer that has it
+Timing = Callable[[LinearSize, str], LinearSeconds]  # from a size, and the name of a layer with this size
 
 
 def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torch.dtype) -> FilterChoice:
-    """Which of the layers that `fp8` selects stay in high precision, `dtype`. Collective; the same on all ranks.
+    """Choose the layers that stay in high precision, `dtype`, among the layers that `fp8` selects. Collective.
 
-    Raises ValueError if the speeds of this device are not known, or those of the recipe cannot be predicted.
+    The choice is the same on all ranks. Raises ValueError if the speed of this device is unknown, or if the speed of
+    the recipe cannot be predicted.
     """
     kind = config.fp8.auto_filter
     if kind == "none" or fp8.recipe is None:
@@ -71,14 +72,14 @@ def choose(config: Config, fp8: Fp8Manager, parallel: ParallelState, dtype: torc
             else _measurement(fp8, parallel.device, micro_batches, dtype)
         )
         comparisons = compare(config, fp8, timing)
-        if parallel.device.type == "cuda":  # memory of the measurement must not count as memory of the run
+        if parallel.device.type == "cuda":  # do not count the memory of the measurement as memory of the run
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(parallel.device)
     return verdict(broadcast_object(comparisons, parallel.world.group), kind)
 
 
 def check(config: Config, fp8: Fp8Manager, device: torch.device) -> None:
-    """Raise the ValueError that `choose` would raise, before any process group exists."""
+    """Raise the ValueError that `choose` would raise. Needs no process group."""
     if config.fp8.auto_filter != "predicted" or fp8.recipe is None:
         return
     try:
@@ -103,7 +104,7 @@ def _measurement(fp8: Fp8Manager, device: torch.device, micro_batches: int, dtyp
 
 
 def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]:
-    """The layers of the whole model that `fp8` selects, grouped by size and recipe, each group timed once."""
+    """Group the layers that `fp8` selects in the whole model by size and recipe, and time each group once."""
     assert fp8.recipe is not None
     m = config.training.micro_batch_size * config.training.seq_length // config.parallel.context
     alike: dict[tuple[LinearSize, PerOperand[Fp8Recipe] | None], list[str]] = {}
@@ -115,7 +116,7 @@ def compare(config: Config, fp8: Fp8Manager, timing: Timing) -> list[Comparison]
 
 
 def verdict(compared: Sequence[Comparison], kind: str) -> FilterChoice:
-    """Keep the layers in high precision that are slower in FP8."""
+    """Return the choice that keeps layers in high precision if they are slower in FP8."""
     lines = []
     for c in compared:
         where = "stay in high precision" if c.speedup < 1 else "run in FP8"
@@ -127,16 +128,16 @@ def verdict(compared: Sequence[Comparison], kind: str) -> FilterChoice:
 
 
 def kept_choice(layers: Sequence[str]) -> FilterChoice:
-    """The saved choice of a resumed run."""
+    """Return the saved choice of a resumed run, given its layers in high precision."""
     if not layers:
         return FilterChoice()
     return FilterChoice(
-        tuple(layers), (f"fp8.auto_filter: {shown(layers)} stay in high precision, as they have in this run so far",)
+        tuple(layers), (f"fp8.auto_filter: {shown(layers)} stay in high precision, as in this run so far",)
     )
 
 
 def shown(layers: Sequence[str]) -> str:
-    """Names in short form: `layers.0-3.mlp.down` for those of four blocks."""
+    """Return layer names in short form, such as `layers.0-3.mlp.down` for the same layer of four blocks."""
     parts = []
     blocks: dict[str, list[int]] = {}
     for layer in layers:

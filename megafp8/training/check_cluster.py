@@ -1,4 +1,4 @@
-"""Checks of a cluster before a run: each rank says what it has, and rank 0 judges what differs."""
+"""Checks of a cluster before a run: each rank reports facts about its machine, and rank 0 judges the differences."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from megafp8.training.machine import judge_limits as machine_limits
 from megafp8.training.validate import run_folder, validate
 
 CLOCK_WARN, CLOCK_FAIL = 0.5, 5.0
-"""Seconds between the clocks of two nodes. The rendezvous compares heartbeats of 5 s by the nodes' own clocks."""
+"""Seconds between the clocks of two nodes. The rendezvous compares heartbeats of 5 s with the nodes' own clocks."""
 SEEN_WARN, SEEN_FAIL = 1.0, 30.0
-"""Seconds until all ranks see a file that one of them has written."""
+"""Seconds until all ranks see a file that one rank has written."""
 GPU_MEMORY = 0.97
-"""Least free fraction of a GPU's memory: more in use belongs to another process."""
+"""Minimum free fraction of a GPU's memory. If less is free, another process uses the GPU."""
 _VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|UCX|GLOO)_\w*|PYTORCH\w*ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS"
 )
@@ -56,14 +56,30 @@ _VARIABLES = re.compile(
 
 
 class ClusterFault(TrainingError):
-    """A check has failed."""
+    """A check of the cluster has failed."""
 
     exit_code: ClassVar[int] = NO_RESTART
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows of itself. `config_error`: why it cannot train the given config; empty if it can."""
+    """Facts that a rank reports about itself and its machine.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank on its node.
+        node: Number of the node.
+        host: Host name, with the number of the node if several nodes have this name.
+        versions: Versions that must be equal on all ranks.
+        environment: Environment variables of NCCL, torch and OpenMP.
+        gpu: Answer of nvidia-smi (`machine.GPU_FIELDS`); empty on CPU.
+        gpu_error: Reason why nvidia-smi did not answer, or empty.
+        free_memory: Free fraction of the GPU's memory.
+        xid: Last GPU error (Xid) in the kernel's log, or empty.
+        limits: Limits of the process (`machine.limits`).
+        ports: State and rate of each InfiniBand or RoCE port.
+        config_error: Reason why the rank cannot train the given config, or empty.
+    """
 
     rank: int
     local_rank: int
@@ -81,40 +97,44 @@ class Facts:
 
     @property
     def name(self) -> str:
+        """Rank and host as text."""
         return f"rank {self.rank} on {self.host}"
 
 
 class Probe:
-    """What is asked of one rank's machine; tests replace single answers."""
+    """Queries to the machine of a rank. Tests replace single answers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def versions(self) -> dict[str, str]:
+        """Return the versions of software and GPU (`machine.versions`)."""
         return machine.versions(self.device)
 
     def gpu(self) -> dict[str, str]:
+        """Return the answer of nvidia-smi for this rank's GPU (`machine.ask_gpu`)."""
         return machine.ask_gpu(self.device)
 
     def xid(self) -> str:
-        """The last error (Xid) of a GPU in the kernel's log; empty if there is none, or it may not be read."""
+        """Return the last GPU error (Xid) in the kernel's log; empty if there is none or the log cannot be read."""
         if self.device.type != "cuda" or shutil.which("dmesg") is None:
             return ""
         done = subprocess.run(["dmesg", "--ctime"], capture_output=True, text=True, timeout=60)
         return next((line for line in reversed(done.stdout.splitlines()) if "NVRM: Xid" in line), "")
 
     def free_memory(self) -> float:
-        """Free fraction of this rank's GPU memory."""
+        """Return the free fraction of this rank's GPU memory."""
         if self.device.type != "cuda":
             return 1.0
         free, total = torch.cuda.mem_get_info(self.device)
         return free / total
 
     def limits(self) -> dict[str, int]:
+        """Return the limits of this process (`machine.limits`)."""
         return machine.limits()
 
     def ports(self) -> dict[str, str]:
-        """State and rate of each InfiniBand or RoCE port, as `4: ACTIVE, 400 Gb/sec (4X NDR)`."""
+        """Return state and rate of each InfiniBand or RoCE port, such as `4: ACTIVE, 400 Gb/sec (4X NDR)`."""
         ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
         return {
             f"{port.parent.parent.name}:{port.name}": ", ".join(
@@ -124,19 +144,20 @@ class Probe:
         }
 
     def now(self) -> float:
+        """Return this machine's time in seconds since the epoch."""
         return time.time()
 
     def folder(self, path: Path) -> Path:
-        """Where this machine has the shared folder `path`."""
+        """Return the path of the shared folder `path` on this machine."""
         return path
 
     def matmul_rate(self) -> float:
-        """FLOP/s of square GEMMs: bf16 on CUDA, for about 2 s, fp32 on CPU."""
+        """Return the FLOP/s of square GEMMs: bf16 for about 2 s on CUDA, fp32 on CPU."""
         x, repeats = self._matrix()
         return 2 * len(x) ** 3 / seconds_of(lambda: x @ x, repeats, self.device)
 
     def gpu_under_load(self) -> dict[str, str]:
-        """`gpu` while GEMMs run, when slowdowns show."""
+        """Return the answer of `gpu` while GEMMs run, because slowdowns show only under load."""
         if self.device.type != "cuda":
             return {}
         x, repeats = self._matrix()
@@ -147,14 +168,14 @@ class Probe:
         return gpu
 
     def _matrix(self) -> tuple[Tensor, int]:
-        """A matrix, and how often to multiply it."""
+        """Return a square matrix, and the number of times to multiply it."""
         cuda = self.device.type == "cuda"
         n, dtype, repeats = (8192, torch.bfloat16, 1200) if cuda else (512, torch.float32, 4)
         return torch.randn(n, n, dtype=dtype, device=self.device), repeats
 
 
 def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Mean seconds of `call` after one call that is not counted."""
+    """Return the mean seconds of `call` over `repeats` calls, after one warm-up call."""
     call()
     _synchronize(device)
     start = time.perf_counter()
@@ -169,18 +190,18 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- judging, on rank 0: pure functions of what the ranks answered ----------------------------------------------------
+# --- judging on rank 0: pure functions of the ranks' answers ----------------------------------------------------------
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as text: 0-3, 8."""
+    """Return sorted numbers as text, such as `0-3, 8`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
 
 
 def where(facts: Sequence[Facts]) -> str:
-    """Ranks and their hosts as text."""
+    """Return the ranks and their hosts as text."""
     hosts = list(dict.fromkeys(fact.host for fact in facts))
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
     numbers = [fact.rank for fact in facts]
@@ -188,7 +209,10 @@ def where(facts: Sequence[Facts]) -> str:
 
 
 def _by_value(facts: Sequence[Facts], values: Iterable[Hashable]) -> list[tuple[Any, list[Facts]]]:
-    """Different `values`, one of each rank, and the ranks that have them; the most frequent value first."""
+    """Return the distinct values, each with the facts of its ranks, the most frequent value first.
+
+    `values` holds one value for each of `facts`.
+    """
     groups: dict[Hashable, list[Facts]] = defaultdict(list)
     for fact, value in zip(facts, values, strict=True):
         groups[value].append(fact)
@@ -196,14 +220,17 @@ def _by_value(facts: Sequence[Facts], values: Iterable[Hashable]) -> list[tuple[
 
 
 def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
-    """Versions are equal on all ranks (else fail), and so are the variables that NCCL and torch read (else warn)."""
+    """Check that versions and environment variables are equal on all ranks.
+
+    Different versions fail. Different variables that NCCL, torch or OpenMP read are a warning.
+    """
     findings = []
     usual: list[str] = []
     for name in dict.fromkeys(name for fact in facts for name in fact.versions):
         (common, _), *others = _by_value(facts, [fact.versions.get(name) for fact in facts])
         usual.append(f"{name} {common}")
         findings += [
-            Finding("versions", "fail", f"{name} is {value} of {where(some)}, elsewhere {common}")
+            Finding("versions", "fail", f"{name} is {value} on {where(some)}, {common} elsewhere")
             for value, some in others
         ]
     findings = findings or [Finding("versions", "pass", ", ".join(usual))]
@@ -212,23 +239,23 @@ def judge_equal(facts: Sequence[Facts]) -> list[Finding]:
     for name in variables:
         (common, _), *others = _by_value(facts, [fact.environment.get(name, "(unset)") for fact in facts])
         differing += [
-            Finding("environment", "warn", f"{name}={value} of {where(some)}, elsewhere {common}")
+            Finding("environment", "warn", f"{name}={value} on {where(some)}, {common} elsewhere")
             for value, some in others
         ]
     return findings + (differing or [Finding("environment", "pass", f"{len(variables)} variables, equal on all ranks")])
 
 
 def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
-    """Uncorrectable ECC errors, row remapping, slowdowns and memory in use of each GPU, and Xids of each node."""
+    """Check each GPU for ECC errors, row remapping, slowdowns and memory in use, and each node for Xid errors."""
     findings: list[Finding] = []
     for fact in facts:
         gpu, name = fact.gpu, f"GPU {fact.local_rank} of {fact.host}"
         findings += judge_gpu(gpu, name)
         if fact.free_memory < GPU_MEMORY:
-            used = f"{1 - fact.free_memory:.0%} of its memory is in use, by another process"
+            used = f"{1 - fact.free_memory:.0%} of its memory is in use by another process"
             findings.append(Finding("GPUs", "fail", f"{name}: {used}"))
         if fact.gpu_error:
-            findings.append(Finding("GPUs", "warn", f"{name} was not asked: {fact.gpu_error}"))
+            findings.append(Finding("GPUs", "warn", f"{name} was not checked: {fact.gpu_error}"))
         if fact.xid and fact.local_rank == 0:
             findings.append(Finding("GPUs", "warn", f"{fact.host}: in the kernel's log: {fact.xid}"))
     count = sum(bool(fact.gpu) for fact in facts)
@@ -236,7 +263,7 @@ def judge_gpus(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
-    """Limits of processes and shared memory, and the ports of the network."""
+    """Check the limits of processes and shared memory, and the ports of the network."""
     findings: list[Finding] = []
     answers = [(*fact.limits.items(), bool(fact.ports)) for fact in facts]
     for (*values, rdma), some in _by_value(facts, answers):
@@ -257,7 +284,7 @@ def judge_limits(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_config(facts: Sequence[Facts], given: bool) -> list[Finding]:
-    """All ranks can read the config's data and write its checkpoints."""
+    """Check that all ranks can read the config's data and write its checkpoints."""
     findings = [
         Finding("config", "fail", f"{where(some)}: {error}")
         for error, some in _by_value(facts, [fact.config_error for fact in facts])
@@ -267,7 +294,11 @@ def judge_config(facts: Sequence[Facts], given: bool) -> list[Finding]:
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """`offsets`: by node, seconds that its clock is ahead of the first node's, and the error of that."""
+    """Check the clocks of the nodes.
+
+    `offsets` holds for each node except the first the seconds by which its clock is ahead of the first node's clock,
+    and the error of this number.
+    """
     findings = []
     for name, (offset, error) in offsets.items():
         apart = abs(offset) - error
@@ -281,7 +312,10 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
 
 
 def judge_file(latencies: Mapping[str, float | None], folder: Path) -> list[Finding]:
-    """`latencies`: by rank, seconds until it saw a file that rank 0 wrote; None if it never did."""
+    """Check that `folder` is shared by all ranks, and how fast.
+
+    `latencies` holds for each rank the seconds until it saw a file that rank 0 wrote, or None if it never saw the file.
+    """
     missing = [name for name, latency in latencies.items() if latency is None]
     if missing:
         text = f"{folder} is not shared: {', '.join(missing[:8])}{' and others' if missing[8:] else ''}"
@@ -293,7 +327,15 @@ def judge_file(latencies: Mapping[str, float | None], folder: Path) -> list[Find
 
 
 def judge_rates(check: str, rates: Mapping[str, float], unit: str, scale: float, options: Thresholds) -> list[Finding]:
-    """Rates of parts that should be equal, against their median."""
+    """Compare the rates of parts that should be equal with their median.
+
+    Args:
+        check: Name of the check.
+        rates: Rate of each part by name.
+        unit: Unit in which rates are shown.
+        scale: Divisor that converts a rate to this unit.
+        options: Thresholds for warnings and failures.
+    """
     if not rates:
         return []
     median = statistics.median(rates.values())
@@ -320,7 +362,7 @@ class Thresholds:
 
 
 def link_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """The neighbours of a ring of `count`, in rounds in which each is in one pair at most."""
+    """Return the pairs of neighbors in a ring of `count` members, in rounds in which pairs are disjoint."""
     if count < 2:
         return []
     if count == 2:
@@ -333,7 +375,10 @@ def link_rounds(count: int) -> list[list[tuple[int, int]]]:
 def _clock_offsets(
     probe: Probe, leaders: Sequence[Facts], rank: int, group: ProcessGroup
 ) -> dict[str, tuple[float, float]]:
-    """By node: seconds that its clock is ahead of rank 0's, and half of the shortest round trip, on rank 0."""
+    """Return for each node the seconds by which its clock is ahead of rank 0's clock, and the error of this number.
+
+    The error is half of the shortest round trip. Only rank 0 gets meaningful values. Collective.
+    """
     offsets = {}
     x = torch.zeros(1, dtype=torch.float64)
     for leader in leaders[1:]:
@@ -354,7 +399,7 @@ def _clock_offsets(
 
 
 def _file_latency(path: Path, content: str) -> float | None:
-    """Seconds until `path` has `content`; None if it has not after `SEEN_FAIL`."""
+    """Return the seconds until `path` has `content`, or None if it does not have it after `SEEN_FAIL` seconds."""
     start = time.monotonic()
     while time.monotonic() - start < SEEN_FAIL:
         try:
@@ -369,7 +414,10 @@ def _file_latency(path: Path, content: str) -> float | None:
 def _check_file(
     probe: Probe, facts: Sequence[Facts], rank: int, folder: Path, makes: bool, group: ProcessGroup
 ) -> list[Finding]:
-    """Rank 0 writes a file into `folder`, which it `makes` if need be, and all wait until they see it."""
+    """Check how fast all ranks see a file that rank 0 writes to `folder`. Collective; rank 0 returns the findings.
+
+    If `makes` is True, rank 0 creates the folder if it does not exist.
+    """
     token = broadcast_object(uuid.uuid4().hex, group)
     path = probe.folder(folder) / f".check-cluster-{token}"
     error = ""
@@ -394,7 +442,7 @@ def _check_file(
 
 
 def _bandwidths(group: ProcessGroup, size: int, device: torch.device) -> dict[str, float]:
-    """Bus bandwidth of a group's all-reduce and all-gather of `size` bytes, by nccl-tests' formulas."""
+    """Return the bus bandwidth of a group's all-reduce and all-gather of `size` bytes, in bytes/s as in nccl-tests."""
     ranks = group.size()
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     part = x[: x.numel() // ranks]
@@ -408,14 +456,17 @@ def _bandwidths(group: ProcessGroup, size: int, device: torch.device) -> dict[st
 def _group_bandwidths(
     facts: Sequence[Facts], members: Sequence[Sequence[Facts]], rank: int, size: int, device: torch.device
 ) -> list[tuple[Sequence[Facts], dict[str, float]]]:
-    """Bandwidths of each group of `members`, all groups at the same time: the slowest rank's, on rank 0."""
+    """Return the bandwidths of each group of `members`, measured in all groups at the same time. Collective.
+
+    The bandwidth of a group is the bandwidth of its slowest rank. Only rank 0 gets results.
+    """
     mine = next(([fact.rank for fact in group] for group in members if rank in [fact.rank for fact in group]), [rank])
     world = dist.group.WORLD
     assert world is not None
     group = world if len(mine) == len(facts) else None
     if 1 < len(mine) < len(facts):
-        # Called by its members only, as parallel_state does it. torch names such a group by its members, and cannot
-        # make it a second time.
+        # Only the members call this, as in parallel_state. torch names such a group by its members, and cannot create
+        # it a second time.
         group = dist.new_group(mine, use_local_synchronization=True)
     barrier(world)
     bandwidths = {} if group is None or len(mine) == 1 else _bandwidths(group, size, device)
@@ -433,12 +484,15 @@ def _exchange(sent: Tensor, received: Tensor, peer: int, group: ProcessGroup) ->
 
 
 def _link_bandwidths(rings: Sequence[Sequence[Facts]], rank: int, size: int, device: torch.device) -> dict[str, float]:
-    """Bandwidth of each direction between neighbours of each ring, both directions at once, on rank 0."""
+    """Return the bandwidth between neighbors of each ring, per direction, with both directions in use. Collective.
+
+    Only rank 0 gets results.
+    """
     world = dist.group.WORLD
     assert world is not None
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    all_reduce(torch.zeros(1, device=device), world)  # connects the world, which the pairs below cannot do alone
+    all_reduce(torch.zeros(1, device=device), world)  # connects all ranks, which the pairs below cannot do alone
     measured: dict[tuple[int, int], float] = {}
     for number in range(max((len(link_rounds(len(ring))) for ring in rings), default=0)):
         pairs = [
@@ -484,7 +538,7 @@ def _check_bandwidth(
 
 
 def _config_error(config: Config, world_size: int, source: str) -> str:
-    """Why this rank could not train `config`; empty if it could."""
+    """Return the reason why this rank could not train `config`, or an empty text if it could."""
     try:
         check_layout(config, world_size, source)
         validate(config, world_size, source)
@@ -494,7 +548,7 @@ def _config_error(config: Config, world_size: int, source: str) -> str:
 
 
 def gather_facts(probe: Probe, rank: int, config_error: str) -> list[Facts]:
-    """Every rank's facts, in the order of ranks, on all ranks."""
+    """Return the facts of all ranks, in the order of ranks. Collective."""
     gpu, gpu_error = _answer(probe.gpu)
     versions = probe.versions() | ({"driver": gpu["driver"]} if gpu else {})
     own_facts = Facts(
@@ -518,12 +572,12 @@ def gather_facts(probe: Probe, rank: int, config_error: str) -> list[Facts]:
 
 
 def _named(fact: Facts, ambiguous: bool) -> Facts:
-    """`fact` with the number of the node beside a host name that several nodes have."""
+    """Return `fact`, with the number of the node in its host name if the name is `ambiguous`."""
     return replace(fact, host=f"{fact.host} (node {fact.node})") if ambiguous else fact
 
 
 def check(probe: Probe, arguments: argparse.Namespace) -> list[Finding]:
-    """Run all checks. Collective; rank 0 returns what was found, the others nothing."""
+    """Run all checks. Collective; rank 0 returns the findings, other ranks an empty list."""
     world = dist.group.WORLD
     assert world is not None
     rank, config, error = dist.get_rank(), None, ""
@@ -554,7 +608,7 @@ def check(probe: Probe, arguments: argparse.Namespace) -> list[Finding]:
 
 
 def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
-    """What nvidia-smi answers, or why it does not."""
+    """Return the answer of nvidia-smi and an empty text, or no answer and the reason."""
     try:
         return ask(), ""
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -562,12 +616,12 @@ def _answer(ask: Callable[[], dict[str, str]]) -> tuple[dict[str, str], str]:
 
 
 def proof_command(arguments: argparse.Namespace, device: str) -> str:
-    """The command that proves the config on a node's devices, which takes a minute or two (docs/prove.md)."""
+    """Return the command that proves the config on a node's devices. It takes a minute or two (docs/prove.md)."""
     return shlex.join(["megafp8", "prove", arguments.config, *arguments.overrides, "--device", device])
 
 
 def run(arguments: argparse.Namespace, make_probe: Callable[[torch.device], Probe] = Probe) -> None:
-    """Check the cluster, print the table on rank 0. Raises ClusterFault on all ranks if a check fails."""
+    """Check the cluster and print a table on rank 0. Raises ClusterFault on all ranks if a check fails."""
     kind = arguments.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

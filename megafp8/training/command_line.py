@@ -1,6 +1,6 @@
-"""The command line of the training scripts: read the config, check it, and train.
+"""Command line of the training scripts: read the config, check it, and train.
 
-A wrong config or damaged data set ends the job with exit code 2 and one message, before any process group exists.
+A wrong config or a damaged data set ends the job with exit code 2 and one message, before any process group exists.
 Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress;
 1 another failure (docs/resilience.md).
 """
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
+    """Return the parsed command line. Report a usage error for missing or contradictory arguments."""
     parser = make_parser(description)
     arguments = parser.parse_intermixed_args()
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
@@ -59,11 +60,14 @@ def _complete_model(tree: dict[str, Any], source: str) -> None:
 
 
 class NoModel(Exception):
-    """The model is that of a folder which is missing: its only argument says which, and why."""
+    """A missing folder defines the model. The only argument says which folder is missing, and why."""
 
 
 def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
-    """`_complete_model` of a dry run: a missing folder need not be there yet. Raises NoModel without a model."""
+    """Complete the model for a dry run, in which the folder may still be missing.
+
+    Raises NoModel if the folder is missing and the config does not describe the model.
+    """
     from megafp8.data.hub import missing_folder
     from megafp8.training.init_from import complete_model
 
@@ -78,7 +82,10 @@ def _complete_model_if_there(tree: dict[str, Any], source: str) -> None:
 
 
 def check_config(config: Config, world_size: int, source: str) -> list[PlannedStage]:
-    """The stages of the run, whose layouts and recipes are checked for `world_size` ranks. Raises ConfigError."""
+    """Return the stages of the run after checking their layouts and recipes for `world_size` ranks.
+
+    Raises ConfigError if a check fails.
+    """
     stages = planned_stages(config, source)
     for stage in stages:
         check_layout(stage.config, world_size, stage.source)
@@ -90,9 +97,9 @@ def check_config(config: Config, world_size: int, source: str) -> list[PlannedSt
 
 
 def prepare(arguments: argparse.Namespace) -> RunInputs | None:
-    """Do all checks that need no process group; None if there is nothing to train.
+    """Do all checks that need no process group, and return the inputs of the run; None if there is nothing to train.
 
-    Importing torch takes longer than all checks, so those that do not need it come before the import.
+    Importing torch takes longer than all checks, so checks that do not need torch come before the import.
     """
     if arguments.print_schema:
         print(json.dumps(json_schema(), indent=2))
@@ -113,14 +120,14 @@ def prepare(arguments: argparse.Namespace) -> RunInputs | None:
 
 
 def _dry_run(arguments: argparse.Namespace) -> None:
-    """Print what `--dry-run` shows."""
-    gc.disable()  # this process ends soon, and collecting takes a sixth of its time
+    """Print the output of `--dry-run`."""
+    gc.disable()  # this process ends soon, and garbage collection would take a sixth of its time
     try:
         config = load_config(arguments.config, arguments.overrides, _complete_model_if_there)
     except NoModel as missing:
         print(
-            f"needed before a start:\n  checkpoint.init_from = {missing}; it defines the model, so nothing else can "
-            "be said yet"
+            f"needed before a start:\n  checkpoint.init_from = {missing}; it defines the model, so nothing else is "
+            "known yet"
         )
         return
     world_size = arguments.world_size or ("WORLD_SIZE" in os.environ and launched_ranks())
@@ -133,7 +140,7 @@ def _dry_run(arguments: argparse.Namespace) -> None:
     from megafp8.training.describe import dry_run
 
     if len(stages) > 1:
-        from megafp8.training.state import check_stages  # loads all that trains
+        from megafp8.training.state import check_stages  # imports all training code
 
         check_stages(stages)
     for stage in stages:
@@ -144,20 +151,24 @@ def _dry_run(arguments: argparse.Namespace) -> None:
 
 
 def run(description: str | None, live_uses: Callable[[RunInputs], LiveUses]) -> None:
+    """Parse the command line, check the config and train. `live_uses` is described at `main`."""
     inputs = prepare(parse_arguments(description))
     if inputs is not None:
         from megafp8.training.run import train
 
         train(inputs, live_uses(inputs))
-        # Frees the process groups that models hold in reference cycles, and so ends gloo's threads: one that drops the
-        # last reference to a tensor while Python exits aborts the process.
+        # Free the process groups that models hold in reference cycles. This ends gloo's threads: a thread that drops
+        # the last reference to a tensor while Python exits would abort the process.
         gc.collect()
 
 
 def main(description: str | None, live_uses: Callable[[RunInputs], LiveUses]) -> int:
-    """Train a model as the command line says; returns the exit code.
+    """Train a model according to the command line and return the exit code.
 
-    `live_uses`: checks what the config asks of the live model, which raises ValueError, and gives what does it.
+    Args:
+        description: Help text of the script.
+        live_uses: Function that checks the evaluations and rollouts of the config, and returns the functions that run
+            them on the live model. It raises ValueError if the config is wrong.
     """
     code = run_and_report(partial(run, description, live_uses))
     if not code:
@@ -166,7 +177,10 @@ def main(description: str | None, live_uses: Callable[[RunInputs], LiveUses]) ->
 
 
 def exit_with(code: int) -> None:
-    """End the process without waiting for communicators, which may wait for ranks that wait for this one."""
+    """End the process without waiting for communicators if `code` is not 0.
+
+    Communicators may wait for other ranks, which may wait for this process.
+    """
     if code:
         sys.stdout.flush()
         sys.stderr.flush()

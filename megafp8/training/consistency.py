@@ -1,41 +1,41 @@
-"""Check that ranks which hold the same part of the model's state hold the same bits.
+"""Check that ranks that hold the same part of the model's state hold the same bits.
 
-Problem: data-parallel ranks start with equal weights and apply equal updates, so their weights stay equal, bit for bit.
-If a bit of one rank's memory flips, a collective delivers something else to one rank, or an operation that must be
-deterministic is not, that rank trains another model from then on. No loss shows it, and it is undefined which rank's
-weights a checkpoint holds.
+Problem: data-parallel ranks start with equal weights and apply equal updates, so their weights stay bitwise equal. But
+if a bit in one rank's memory flips, if a collective delivers wrong data to one rank, or if an operation is not
+deterministic although it must be, that rank trains a different model from then on. The loss does not show this, and it
+is undefined which rank's weights a checkpoint holds.
 
-What is replicated depends on the layout:
+The layout determines which state is replicated:
 
-    over data and context parallelism   weights; without ZeRO masters and moments too; with fp8.param_gather the FP8
+    over data and context parallelism   weights; without ZeRO also masters and moments; with fp8.param_gather the FP8
                                         data of weights and their scales; with FSDP no weights
-    over ranks with the same experts    weights of experts, as others over data and context parallelism; their FP8 state
-    over replicas of FSDP's shards      optimizer state, masters among it, which are the weights; frozen weights
+    over ranks with the same experts    weights of experts, like other weights in the row above; their FP8 state
+    over replicas of FSDP's shards      optimizer state, including the masters, which are the weights; frozen weights
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling and of the loss scale, the number of optimizer steps
 
-Idea: each rank reads these tensors once, in the dtype in which they are stored, and reduces each to two 64-bit
-checksums (`bit_sums`). One all-reduce over each of these groups, of 32 bytes per tensor, gives their minimum and
-maximum. The host synchronizes once, to learn whether any differ. Only then are the sums gathered from all ranks, and
-the majority decides whose are wrong.
+Idea: each rank reads these tensors once, in the dtype in which they are stored, and reduces each tensor to two 64-bit
+checksums (`bit_sums`). One all-reduce of 32 bytes per tensor over each of these groups gives the minimum and the
+maximum of the checksums. The host synchronizes once, to learn whether any checksums differ. Only then are the checksums
+gathered from all ranks, and the majority decides which ranks are wrong.
 
-*Bit sums.* The bits of a tensor are read as n little-endian signed 32-bit words w, the last one padded with zeros. Its
-bit sums, modulo 2^64, are
+*Bit sums.* The bits of a tensor are read as n little-endian signed 32-bit words w, the last word padded with zeros. The
+bit sums of the tensor, modulo 2^64, are
 
     sum of w[i]                sum of (i + 1) · w[i]
 
-Two tensors of one size that differ in one word differ in the first sum. If they differ in two words, either the first
-sums differ, or the differences are d and -d with |d| < 2^32, and the second sums differ by (i - j) · d, which is not 0
-modulo 2^64 as long as fewer than 2^31 words lie between them. So every change of one or two words is detected: a
-flipped bit, a NaN, two values exchanged. Other changes are missed with a probability of about 2^-64. A CRC-32 or a hash
-would have to read the bytes in order; these sums are reductions that run at memory bandwidth.
+If two tensors of the same size differ in one word, their first sums differ. If they differ in two words, either the
+first sums differ, or the differences are d and -d with |d| < 2^32. The second sums then differ by (i - j) · d, which is
+not 0 modulo 2^64 if fewer than 2^31 words lie between the two. Every change of one or two words is therefore detected:
+a flipped bit, a NaN, two exchanged values. Other changes are missed with a probability of about 2^-64. A CRC-32 or a
+hash would have to read the bytes in order; these sums are reductions that run at memory bandwidth.
 
-Cost on a GPU: the time to read what is replicated, in bf16 14 bytes per parameter without ZeRO, 2 with ZeRO stage 1, 1
-with fp8.param_gather. Measured on two H200 with 8 layers of Llama-3-8B: 5 to 47 ms, which is 0.004 to 0.037% of the run
-if every 100th step is checked (docs/measurements/2026-11-23-h200-faults).
+Cost on a GPU: the time to read the replicated state, in bf16 14 bytes per parameter without ZeRO, 2 with ZeRO stage 1,
+1 with fp8.param_gather. Measured on two H200 with 8 layers of Llama-3-8B: 5 to 47 ms, or 0.004 to 0.037% of the run if
+every 100th step is checked (docs/measurements/2026-11-23-h200-faults).
 
-Not covered: gradients, and values that every step computes again, such as FP8 copies of weights.
+Not covered: gradients, and values that every step recomputes, such as FP8 copies of weights.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from megafp8.training.errors import StateDiffers
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.trainer import RankTrainer
 
-_LISTED = 5  # tensors that a message names
-_CHUNK = 1 << 20  # words whose products are in memory at a time
+_LISTED = 5  # most tensors that a message names
+_CHUNK = 1 << 20  # number of words whose products are in memory at a time
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The bits of `x`, of any dtype, as int32 `[n]`: a view if the alignment allows it, else a copy."""
+    """Return the bits of `x`, of any dtype, as int32 `[n]`: a view if the alignment allows it, else a copy."""
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 4 or flat.data_ptr() % 4 or flat.storage_offset() % 4:
         flat = F.pad(flat, (0, -flat.numel() % 4)).clone()
@@ -70,7 +70,10 @@ def words_of(x: Tensor) -> Tensor:
 
 
 def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The bit sums of each of `tensors`: int64 `[t, 2]` on `device`, where most of them are. No synchronization."""
+    """Return the bit sums of each tensor, int64 `[t, 2]` on `device`, without waiting for a GPU.
+
+    Tensors on another device are copied to `device` first.
+    """
     words = [words_of(x.to(device)) for x in tensors]
     if device.type == "cuda" and words:
         from megafp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
@@ -80,7 +83,7 @@ def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def bit_sums_reference(words: Sequence[Tensor]) -> Tensor:
-    """The bit sums of `words`, int32 `[n]` each, in plain PyTorch: int64 `[t, 2]`."""
+    """Return the bit sums of `words`, int32 `[n]` each, computed in PyTorch: int64 `[t, 2]`."""
     sums = torch.zeros(len(words), 2, dtype=torch.int64)
     for row, w_n in zip(sums, words):
         for start in range(0, w_n.numel(), _CHUNK):
@@ -91,13 +94,13 @@ def bit_sums_reference(words: Sequence[Tensor]) -> Tensor:
 
 
 class SharedTensor(NamedTuple):
-    """A tensor of this rank's state, and where other ranks must hold the same one.
+    """Tensor of this rank's state that other ranks must hold too.
 
     Attributes:
         name: Unique name, equal on all ranks that hold the tensor.
-        values: The tensor, of any shape and dtype.
-        shared_over: Names of the groups whose ranks hold it.
-        holder: Which of two copies on one rank this is.
+        values: Tensor of any shape and dtype.
+        shared_over: Names of the groups in which every rank holds the tensor.
+        holder: Text that tells two copies on one rank apart, or an empty text.
     """
 
     name: str
@@ -107,12 +110,12 @@ class SharedTensor(NamedTuple):
 
 
 def _name_of(param: nn.Parameter) -> str:
-    """The global tensors of which a local parameter is a slice, with the offsets of the slice."""
-    pieces = [
-        piece.name if piece.shape == piece.global_shape else f"{piece.name}{list(piece.offset)}"
-        for piece in spec_of(param).shards
+    """Return the names of the global tensors that a local parameter is part of, with the offsets of its shards."""
+    names = [
+        shard.name if shard.shape == shard.global_shape else f"{shard.name}{list(shard.offset)}"
+        for shard in spec_of(param).shards
     ]
-    return _listed(pieces, " + ")
+    return _listed(names, " + ")
 
 
 def _listed(names: Sequence[str], separator: str) -> str:
@@ -120,7 +123,10 @@ def _listed(names: Sequence[str], separator: str) -> str:
 
 
 def rank_state(trainer: RankTrainer) -> list[SharedTensor]:
-    """Return the tensors of this rank's state, in one order on each rank of its stage. No weight gather may run."""
+    """Return the tensors of this rank's state, in the same order on every rank of its stage.
+
+    No gather of weights may be running.
+    """
     strategy = trainer.strategy
     fp8_data, state = strategy.fp8_data, list[SharedTensor]()
 
@@ -150,7 +156,7 @@ def rank_state(trainer: RankTrainer) -> list[SharedTensor]:
     for param, (op, _) in strategy.fp8_weights.items():
         if op.gathered_weight is not None:
             shared_over = frozenset({"expert_data"}) if spec_of(param).expert else all_layers
-            names = _listed([piece.name for piece in spec_of(param).shards], ", ")
+            names = _listed([shard.name for shard in spec_of(param).shards], ", ")
             state.append(SharedTensor(f"scale_inv of {names}", op.gathered_weight.scale_inv, shared_over))
     state += [SharedTensor(f"model.{name}", values, all_layers) for name, values in trainer.constants.items()]
     state += [SharedTensor(name, values, all_layers) for name, values in trainer.loss_scale.items()]
@@ -164,7 +170,7 @@ def rank_state(trainer: RankTrainer) -> list[SharedTensor]:
 
 
 def shared_state(trainer: RankTrainer) -> list[SharedTensor]:
-    """Return the tensors that other ranks must hold too, as they are between two steps."""
+    """Return the tensors of `compared_state` that at least one other rank must hold too."""
     parallel = trainer.parallel
     sizes = {
         "data": parallel.data_context.size,
@@ -177,8 +183,8 @@ def shared_state(trainer: RankTrainer) -> list[SharedTensor]:
 
 
 def compared_state(trainer: RankTrainer) -> list[SharedTensor]:
-    """Return `rank_state` without what belongs to the running step, and with the number of updates."""
-    # Slot 0 of a history is local to the rank and belongs to the current step, in which an evaluation may have run.
+    """Return `rank_state` without values of the running step, and with the number of optimizer steps."""
+    # Slot 0 of an amax history is local to the rank and belongs to the running step. An evaluation may have changed it.
     state = [x._replace(values=x.values[1:]) if x.name.endswith(".amax_history") else x for x in rank_state(trainer)]
     count = torch.tensor(trainer.optimizer.step_count)
     return [*state, SharedTensor("number of optimizer steps", count, frozenset({"data", "tensor"}))]
@@ -187,7 +193,7 @@ def compared_state(trainer: RankTrainer) -> list[SharedTensor]:
 def check_consistency(trainer: RankTrainer, step: int) -> None:
     """Compare the state that ranks share after `step` steps. Collective; call it between training steps.
 
-    Raises StateDiffers on all ranks, naming tensors, ranks and hosts, if any bit differs on any rank.
+    Raises StateDiffers on all ranks, with the names of tensors, ranks and hosts, if any bit differs on any rank.
     """
     parallel, strategy = trainer.parallel, trainer.strategy
     if parallel.world_size == 1:
@@ -206,7 +212,7 @@ def check_consistency(trainer: RankTrainer, step: int) -> None:
     }
     for axis, group in groups.items():
         rows = [i for i, x in enumerate(shared) if axis in x.shared_over]
-        if axis == "embedding" and len(strategy.tied) == 2:  # one rank holds both ends
+        if axis == "embedding" and len(strategy.tied) == 2:  # one rank holds the first and the last stage
             for name in {shared[i].name for i in rows}:
                 first, last = (i for i in rows if shared[i].name == name)
                 differs[[first, last]] |= (sums[first] != sums[last]).any()
@@ -225,37 +231,43 @@ def check_consistency(trainer: RankTrainer, step: int) -> None:
 
 
 class ConsistencyCheck(Observer):
-    """Run `check_consistency` before the first step, every `interval` steps, at saves and at the first skipped step."""
+    """Observer that runs `check_consistency` before the first step, every `interval` steps, at saves and at skips.
+
+    In a row of skipped steps, only the first one is checked.
+    """
 
     def __init__(self, trainer: RankTrainer, step: int, interval: int) -> None:
         self._trainer, self._begin, self._interval = trainer, step, interval
-        self._checked = False  # since the latest step
+        self._checked = False  # whether the state after the latest step has been checked
 
     def __enter__(self) -> ConsistencyCheck:
         self.check_state(self._begin)
         return self
 
     def before_step(self, step: int) -> None:
+        """Mark the state as not checked, because the step changes it."""
         self._checked = False
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Check the state at the interval, and after the first skipped step in a row."""
         if metrics.step % self._interval == 0 or metrics.skipped_in_a_row == 1:
             self.check_state(metrics.step)
 
     def check_state(self, step: int) -> None:
+        """Check the state after `step`, unless it has been checked since the latest step."""
         if not self._checked:
             check_consistency(self._trainer, step)
         self._checked = True
 
 
 def _differs(sums_t2: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Whether each row differs between ranks of `group`, bool `[t]`."""
+    """Return whether each row differs between ranks of `group`, bool `[t]`."""
     extremes = all_reduce(torch.stack([sums_t2, ~sums_t2]), group, "max")  # ~ reverses the order
     return (extremes[0] != ~extremes[1]).any(dim=1)
 
 
 class _TensorCopy(NamedTuple):
-    """Copy of a tensor on one rank, where ranks differ."""
+    """Bit sums of a tensor on one rank, for a tensor that differs between ranks."""
 
     name: str
     rank: int
@@ -265,7 +277,7 @@ class _TensorCopy(NamedTuple):
 
 
 def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
-    """The error message: which ranks differ from the majority, or between which ranks there is none."""
+    """Return the error message: the ranks that differ from the majority, or all ranks if there is no majority."""
     by_name: dict[str, list[_TensorCopy]] = {}
     for copy in copies_of_all:
         by_name.setdefault(copy.name, []).append(copy)
@@ -278,10 +290,10 @@ def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
         else:
             verdict = _holders(copies), ""
         verdicts.setdefault(verdict, []).append(name)
-    lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all of them."]
+    lines = [f"after step {step} ranks hold different bits of tensors that must be equal on all ranks."]
     for (who, majority), names in verdicts.items():
         tensors = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-        verb = f"other than {majority} in" if majority else "no majority of them agrees on"
+        verb = f"different from {majority} in" if majority else "no majority agrees on"
         lines.append(f"{who}: {verb} {tensors}.")
     lines.append(
         "This state is not saved. The cause may be a faulty GPU, memory or link, or an operation that is not "
@@ -292,7 +304,7 @@ def _describe(copies_of_all: Sequence[_TensorCopy], step: int) -> str:
 
 
 def _holders(copies: Sequence[_TensorCopy], hosts: bool = True) -> str:
-    """`rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
+    """Return the ranks that hold the copies as text: `rank 1 on node3, rank 2 on node3`, or `ranks 0, 4`."""
     shown = sorted({(copy.rank, copy.host, copy.holder) for copy in copies})
     if hosts:
         return ", ".join(f"rank {rank} on {host}{holder}" for rank, host, holder in shown)

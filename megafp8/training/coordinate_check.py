@@ -1,4 +1,4 @@
-"""Sizes of activations by width, with and without muP."""
+"""Coordinate check: sizes of activations by model width, with and without muP."""
 
 from __future__ import annotations
 
@@ -25,11 +25,21 @@ from megafp8.training.trainer import RankTrainer
 MEASURED = ("embedding", "attention", "mlp", "logits")
 
 Sizes = dict[str, list[float]]
-"""By activation, its mean absolute value before each step."""
+"""Mean absolute value of each activation in the forward pass of each step."""
 
 
 def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False) -> Config:
-    """`config` in another width, for one process. Raises ValueError where a size would not be whole."""
+    """Return `config` with another width, for a single process.
+
+    Args:
+        config: Config of the base width.
+        width: New hidden size.
+        mup: Use muP with the base width of `config`.
+        widen_heads: Scale the head dimension instead of the number of heads.
+
+    Raises:
+        ValueError: If a scaled size is not a whole number.
+    """
     model, mixer, ffn = config.model, config.spec.layers[0].mixer, config.spec.layers[0].ffn
     base, channels = model.hidden_size, mixer.channels
 
@@ -63,7 +73,10 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
 
 
 def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Sizes:
-    """Train a model of `config` on random tokens. `parallel`: of a job of one process."""
+    """Train a model of `config` on random tokens for some steps, and return the sizes of its activations.
+
+    `parallel` belongs to a job with a single process.
+    """
     assert config.model.vocab_size is not None
     trainer = RankTrainer(config, parallel)
     (stage,) = trainer.stages
@@ -90,12 +103,12 @@ def _mean_size(y: Tensor | tuple[Tensor, ...]) -> float:
 
 
 def growth(by_width: Mapping[int, Sizes], name: str) -> float:
-    """How many times as large an activation is in the widest model as in the narrowest, before the last step."""
+    """Return the ratio of an activation's size in the widest model to its size in the narrowest, in the last step."""
     return by_width[max(by_width)][name][-1] / by_width[min(by_width)][name][-1]
 
 
 def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
-    """A row for each parametrization, a column for each activation; a line for each step, over the width."""
+    """Draw a PNG with a row per parametrization, a column per activation, and a line over the width per step."""
     plt = pyplot()
     figure, axes = plt.subplots(
         len(found), len(MEASURED), figsize=(4 * len(MEASURED), 3.2 * len(found)), layout="constrained", squeeze=False,
@@ -115,7 +128,7 @@ def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
             axis.set_title(f"{title}: {name}")
             axis.set_xlabel("hidden_size")
             axis.grid(alpha=0.3)
-    for column in axes.T:  # the same range above each other
+    for column in axes.T:  # use the same range for all charts in a column
         low, high = min(axis.get_ylim()[0] for axis in column), max(axis.get_ylim()[1] for axis in column)
         for axis in column:
             axis.set_ylim(low, high)
@@ -126,18 +139,18 @@ def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
 
 
 def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
-    """Growth from the narrowest to the widest model, before the last step."""
+    """Return a table with the growth of each activation from the narrowest to the widest model in the last step."""
     rows: list[tuple[str, ...]] = [("", *MEASURED)]
     rows += [(title, *(f"{growth(sizes, name):.2f}" for name in MEASURED)) for title, sizes in found.items()]
     return "\n".join(f"{title:<10}" + "".join(f"{value:>12}" for value in values) for title, *values in rows)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train a config in several widths, with and without muP, and print how much its activations grow."""
+    """Train a config in several widths, with and without muP, and print the growth of its activations."""
     widths = arguments.widths
     config = load_config(arguments.config, ["device=cpu", "fp8.recipe=none", *arguments.overrides])
     if config.model.vocab_size is None:
-        raise ValueError(f"{arguments.config}: model.vocab_size is not given; add model.vocab_size=1024")
+        raise ValueError(f"{arguments.config}: model.vocab_size is not set; add model.vocab_size=1024")
     configs = {
         title: {width: widened(config, width, mup=mup, widen_heads=arguments.widen_heads) for width in widths}
         for title, mup in (("standard", False), ("muP", True))
@@ -145,11 +158,13 @@ def run(arguments: argparse.Namespace) -> None:
     device = initialize_distributed("cpu")
     parallel = initialize_model_parallel(device=device)
     sizes = {
-        title: {width: activation_sizes(own, parallel, arguments.steps) for width, own in by_width.items()}
+        title: {
+            width: activation_sizes(wide_config, parallel, arguments.steps) for width, wide_config in by_width.items()
+        }
         for title, by_width in configs.items()
     }
     destroy_model_parallel()
-    print(f"times as large in width {max(widths)} as in {min(widths)}, before step {arguments.steps}:")
+    print(f"activation sizes in width {max(widths)} relative to width {min(widths)}, before step {arguments.steps}:")
     print(table(sizes))
     if arguments.png is not None:
         draw(sizes, arguments.png)

@@ -1,43 +1,47 @@
 """Forward and backward passes of a training step, recorded as a CUDA graph and replayed.
 
-A layer's forward and backward are some forty kernels, and the host needs ten to thirty microseconds to launch one.
-Small layers, small slices of large layers, and pipelines, where a late launch on one rank delays others, wait for that.
-A CUDA graph records such launches; replaying it is one call, however many there are.
+Problem: the forward and backward passes of a layer launch about forty kernels, and the host needs ten to thirty
+microseconds per launch. The GPU waits for these launches if layers or a rank's slices of layers are small, and in
+pipelines, where a late launch on one rank delays other ranks.
+
+Idea: a CUDA graph records the launches. A replay is one call, whatever the number of launches.
 
 *Recorded* is everything from the zeroing of the gradients to their reduced sums: the gathering of weights under ZeRO,
 all micro-batches in the order of the pipeline schedule, sends and receives, tensor- and context-parallel collectives,
-copies by copy engines, deferred weight gradients, and the reduction of buckets beside the last backward pass. The graph
-runs these as eagerly launched streams do: a collective on a stream of its own is a branch of the graph. So overlaps and
-sums are those of an eager step, bit for bit, and so is the peak of memory.
+copies by copy engines, deferred weight gradients, and the reduction of buckets during the last backward pass. The graph
+has the same parallelism as eagerly launched streams: a collective on a separate stream is a branch of the graph.
+Overlaps, sums (bit for bit) and peak memory are therefore the same as in an eager step.
 
-*Not recorded* is what follows, queued behind the graph: norm, update, scales, and the sums of losses. Where ranks
-depend on each other there is a collective in it, which the process group's watchdog times. It does not see collectives
-in a graph, so without one a rank that hangs would never be noticed.
+*Not recorded* is the rest of the step, which is queued behind the graph: gradient norm, update, scales, and the sums of
+losses. If ranks depend on each other, this part contains a collective, and the process group's watchdog times it. The
+watchdog does not see collectives in a graph, so without this collective it would never notice a rank that hangs.
 
-*Addresses and host-side numbers are part of a graph*, so these must not change:
+*Addresses and host-side numbers are part of a graph*, so they must not change:
 
-- micro-batches are copied into fixed buffers before each replay; other shapes are another graph
-- parameters, sums of gradients, scales and amaxes are updated in place
-- a step that the FP8 report samples is another graph, which computes the statistics too, and so is the batch of an
-  evaluation
-- while static scaling calibrates, in high precision, everything is eager
-- the noise of stochastic rounding is a function of the step and the micro-batch, which are tensors, too
-- how many rows the experts of a rank have differs in every step: a graph has room for some more than were seen before
-  it was recorded, and where there are still more its results are discarded (`megafp8.layers.experts.own_rows`)
-- dropout's masks are a function of the samples' indices in the run, which are tensors of the micro-batch
-- exchanges through symmetric memory alternate between two buffers and assume that consecutive ones differ. The last of
-  a replay and the first of the next may share one: the all-reduce of losses over the ranks of a model, for which each
-  must have finished the replay, is between them
+- Micro-batches are copied into fixed buffers before each replay. Batches with other shapes get another graph.
+- Parameters, sums of gradients, scales and amaxes are updated in place.
+- A step that the FP8 report samples has another graph, which also computes the statistics. Batches of an evaluation
+  have another graph too.
+- While static scaling calibrates in high precision, everything runs eagerly.
+- The noise of stochastic rounding is a function of the step and the micro-batch, which are tensors.
+- The number of rows of a rank's experts changes in every step. A graph has room for somewhat more rows than were seen
+  before it was recorded. If there are still more rows, the results of the replay are discarded
+  (`megafp8.layers.experts.own_rows`).
+- Dropout masks are a function of the samples' indices in the run, which are tensors of the micro-batch.
+- Exchanges through symmetric memory alternate between two buffers and assume that consecutive exchanges use different
+  buffers. The last exchange of a replay and the first exchange of the next replay may use the same buffer. This is
+  safe, because the all-reduce of losses over the ranks of a model comes between them, and each rank must have finished
+  the replay before it.
 
 The first steps run eagerly, because compiling kernels, timing algorithms, opening connections and creating library
-handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created; they are
-freed with each step, so a capture, which runs on a stream of its own, creates them anew.
+handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created. They are
+freed with each step, so a capture, which runs on a separate stream, creates new leaf nodes.
 
-*Memory.* Graphs have a pool of their own, which they share, as they never run at once. It holds permanently what an
-eager step allocates at its peak. Before anything runs eagerly the graphs are dropped and their memory is freed, so a
-rank never has both.
+*Memory.* All graphs share one memory pool, because they never run at the same time. The pool permanently holds the peak
+memory of an eager step. Before anything runs eagerly, the graphs are dropped and their memory is freed, so a rank never
+holds both.
 
-A graph holds its communicators: drop graphs before process groups are destroyed.
+A graph holds its communicators, so drop the graphs before the process groups are destroyed.
 """
 
 from __future__ import annotations
@@ -58,13 +62,13 @@ from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)
 EAGER_STEPS = 2
-"""Steps before a capture: only from the second on do delayed scales exist, and are kernels compiled that use them."""
+"""Number of eager steps before a capture. Delayed scales, and the kernels that use them, exist from the second step."""
 
 T = TypeVar("T")
 
 
 def why_not(config: Config, device: str) -> str:
-    """Why the steps of a run on `device`, cuda or cpu, are not replayed; empty where they are."""
+    """Return the reason why steps on `device` (cuda or cpu) are not replayed, or an empty text if they are."""
     if config.training.cuda_graphs is False:
         return "training.cuda_graphs is false"
     if device != "cuda":
@@ -74,19 +78,19 @@ def why_not(config: Config, device: str) -> str:
 
 
 def describe(reason: str) -> str:
-    """One line for the log, of what `why_not` returned."""
+    """Return a log line for the result of `why_not`."""
     return f"CUDA graphs: not used: {reason}" if reason else "CUDA graphs: forward and backward passes are replayed"
 
 
 class Graphs:
-    """Work of a rank that is repeated, such as the passes of a step: eager at first, then captured and replayed.
+    """CUDA graphs of a rank's repeated work, such as the passes of a step: first eager, then captured and replayed.
 
-    All ranks run the same kinds of work in the same order.
+    All ranks must run the same kinds of work in the same order.
     """
 
     def __init__(self, device: torch.device, *, new_capture: Callable[[], Capture] = CudaCapture) -> None:
         self.device, self._new_capture = device, new_capture
-        self._eager_runs: dict[Hashable, int] = {}  # of each kind of work so far
+        self._eager_runs: dict[Hashable, int] = {}  # number so far of each kind of work
         self._capture: Capture | None = None
         self._inputs: dict[Hashable, list[Batch]] = {}
         self._replays: dict[Hashable, Callable[[], Any]] = {}
@@ -101,11 +105,19 @@ class Graphs:
         before_capture: Callable[[], None] = lambda: None,
         capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
-        """`work` on the device, of micro-batches in host memory, without waiting for the device.
+        """Run `work` on micro-batches and return its result, eagerly or by replaying a graph.
 
-        `work`, the same for one `name` at every call, returns tensors, in any structure. In a replay these lie in
-        memory of the graph: use or copy them before the next call. The first `eager_runs` are eager. `before_capture`
-        ends what other threads are doing with the device, which could break a capture, which runs within `capturing`.
+        The call does not wait for the device. The tensors that a replay returns are in the graph's memory: use or copy
+        them before the next call.
+
+        Args:
+            name: Name of the kind of work.
+            work: Function from micro-batches on the device to tensors in any structure. Every call with the same
+                `name` must pass the same function.
+            microbatches: Micro-batches in host memory.
+            eager_runs: Number of eager runs before the capture.
+            before_capture: Function that ends the work of other threads on the device, which could break a capture.
+            capturing: Function that returns a context in which the capture runs.
         """
         kind = (name, tuple(x.shape for batch in microbatches for x in batch.tensors))
         if self._eager_runs.setdefault(kind, 0) < eager_runs:
@@ -125,13 +137,13 @@ class Graphs:
         return self._replays[kind]()
 
     def drop(self) -> None:
-        """Free all graphs and their memory. Steps that follow are captured anew."""
+        """Free all graphs and their memory. Later steps capture new graphs."""
         self._replays.clear()
         self._inputs.clear()
         self._capture = None
 
     def restart(self) -> None:
-        """Free all graphs, and run everything eagerly first again."""
+        """Free all graphs, and repeat the eager runs before new captures."""
         self.drop()
         self._eager_runs.clear()
 
@@ -145,7 +157,7 @@ class Graphs:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"recording a CUDA graph of a {name} failed ({error}); training.cuda_graphs=false trains without"
+                f"recording a CUDA graph of a {name} failed ({error}); training.cuda_graphs=false trains without graphs"
             ) from error
         logger.info(f"CUDA graphs: {name} recorded in {time.perf_counter() - start:.2f} s; replayed from here on")
         return replay

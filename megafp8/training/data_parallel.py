@@ -1,7 +1,8 @@
-"""The strategy of data parallelism that the section `parallel` describes, built around a rank's stages.
+"""Data-parallel strategy of the config section `parallel`, built around the stages of one rank.
 
-Under FSDP the embedding is needed in forward only, unless it ends with a norm, and the output layer from its forward
-right to its backward. A weight that several layers of a stage share stays gathered in between.
+Under FSDP the embedding is needed only in forward, unless it ends with a norm. The output layer is needed from its
+forward pass until its backward pass, which follows directly. A weight that several layers of a stage share stays
+gathered between their uses.
 """
 
 from __future__ import annotations
@@ -32,14 +33,21 @@ from megafp8.training.overlap import on_one_host
 def build_data_parallel(
     config: Config, parallel: ParallelState, model: nn.ModuleList, wgrads: WgradStore, environment: Mapping[str, str]
 ) -> DataParallelStrategy:
-    """The strategy of the stages in `model`, with initial values; under FSDP their blocks are on the meta device.
+    """Return the data-parallel strategy of the stages in `model`, with initialized weights. Collective.
 
-    Call it after `Fp8Manager.materialize`. `wgrads`: of weight gradients that the pipeline schedule defers. Collective.
+    Call this after `Fp8Manager.materialize`.
+
+    Args:
+        config: Config of the run.
+        parallel: Process groups.
+        model: Model stages of this rank. Under FSDP their blocks are on the meta device.
+        wgrads: Store of weight gradients that the pipeline schedule defers.
+        environment: Environment variables of this process.
     """
     p, params, stages = config.parallel, list(model.parameters()), [*model]
     dtype = DTYPES[config.training.precision]
     trained = [param for param in params if param.requires_grad]
-    # Gradients of experts are summed over other ranks than those of the rest of the model.
+    # Gradients of experts may be summed over other ranks than the gradients of the rest of the model.
     other_ranks = parallel.expert_data.ranks != parallel.data_context.ranks
     expert_group = parallel.expert_data.group if other_ranks and any(spec_of(x).expert for x in trained) else None
     shared = [stage.shared_weight for stage in stages if p.pipeline > 1 and stage.shared_weight is not None]
@@ -94,22 +102,22 @@ def build_data_parallel(
 
 
 def experts_are_whole(config: Config, parallel: ParallelState) -> bool:
-    """Whether FSDP would give one rank all rows of its experts' weights, which are left whole then."""
+    """Return whether experts stay unsharded under FSDP, because each rank would hold all rows of its experts."""
     return config.parallel.fsdp and _experts_are_apart(parallel) and parallel.expert_shard.size == 1
 
 
 def _experts_are_apart(parallel: ParallelState) -> bool:
-    """Whether other ranks than those of the rest of a block hold shards of its experts."""
+    """Return whether the experts of a block are sharded over other ranks than the rest of the block."""
     return parallel.expert_shard.group != parallel.fsdp_shard.group
 
 
 def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
-    """Those that have weights of experts themselves."""
+    """Return the submodules that directly own expert weights."""
     return [m for m in module.modules() if any(spec_of(param).expert for param in m.parameters(recurse=False))]
 
 
 def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) -> list[nn.Parameter]:
-    """The weights of experts which this rank would share with no other, on its device, without values."""
+    """Replace the expert weights of `stages` by uninitialized weights on this rank's device, and return them."""
     params = []
     for module in (m for stage in stages for m in _modules_of_experts(stage)):
         for name, old in list(module.named_parameters(recurse=False)):
@@ -122,7 +130,7 @@ def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) ->
 def _sharded(
     config: Config, parallel: ParallelState, stages: Sequence[GPTStage], whole: Sequence[nn.Parameter]
 ) -> ShardedStages:
-    """`stages` sharded with FSDP but for `whole`, with initial values."""
+    """Shard `stages` with FSDP, except the parameters `whole`, and initialize all weights."""
     dtype = DTYPES[config.training.precision]
     sharded = ShardedStages(
         [_units(stage, parallel) for stage in stages],
@@ -148,8 +156,11 @@ def _sharded(
 
 
 def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
-    """Embedding, blocks and output layer but for those with a shared weight, and the stage; experts are inner units if
-    they are sharded over other ranks."""
+    """Return the FSDP units of a stage: embedding, blocks and output layer, and the stage itself.
+
+    A module with a shared weight is not a unit; the stage holds its weights. Experts are inner units if they are
+    sharded over other ranks.
+    """
     groups = ShardGroups(parallel.fsdp_shard.group, parallel.fsdp_shard_backward.group)
     expert_groups = ShardGroups(parallel.expert_shard.group, parallel.expert_shard_backward.group)
 

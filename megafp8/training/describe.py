@@ -1,7 +1,7 @@
-"""The size of a run, before it starts: layout of ranks, parameters, memory per rank, and the text of --dry-run.
+"""Size of a run before it starts: layout of ranks, parameters, memory per rank, and the text of --dry-run.
 
-Parameters are counted by building stages on torch's meta device with placeholders for the process groups, so the
-numbers are those of the real constructors and cost neither memory nor a process group, at any world size.
+Parameters are counted by building stages on torch's meta device with placeholders for the process groups. The numbers
+come from the real constructors, but need neither memory nor a process group, at any world size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def planned_stage(config: Config, stage: int) -> GPTStage:
-    """Stage `stage` of the model as the first tensor-parallel rank will hold it, on the meta device."""
+    """Build stage `stage` of the model on the meta device, as its first tensor-parallel rank will hold it."""
     return _stage_of(config, stages_of(config)[1][stage])
 
 
@@ -58,9 +58,9 @@ def _stage_of(config: Config, layers: range) -> GPTStage:
 def memory_under(
     plan: PipelinePlan, world_size: int, teacher: ModelSpec | None = None
 ) -> Callable[[Config], Sequence[RankMemory]]:
-    """The memory of each pipeline rank, as a function of configs that all have the pipeline `plan`.
+    """Return a function from a config to the memory of each pipeline rank. All configs must have the pipeline `plan`.
 
-    `teacher`: of `frozen_run`.
+    `teacher` is the frozen model that the run also holds, or None.
     """
     return lambda config: pipeline_memory(
         model_outline(config, build_fp8(config, None), teacher), world_size, plan.placement, plan.train
@@ -68,10 +68,10 @@ def memory_under(
 
 
 def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, device: str, source: str) -> None:
-    """Raise ConfigError if a rank needs more memory than the device, `cuda` or `cpu`, has in all.
+    """Raise ConfigError if a rank needs more memory than the device, `cuda` or `cpu`, has in total.
 
-    Needs no process group. Memory that other processes use now is ignored: they may be about to end. On CPU the ranks
-    of a host share its memory, and as they need not have equal parts, each may have twice its share.
+    This needs no process group. Memory that other processes use now is ignored, because they may be about to end. On
+    CPU the ranks of a host share its memory. They need not use equal parts, so each may use up to twice its share.
     """
     if device == "cuda":
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -83,7 +83,7 @@ def check_device_memory(config: Config, plan: PipelinePlan, world_size: int, dev
 
 
 def _host_memory() -> int:
-    """Bytes of this host, or of the container this runs in."""
+    """Return the memory of this host in bytes, or the limit of its container if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _CGROUP_LIMITS):
         if path.exists() and (text := path.read_text().strip()).isdigit():
@@ -92,13 +92,20 @@ def _host_memory() -> int:
 
 
 def dry_run(config: Config, world_size: int, source: str, steps: int | None = None, *, verbose: bool = False) -> str:
-    """The text of --dry-run for a config that passed `check_layout`.
+    """Return the text of --dry-run for a config that passed `check_layout`.
 
-    What the run reads and is not there yet, a tokenizer, data sets or the checkpoint that it starts from, is listed. It
-    is checked and described as far as it is there. `steps`: for which the config holds, if not all of the run's; data
-    sets are described as these steps read them. `verbose`: with the config as it is with all defaults.
+    Inputs that are missing, such as a tokenizer, data sets or the checkpoint that the run starts from, are listed.
+    Existing inputs are checked and described.
 
-    Raises ValueError (ConfigError if a key of the config is at fault) for errors that need neither data nor devices.
+    Args:
+        config: Config of the run, or of a stage of the run.
+        world_size: Number of ranks.
+        source: Name of the config in error messages.
+        steps: Number of steps that the config is used for; None means all steps of the run.
+        verbose: Whether to print the config with all defaults too.
+
+    Raises:
+        ValueError: For errors that can be found without data and devices (ConfigError if a config key is at fault).
     """
     config, tokenizer, missing = planned_vocabulary(config, source)
     plan = plan_pipeline(config, num_microbatches(config, world_size))
@@ -108,7 +115,7 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
         missing.append(f"checkpoint.init_from = {missing_start}")
     teacher: ModelSpec | None = None
     if distillation is not None and (missing_teacher := missing_folder(distillation.teacher)) is not None:
-        missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times are without it")
+        missing.append(f"data.distillation.teacher = {missing_teacher}; memory and times do not include it")
     elif distillation is not None:
         check_frozen(config, world_size)
         teacher = teacher_of(config)
@@ -131,15 +138,15 @@ def dry_run(config: Config, world_size: int, source: str, steps: int | None = No
 
 
 def _predicted(config: Config, fp8: Fp8Manager, world_size: int, teacher: ModelSpec | None) -> str:
-    """The planner's time of a step on the GPUs that most users have."""
+    """Return the step time that the planner predicts on H100 GPUs, as text."""
     gpu = GPUS["h100-80gb"]
     try:
         forecast = predict(model_outline(config, fp8, teacher), Cluster(gpu, world_size))
-    except ValueError as error:  # a model of whose steps the planner knows no time
+    except ValueError as error:  # the planner has no cost model for this config
         return f"no predicted time of a step: {error}"
     return (
-        f"predicted on H100-80GB, 8 in a node: {forecast.seconds * 1e3:,.0f} ms a step, "
-        f"{forecast.tokens_per_second:,.0f} tokens/s on each GPU (docs/planning.md has the errors; megafp8 plan finds "
+        f"predicted on H100-80GB, 8 per node: {forecast.seconds * 1e3:,.0f} ms per step, "
+        f"{forecast.tokens_per_second:,.0f} tokens/s per GPU (docs/planning.md shows the accuracy; megafp8 plan finds "
         "faster layouts)"
     )
 
@@ -149,7 +156,7 @@ def _resolved(config: Config) -> str:
 
 
 def check_optimizer(config: Config) -> None:
-    """ValueError if a pattern of `optimizer.groups` does not fit the model. Needs no process group."""
+    """Raise ValueError if a pattern of `optimizer.groups` does not fit the model. Needs no process group."""
     if not config.optimizer.groups:
         return
     whole = config.model_copy(update={"parallel": ParallelConfig()})
@@ -163,7 +170,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def _plans(config: Config, world_size: int, fp8: Fp8Manager) -> list[LinearPlan]:
-    """Of all linear layers, as the first rank of each stage has them."""
+    """Return the plans of all linear layers, as the first rank of each stage has them."""
     planned, p = fp8.unbuilt(), config.parallel
     experts = data_parallel_plans(config, world_size // (p.tensor * p.pipeline))[1]
     whole_experts = gathers_blocks(config) and not experts.gathers_blocks
@@ -175,20 +182,23 @@ def _plans(config: Config, world_size: int, fp8: Fp8Manager) -> list[LinearPlan]
 
 
 def _describe_replicas(config: Config, world_size: int) -> list[str]:
-    """How the micro-batches of a rank and step are divided among replicas of so many ranks, if there are several."""
+    """Return a line about replicas of `world_size` ranks each and their micro-batches; empty without replicas."""
     replicas, micro_batches = config.resilience.replicas, num_microbatches(config, world_size)
     if replicas is None:
         return []
     fewest = micro_batches // replicas.count
     most = fewest if replicas.batch == "shrink" else -(-micro_batches // replicas.min)
     return [
-        f"replicas: {replicas.count}, each of {world_size} ranks; {replicas.min} or more train, and a rank computes "
-        f"{f'{fewest} to {most}' if fewest < most else fewest} of the micro-batches"
+        f"replicas: {replicas.count}, each of {world_size} ranks; at least {replicas.min} train, and a rank computes "
+        f"{f'{fewest} to {most}' if fewest < most else fewest} micro-batches per step"
     ]
 
 
 def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePlan, teacher: ModelSpec | None) -> str:
-    """Layout, parameters and their state, groups. `fp8`: which layers are FP8 according to the config."""
+    """Return a text with the layout, the parameters and their state, and the process groups of a run.
+
+    `fp8` knows which layers are FP8 according to the config.
+    """
     p, t = config.parallel, config.training
     data = world_size // (p.tensor * p.pipeline * p.context)
     groups = rank_groups(world_size, p.tensor, p.pipeline, p.context, p.fsdp_replicas, p.expert, p.expert_tensor)
@@ -229,7 +239,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
             f" {optimizer:>10.2f}  {ranks}"
         )
     lines += ["", "groups of rank 0:"]
-    # With v placement the first and the last stage are on one rank, which needs no group for the embedding.
+    # With v placement the first and the last stage are on the same rank, so no group for the embedding is needed.
     embedding = () if plan.placement == v_placement(p.pipeline) else ("embedding",)
     context = ("context",) if p.context > 1 else ()
     replicas = ("fsdp_shard", "fsdp_replicate") if p.fsdp_replicas > 1 else ()
@@ -245,15 +255,15 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
 
 
 def _compared(config: Config, teacher: ModelSpec | None) -> Config | None:
-    """The config of the model that each step compares this one with; None without one."""
+    """Return the config of the model that each step compares the trained model with, or None."""
     frozen = frozen_run(config, teacher)
     if frozen is None and config.lora is not None and config.data.distillation is None and config.data.compares:
-        return config  # without its adapters
+        return config  # the model without its adapters
     return frozen
 
 
 def _describe_shards(config: Config, data: int) -> str:
-    """Over how many ranks FSDP shards what `data` ranks sum the gradients of."""
+    """Return a line with the number of ranks over which FSDP shards. `data` is the number of data-parallel ranks."""
     others, experts = data_parallel_plans(config, data)
     apart = config.spec.has_experts and experts.ranks != others.ranks
     expert_text = f", experts over {experts.weight_shards}" if apart else ""
@@ -264,12 +274,12 @@ def _describe_shards(config: Config, data: int) -> str:
 
 
 def describe_experts(config: Config, world_size: int) -> str:
-    """The layout of the experts."""
+    """Return a line with the number and the layout of the experts."""
     p, ranks = config.parallel, config.parallel.expert_ranks
-    parts = f", each cut over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
+    parts = f", each sharded over {p.expert_tensor} ranks" if p.expert_tensor > 1 else ""
     kinds = config.spec.expert_records
     counts = " or ".join(
-        f"{x.num_experts} a layer, {x.top_k} for each token"
+        f"{x.num_experts} per layer, {x.top_k} per token"
         + (f", in latents of {x.latent_size}" if x.latent_size is not None else "")
         for x in kinds
     )
@@ -277,19 +287,19 @@ def describe_experts(config: Config, world_size: int) -> str:
     on_ranks = f"; {each} on each of {p.expert} expert-parallel ranks" if p.expert > 1 else ""
     how = f"; tokens by {'all-gather' if config.gathers_tokens else 'all-to-all'}" if ranks > 1 else ""
     rounding = (
-        "; tokens of several micro-batches come together, so FP8 scales that follow from an expert's rows, and with "
-        "them losses, differ from other layouts by FP8's rounding"
+        "; tokens of several micro-batches come together, so FP8 scales of an expert's rows, and therefore losses, "
+        "differ from other layouts by FP8 rounding"
         if config.fp8.recipe != "none" and p.tensor * p.context % ranks
         else ""
     )
     return (
         f"experts: {counts}{on_ranks}{parts}; each "
-        f"{world_size // p.pipeline // ranks} times{how}; memory below is that of an even load{rounding}"
+        f"{world_size // p.pipeline // ranks} times{how}; memory below assumes an even load{rounding}"
     )
 
 
 def describe_longrope(config: Config) -> list[str]:
-    """Which of its two sets of rotary frequencies the run has."""
+    """Return a line with the set of rotary frequencies that LongRoPE uses; empty without LongRoPE."""
     length = config.training.seq_length
     ropes = (getattr(layer.mixer, "longrope", None) for layer in config.spec.distinct_layers)
     rope = next(filter(None, ropes), None)
@@ -297,9 +307,9 @@ def describe_longrope(config: Config) -> list[str]:
         return []
     original = rope.original_max_position_embeddings
     used, compared = ("long", "above") if rope.is_long(length) else ("short", "up to")
-    return [f"longrope: {used}_factor, as sequences of {length} tokens are {compared} the original {original}"]
+    return [f"longrope: {used}_factor, because sequences of {length} tokens are {compared} the original {original}"]
 
 
 def _describe_active(config: Config) -> str:
-    """Of a model with experts, the parameters that a token is multiplied with."""
-    return "" if not config.spec.has_experts else f", {matmul_parameters(config):,} of matrices for each token"
+    """Return the number of matrix parameters that are active for a token, as text; empty without experts."""
+    return "" if not config.spec.has_experts else f", {matmul_parameters(config):,} matrix parameters per token"

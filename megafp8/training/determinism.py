@@ -1,22 +1,23 @@
-"""Settings with which two runs of one layout compute the same bits.
+"""Settings that make two runs of the same layout compute the same bits.
 
-Most of a step is deterministic without them. Our kernels use atomics for maxima, whose order does not matter, and never
-for sums; gradients are summed over micro-batches in the schedule's order; tokens are sorted before the gradient of an
-embedding is summed; data and initial weights are functions of the seed. What remains:
+Most of a step is deterministic without these settings. Our kernels use atomics only for maxima, which do not depend on
+the order, and never for sums. Gradients are summed over micro-batches in the schedule's order. Tokens are sorted before
+the gradient of an embedding is summed. Data and initial weights are functions of the seed. The rest is:
 
-    attention    cuDNN's backward sums dq in the order in which blocks finish. torch's flash and memory-efficient
-                 kernels have a deterministic mode, used under `torch.use_deterministic_algorithms`, which also makes
-                 torch refuse operations that have none (`layers.attention.op` excludes cuDNN)
-    cuBLAS       may choose its kernel by the workspace that is free, unless CUBLAS_WORKSPACE_CONFIG fixes it
-    cuBLASLt     times its algorithms: the config turns that off, and the first suggested algorithm is used
-    NCCL         reduction in switches (NVLS) has no fixed order, so NCCL_ALGO is Ring, whose order follows the ranks
-    auto_filter  measures speeds: refused by `config.checks`
+    attention    cuDNN's backward sums dq in the order in which blocks finish, so `layers.attention.op` excludes cuDNN.
+                 torch's flash and memory-efficient kernels have a deterministic mode, which
+                 `torch.use_deterministic_algorithms` turns on. torch then also refuses operations without such a mode
+    cuBLAS       may choose its kernel by the free workspace, unless CUBLAS_WORKSPACE_CONFIG fixes the workspace
+    cuBLASLt     times its algorithms; the config turns this off, and the first suggested algorithm is used
+    NCCL         reductions in switches (NVLS) have no fixed order, so NCCL_ALGO is Ring, which sums in rank order
+    auto_filter  measures speeds; `config.checks` refuses it
 
-Libraries read the environment when they start, so call `make_deterministic` before CUDA is used. torch would also fill
-every new tensor, so that reading it before writing it is deterministic; no code here does that, so the fill is off.
+Libraries read the environment when they start, so call `make_deterministic` before CUDA is used. In deterministic mode
+torch would also fill every new tensor, so that reading uninitialized memory is deterministic. No code here reads such
+memory, so the fill is turned off.
 
-Not guaranteed: the same bits on other GPUs or library releases, or if NCCL builds other rings, as on nodes with another
-topology. Cost: docs/decisions/0014-determinism.md.
+The bits may differ on other GPUs or with other library releases, and if NCCL builds other rings, as on nodes with
+another topology. Cost: docs/decisions/0014-determinism.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": _WORKSPACES, "NCCL_ALGO": ("Ring",)}
 
 
 def make_deterministic(device_type: str) -> None:
-    """Make this process deterministic. Raises ValueError if the environment contradicts, or CUDA has started."""
+    """Make this process deterministic.
+
+    Raises ValueError if an environment variable has a conflicting value, or if CUDA has already started without one.
+    """
     if device_type == "cuda":
         for name, values in _ENVIRONMENT.items():
             _set_variable(name, values)
@@ -57,7 +61,7 @@ def _set_variable(name: str, values: tuple[str, ...]) -> None:
 
 
 def describe_determinism(device_type: str) -> str:
-    """The settings, as a line for the log."""
+    """Return a log line with the deterministic settings."""
     line = "deterministic: torch's deterministic algorithms"
     if device_type != "cuda":
         return f"{line}; nothing else varies on a {device_type}"

@@ -1,4 +1,4 @@
-"""The error that ends a run after too many skipped steps, with the tensors that are not finite."""
+"""Error that ends a run after too many skipped steps, with the names of the tensors that are not finite."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LISTED = 5
 
 
 def _not_finite(trainer: RankTrainer, tensors: list[tuple[FlatShard, Tensor]]) -> str:
-    """Names of those of `tensors`, on all ranks, that have elements which are not finite. Collective."""
+    """Return the names of the tensors of all ranks that have an infinity or NaN, as a text. Collective."""
     finite = torch.stack([x.isfinite().all() for _, x in tensors]).tolist() if tensors else []
     bad = [shard for (shard, _), is_finite in zip(tensors, finite) if not is_finite]
-    bad_names = [" + ".join(piece.name for piece in spec_of(shard.param).shards) for shard in bad]
+    bad_names = [" + ".join(part.name for part in spec_of(shard.param).shards) for shard in bad]
     names = list(
         dict.fromkeys(name for rank in all_gather_objects(bad_names, trainer.parallel.world.group) for name in rank)
     )
@@ -28,10 +28,12 @@ def _not_finite(trainer: RankTrainer, tensors: list[tuple[FlatShard, Tensor]]) -
 
 
 def diverged(trainer: RankTrainer, metrics: StepMetrics, saved_step: int) -> Diverged:
-    """The error after too many skipped steps in a row. Collective.
+    """Return the error for too many skipped steps in a row. Collective.
 
-    `metrics`: of the last of them, whose gradients are still in the buffer. `saved_step`: of the newest checkpoint, or
-    0 if there is none.
+    Args:
+        trainer: Trainer of this rank. The gradients of the last skipped step are still in its buffer.
+        metrics: Metrics of the last skipped step.
+        saved_step: Step of the newest checkpoint, or 0 if there is none.
     """
     step, skipped = metrics.step, metrics.skipped_in_a_row
     shards, config = trainer.optimizer.shards, trainer.config
@@ -40,7 +42,7 @@ def diverged(trainer: RankTrainer, metrics: StepMetrics, saved_step: int) -> Div
     values = [(f, trainer.optimizer.master_of(f) if f.param in masters else f.view(f.param.detach())) for f in shards]
     weights = _not_finite(trainer, values)
     gradients = _not_finite(trainer, [(f, gradient_of(f)) for f in shards])
-    older = "" if weights == "none" else ", one from before the weights went wrong,"
+    older = "" if weights == "none" else ", one from before the weights stopped being finite,"
     spike = f" ({metrics.why_skipped})" if metrics.is_spike else ""
     limit = config.optimizer.clip_grad_norm
     clip = f"a lower optimizer.clip_grad_norm (now {limit})" if limit else "optimizer.clip_grad_norm=1.0 (now off)"

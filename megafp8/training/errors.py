@@ -1,12 +1,12 @@
-"""Errors that end a run, the exit codes of the process, and how a rank reports its failure.
+"""Errors that end a run, exit codes of the process, and the report of a rank's failure.
 
 Problem: under an elastic agent (launch/agent.py or torchrun) the failure of one rank makes all other ranks fail, and
-the agent prints a summary of its own, so the cause is hard to find. A failing rank therefore writes its message to the
-file that the agent reads (`TORCHELASTIC_ERROR_FILE`), and the agent prints it last. The first rank of a node to fail
-writes its message; ranks that fail later write one line that says so.
+the agent prints its own summary, so the cause is hard to find. A failing rank therefore writes its message to the file
+that the agent reads (`TORCHELASTIC_ERROR_FILE`), and the agent prints this message last. The first rank of a node to
+fail writes its message. Ranks that fail later write one line that says that they failed later.
 
 Error files have torch's format (`torch.distributed.elastic.multiprocessing.errors.ErrorHandler`), with two more keys in
-`extraInfo`: `exit_code`, and `follows`, which is true if the failure was caused by that of another rank.
+`extraInfo`: `exit_code`, and `follows`, which is true if another rank's failure caused this failure.
 
 This module must not import torch: errors of the command line and the config are reported before torch is imported.
 """
@@ -37,43 +37,44 @@ from megafp8.training import notify
 DONE = 0  # all steps done, or stopped cleanly on request
 FAILED = 1  # may succeed after a restart: a crash, a lost node, a full disk
 NO_RESTART = 2  # fails again after a restart: config, data, checkpoint, divergence
-HUNG = 3  # no progress: ended by the rank's hang watch, whose message names the rank at fault
+HUNG = 3  # no progress: the rank's hang watch ended the process; its message names the rank at fault
 
 AGENT_PID = "MEGAFP8_AGENT_PID"
-"""Variable set by launch/agent.py, which prints the error files of every attempt: the number of its process."""
+"""Environment variable with the process id of launch/agent.py, which prints the error files of every attempt."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TrainingError(RuntimeError):
-    """Training cannot continue, for a reason the user can act on. All ranks raise it together, with one message."""
+    """Training cannot continue, for a reason that the user can act on. All ranks raise it, with the same message."""
 
     exit_code: ClassVar[int] = FAILED
 
 
 class StateDiffers(TrainingError):
-    """Ranks, or replicas, hold different bits of state that must be equal."""
+    """Ranks or replicas hold state that differs although it must be bitwise equal."""
 
 
 class ComputationDiffers(TrainingError):
-    """A rank computed something else from the same input."""
+    """A rank computed different results from the same input."""
 
 
 class Diverged(TrainingError):
-    """Too many steps in a row were skipped, or the loss jumped again and again after the same checkpoint."""
+    """Too many steps in a row were skipped, or the loss jumped repeatedly after the same checkpoint."""
 
     exit_code: ClassVar[int] = NO_RESTART  # the same steps would be skipped again
 
 
 def run_and_report(job: Callable[[], object]) -> int:
-    """Run `job` and return the exit code of this process; an exception is reported to the agent, or on stderr.
+    """Run `job`, report any exception to the agent or on stderr, and return the exit code of this process.
 
-    A ValueError raised by this package is a fault of config, data or checkpoint, and so is an ObjectStoreError that
-    would come again: only its message is shown, as of a TrainingError. So it is of other exceptions whose class is this
-    package's (SaveFailed), of any ObjectStoreError and of a full disk, after which a restart may succeed. Other
-    exceptions, including ValueErrors raised by libraries, are shown with their traceback.
-    SystemExit and KeyboardInterrupt pass through. Credentials are removed from what is printed. SIGUSR2 prints the
-    stacks of all threads on stderr, to see where a rank that makes no progress waits, and so do SIGBUS and other fatal
-    signals. The process may open as many files as the hard limit allows.
+    A ValueError raised by this package means a fault of config, data or checkpoint, and so does an ObjectStoreError
+    that would occur again. Both end with `NO_RESTART`, and only their message is shown, as for a TrainingError. Only
+    the message is also shown for other exceptions of this package (SaveFailed), any other ObjectStoreError and a full
+    disk; a restart may succeed after these. Other exceptions, including ValueErrors raised by libraries, are shown with
+    their traceback. SystemExit and KeyboardInterrupt pass through. Credentials are removed from printed texts.
+
+    SIGUSR2 prints the stacks of all threads on stderr, to show where a rank without progress waits. SIGBUS and other
+    fatal signals do the same. The limit of open files is raised to the hard limit.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
     if not faulthandler.is_enabled():
@@ -108,9 +109,10 @@ def run_and_report(job: Callable[[], object]) -> int:
 
 
 def _clean_up_silently() -> None:
-    """Hide the warnings of the process that removes the semaphores which this one leaves when it is killed.
+    """Hide the warnings of Python's resource tracker, which removes the semaphores of a killed process.
 
-    Python starts that process with the warning options of this one. It prints the warning after the error message.
+    Python starts the tracker with the warning options of this process. Otherwise the tracker would print its warning
+    after the error message.
     """
     option = "ignore:resource_tracker"
     if option not in sys.warnoptions:
@@ -118,35 +120,35 @@ def _clean_up_silently() -> None:
 
 
 def _end_with_agent() -> None:
-    """Let the kernel kill this process when launch/agent.py, which started it, ends without having ended it.
+    """Let the kernel kill this process if launch/agent.py, which started it, ends first.
 
-    An agent that is killed cannot end its ranks, which have sessions of their own. They would go on, or wait for each
-    other, on devices that the next attempt needs.
+    An agent that is killed cannot end its ranks, because they run in separate sessions. The ranks would continue, or
+    wait for each other, on devices that the next attempt needs.
     """
     agent = os.environ.get(AGENT_PID)
-    if agent is None or os.getppid() != int(agent):  # it was started by a script of the user's, which may end before
+    if agent is None or os.getppid() != int(agent):  # a user's script started this process and may end earlier
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(agent):  # it ended before the call
+    if os.getppid() != int(agent):  # the agent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether this package raised `error`, so that its message is written for the user."""
+    """Return whether this package raised `error`, so that its message is written for the user."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
     return _is_our_class(error) or raised_in.startswith("megafp8.")
 
 
 def _is_our_class(error: Exception) -> bool:
-    """Whether this package defines the exception's class, so that its message is written for the user."""
+    """Return whether this package defines the exception's class, so that its message is written for the user."""
     return type(error).__module__.startswith("megafp8.")
 
 
 def _file_limit(error: BaseException) -> str | None:
-    """The message for an error that was caused by a limit of open files, with what to do; None for other errors."""
+    """Return a message with advice for an error caused by a limit of open files, or None for other errors."""
     if (host_error := os_error(error, errno.ENFILE)) is not None:
-        return f"{host_error}: the host has as many open files as it allows; see sysctl fs.file-max"
+        return f"{host_error}: the host has reached its limit of open files; see sysctl fs.file-max"
     phrase = os.strerror(errno.EMFILE)  # loader processes and native code raise other classes
     for one in causes(error):
         if (isinstance(one, OSError) and one.errno == errno.EMFILE) or phrase in str(one):
@@ -156,9 +158,9 @@ def _file_limit(error: BaseException) -> str | None:
 
 
 def report_failure(message: str, code: int, trace: str, *, follows: bool = False) -> None:
-    """Report why this process ends with exit code `code`: to the agent, or on stderr.
+    """Report why this process ends with exit code `code`, to the agent or on stderr, and to notifications.
 
-    `follows`: the failure was caused by another rank's failure. Credentials are removed from both texts.
+    `follows` is True if another rank's failure caused this failure. Credentials are removed from both texts.
     """
     message, trace = printable(redact(message)), printable(redact(trace))
     _report(message, code, trace, follows=follows)
@@ -173,7 +175,7 @@ def _report(message: str, code: int, trace: str, *, follows: bool) -> None:
     file = Path(path)
     try:
         _write_error_file(file, message, code, trace, follows)
-    except OSError as error:  # a full disk, perhaps the failure itself
+    except OSError as error:  # such as a full disk, which may also be the failure to report
         print(f"{message}\n{file} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return
     if follows:
@@ -185,9 +187,9 @@ def _report(message: str, code: int, trace: str, *, follows: bool) -> None:
 
 
 def _is_first_of_node(file: Path) -> bool:
-    """Whether this rank's error file is the first that a rank of this node has written in this attempt."""
-    # The agent ends all ranks as soon as one has exited, so each rank writes its message before it makes this link: a
-    # rank that finds the link made can rely on the other rank's message.
+    """Return whether this rank's error file is the first that a rank of this node has written in this attempt."""
+    # The agent ends all ranks as soon as one has exited. Each rank therefore writes its message before it makes this
+    # link, and a rank that finds the link can rely on the other rank's message.
     try:
         os.link(file, file.parent.parent / "first_error.json")  # atomic; fails if the name exists
     except FileExistsError:
@@ -198,12 +200,15 @@ def _is_first_of_node(file: Path) -> bool:
 
 
 def _write_error_file(file: Path, message: str, code: int, trace: str, follows: bool) -> None:
-    # torchrun takes the earliest failure, in whole seconds, as the root cause: consequences get a second more.
+    # torchrun takes the earliest failure, in whole seconds, as the root cause, so consequences get one second more.
     extra = {"timestamp": str(int(time.time()) + follows), "exit_code": code, "follows": follows, "traceback": trace}
     replace_text(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _agent_prints_error_file() -> bool:
-    """launch/agent.py prints it after every attempt, torchrun after the last attempt only."""
+    """Return whether the agent prints the error file of this attempt.
+
+    launch/agent.py prints it after every attempt, torchrun only after the last attempt.
+    """
     restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return bool(os.environ.get(AGENT_PID)) or restarts >= limit

@@ -1,7 +1,7 @@
-"""How evenly the tokens of a step were spread over experts: summed over all ranks, summarized, and written to a file.
+"""Load of the experts in a step: summed over all ranks, summarized in metrics, and written to a file.
 
-expert_load.jsonl in the run folder has one JSON object a sampled step: `{"step": 100, "tokens": {"3": [817, ...]}}`,
-by layer the choices of each expert.
+expert_load.jsonl in the run folder has one JSON object per sampled step. It holds the number of tokens that chose each
+expert, by layer: `{"step": 100, "tokens": {"3": [817, ...]}}`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from megafp8.training.observer import Observer
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of a step. `tokens`: by layer, the choices of each expert.
+    """Load of the experts in one step.
 
-    `aux_loss`, `z_loss`: what the routers added to the loss that is differentiated. `entropy`: of the mean scores of
-    all tokens, averaged over layers; 1 if all experts have the same, 0 if one has all. `drop_rate`: the share of all
-    choices that were beyond the capacity of experts.
+    Attributes:
+        tokens: Number of tokens that chose each expert, by layer.
+        aux_loss: Auxiliary loss of the routers, scaled as in the differentiated loss.
+        z_loss: z-loss of the routers, scaled as in the differentiated loss.
+        entropy: Entropy of the mean scores of all tokens, averaged over layers: 1 if all experts have equal scores, 0
+            if one expert has the whole score.
+        drop_rate: Share of choices that exceeded the capacity of experts and were dropped.
     """
 
     tokens: Mapping[int, Sequence[int]]
@@ -42,16 +46,17 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """Tokens of the expert with the most, divided by the mean of its layer; of the worst layer. 1 is even."""
+        """Tokens of the fullest expert divided by the mean of its layer, in the worst layer. 1 is even."""
         return max(max(tokens) * len(tokens) / max(sum(tokens), 1) for tokens in self.tokens.values())
 
 
 class LoadCollector:
-    """Sums of what the routers of all ranks have added up in a step.
+    """Collector of the loads that the routers of all ranks accumulate in a step.
 
     Args:
         routers: Routers of this rank, by layer.
-        experts: Number of experts of every layer of the model that has any.
+        experts: Number of experts in every layer of the model with experts, by layer.
+        parallel: Process groups.
     """
 
     def __init__(self, routers: Mapping[int, Router], experts: Mapping[int, int], parallel: ParallelState) -> None:
@@ -61,21 +66,21 @@ class LoadCollector:
         self._routers = [(numbers[layer], router) for layer, router in routers.items()]
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Zero the loads of this rank's routers at the beginning of a step."""
         for _, router in self._routers:
             router.load.zero()
 
     @property
     def own_sums(self) -> list[Tensor]:
-        """What this rank's routers have added up, live."""
+        """Tensors in which this rank's routers accumulate their loads."""
         return [router.load.sums for _, router in self._routers]
 
     def sum(self) -> Tensor:
-        """Return what all routers added up. Collective; does not wait.
+        """Return the sum of the loads of all routers. Collective; does not wait for the device.
 
         Returns:
-            float64 on the device, layer after layer: choices of each expert, sums of its scores, aux loss, z-loss and
-            dropped choices.
+            Flat float64 tensor on the device. For each layer it holds the number of choices of each expert, the sum of
+            each expert's scores, the auxiliary loss, the z-loss and the number of dropped choices.
         """
         total = torch.zeros(sum(self._sizes), dtype=torch.float64, device=self._parallel.device)
         rows = total.split(self._sizes)
@@ -85,13 +90,13 @@ class LoadCollector:
         return all_reduce(total, self._parallel.pipeline.group)
 
     def update_routers(self, total: Tensor) -> None:
-        """Update this rank's routers with the load of a step."""
+        """Update this rank's routers, such as their balancing biases, with the result of `sum`."""
         rows = total.split(self._sizes)
         for number, router in self._routers:
             router.update(rows[number][: len(router.load.tokens)])
 
     def load(self, total: Tensor) -> ExpertLoad:
-        """Return `total`, copied to the host, as figures."""
+        """Convert the result of `sum`, after it was copied to the host, to an `ExpertLoad`."""
         rows = [row.split([n, n, 2, 1]) for row, n in zip(total.split(self._sizes), self._experts.values())]
         tokens = {layer: [int(x) for x in row[0].tolist()] for layer, row in zip(self._experts, rows)}
         means = [scores / scores.sum() for _, scores, _, _ in rows]
@@ -105,9 +110,14 @@ FILE_NAME = "expert_load.jsonl"
 
 
 class ExpertLoadMetrics(Observer):
-    """The load in the metrics of a step, which is the `latest`; of every `interval`th step it is appended to `path`.
+    """Observer that adds the expert load to the metrics, and appends the load of every `interval`-th step to a file.
 
-    A resumed run repeats steps that a crash lost.
+    A resumed run appends the repeated steps again.
+
+    Args:
+        latest: Function that returns the load of the latest step, or None.
+        path: File to append to, or None to write no file.
+        interval: Number of steps between loads in the file.
     """
 
     def __init__(self, latest: Callable[[], ExpertLoad | None], path: Path | None = None, interval: int = 1) -> None:
@@ -116,6 +126,7 @@ class ExpertLoadMetrics(Observer):
         self._errors_logged = DiskErrorsLogged(FILE_NAME)
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        """Return the metrics of the latest load, and append the load to the file if that is due."""
         load = self._latest()
         if load is None:
             return {}
@@ -131,15 +142,16 @@ class ExpertLoadMetrics(Observer):
         }
 
     def close(self) -> None:
+        """Close the file."""
         if self._lines is not None:
             with self._errors_logged:
                 self._lines.close()
 
 
 def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
-    """The choices of each expert by step and layer, the later ones of a step that was repeated.
+    """Return the number of tokens that chose each expert, by step and layer. A repeated step has its later values.
 
-    Lines that are not complete, as a kill leaves them, are ignored.
+    Incomplete lines, which a kill may leave, are ignored.
     """
     return {
         record["step"]: {int(layer): tokens for layer, tokens in record["tokens"].items()}
@@ -148,10 +160,10 @@ def read_expert_load(path: Path) -> dict[int, dict[int, list[int]]]:
 
 
 Load = Mapping[int, Sequence[int]]
-"""The choices of each expert, by layer."""
+"""Number of tokens that chose each expert, by layer."""
 
 
 def relative(load: Load) -> NDArray[np.float64]:
-    """`[layers, experts]`: tokens relative to the mean of the layer."""
+    """Return each expert's tokens divided by the mean of its layer, float64 `[layers, experts]`."""
     tokens = np.array(list(load.values()), dtype=np.float64)
     return tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-30)

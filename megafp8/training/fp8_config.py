@@ -1,6 +1,6 @@
-"""From the config's section `fp8` to the recipe it names and the manager that applies it.
+"""FP8 recipe and FP8 manager of the config section `fp8`.
 
-The checks here are those that ask a recipe for its options and capabilities, and so need torch; the other rules of the
+The checks in this module depend on the options and capabilities of recipes, so they need torch. All other rules of the
 section are in `megafp8.config.checks`.
 """
 
@@ -31,12 +31,12 @@ from megafp8.planner.outline import linear_sites
 
 
 def fp8_recipe(config: Config) -> Fp8Recipe | None:
-    """The recipe that `fp8` in the config describes."""
+    """Return the recipe of the config section `fp8`, or None for fp8.recipe none."""
     return None if config.fp8.recipe == "none" else _recipe(config.fp8, config.fp8.recipe)
 
 
 def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
-    """The recipe `name` with those of its options that `f` gives."""
+    """Return the recipe `name` with the options that `f` sets."""
     recipe = RECIPES[name]
     options = {option.name: getattr(f, config_key(option)) for option in fields(recipe)}
     for option in fields(recipe):
@@ -46,9 +46,9 @@ def _recipe(f: Fp8Config, name: str) -> Fp8Recipe:
 
 
 def check_recipe(config: Config, source: str) -> None:
-    """Raise ConfigError for options under `fp8` that the recipe lacks, and settings that its capabilities forbid.
+    """Raise ConfigError for options under `fp8` that the recipe lacks, and for settings that it does not support.
 
-    An option at its default is not set. fp8.recipe none switches the whole section off, whatever else is in it.
+    Options at their defaults count as not set. fp8.recipe none turns the whole section off, whatever its other keys.
     """
     if config.fp8.recipe == "none":
         return
@@ -74,7 +74,7 @@ def _foreign_options(config: Config) -> Iterator[Problem]:
 
 
 def _operand_recipes(f: Fp8Config, *operands: OperandName) -> set[str]:
-    """Names of the recipes that scale these operands, by default all, of any layer."""
+    """Return the names of the recipes that scale these operands in any layer. Without operands, use all operands."""
     if f.recipe != CustomScaling.name:
         return {f.recipe}
     return {getattr(rule, operand) for rule in f.custom for operand in operands or OPERANDS}
@@ -86,8 +86,8 @@ def _finer_scales(config: Config) -> Iterator[Problem]:
     recipes = [RECIPES[name] for name in _operand_recipes(f, "weight")]
     if f.param_gather and not any(recipe.capabilities.granularity.weight is TENSOR for recipe in recipes):
         rule = (
-            f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor: the shards of ranks cut through "
-            "its blocks, or both orientations would have to travel, which is no less than bf16"
+            f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor: shard boundaries would cut "
+            "through its blocks, or both orientations would have to be gathered, as many bytes as in bf16"
         )
         yield Problem("fp8.param_gather", True, rule, "try fp8.recipe=current, or fp8.param_gather=false")
 
@@ -97,7 +97,10 @@ def _cuda_graphs(config: Config) -> Iterator[Problem]:
 
 
 def cuda_graph_problems(config: Config) -> Iterator[Problem]:
-    """What keeps a step from being replayed, whatever `training.cuda_graphs` says; `config.checks` has more."""
+    """Yield the FP8 settings with which a step cannot be replayed, whatever `training.cuda_graphs` says.
+
+    `config.checks` has the other rules for CUDA graphs.
+    """
     fp8_experts = config.spec.has_experts and config.fp8.recipe != "none"
     one_by_one = _experts_one_by_one(config) if fp8_experts else ""
     if one_by_one:
@@ -108,7 +111,10 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
 
 
 def _experts_one_by_one(config: Config) -> str:
-    """Why FP8 GEMMs of experts are started one by one; empty where kernels compute all at once, or none is FP8."""
+    """Return the reason why FP8 GEMMs of experts are launched one by one.
+
+    The text is empty if kernels compute all experts at once, or if no expert is FP8.
+    """
     fp8 = build_fp8(config, None)
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     kinds = {config.spec.kinds[index]: index for index in config.spec.indices}
@@ -119,9 +125,9 @@ def _experts_one_by_one(config: Config) -> str:
 
 
 def build_fp8(config: Config, parallel: ParallelState | None) -> Fp8Manager:
-    """The manager that `fp8` in the config describes; None: on one rank.
+    """Return the FP8 manager of the config section `fp8`. `parallel` is None for a single rank.
 
-    ValueError for a pattern that no layer of the model matches, and for what the recipe refuses.
+    Raises ValueError if no layer of the model matches a pattern, or if the recipe does not support a setting.
     """
     interval, f, n = config.fp8.report_interval, config.fp8, config.spec.num_blocks
     kept_blocks = [f"layers.{i}.*" for i in range(n) if i < f.first_blocks_bf16 or i >= n - f.last_blocks_bf16]

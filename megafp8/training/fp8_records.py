@@ -1,4 +1,4 @@
-"""A run's FP8 report as tools show it: layers in order, values as a grid, advice as text."""
+"""Helpers for tools that show a run's FP8 report: order of layers, grids of values, and advice as text."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from megafp8.training.fp8_config import fp8_recipe
 
 
 def read_config(folder: Path) -> Config:
-    """The config that the run was last started with. ValueError if none loads."""
+    """Return the config that the run was last started with. Raises ValueError if it cannot be loaded."""
     resumed = sorted(folder.glob("config-from-step-*.yaml"))
     return load_config(resumed[-1] if resumed else folder / "config.yaml")
 
 
 def place(layer: str) -> tuple[str, int]:
-    """Kind and block of a layer: ("mlp.down", 3) of "layers.3.mlp.down"."""
+    """Return the kind and the block of a layer, such as ("mlp.down", 3) for "layers.3.mlp.down"."""
     block = re.search(r"\.(\d+)\.", layer)
     return (layer, 0) if block is None else (layer[block.end() :], int(block[1]))
 
 
 def ordered_layers(records: Sequence[Fp8Record]) -> list[str]:
-    """All layers, sorted by their place in a block, then by block."""
+    """Return the names of all layers, sorted by their place in a block, then by block."""
     kinds = list(dict.fromkeys(place(record.layer)[0] for record in records))
     return sorted({record.layer for record in records}, key=lambda a: (kinds.index(place(a)[0]), place(a)[1]))
 
 
 def grid(records: Sequence[Fp8Record], operand: str, field: str) -> NDArray[np.float64]:
-    """`field` of an operand, `[ordered layers, sampled steps]`; NaN if missing; log2 of an amax."""
+    """Return the values of `field` for an operand, float64 `[layers, sampled steps]`, NaN if missing.
+
+    Layers are in the order of `ordered_layers`. Amaxes are returned as log2.
+    """
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
     values = np.full((len(layers), len(steps)), np.nan)
@@ -49,7 +52,7 @@ def grid(records: Sequence[Fp8Record], operand: str, field: str) -> NDArray[np.f
 
 
 def advice_text(records: Sequence[Fp8Record], config: Config) -> str:
-    """The advice of `megafp8.fp8.health`, and the YAML that follows it."""
+    """Return the advice of `megafp8.fp8.health` as text, with a YAML config that follows the advice."""
     recipe = fp8_recipe(config)
     if recipe is None:
         return "Advice: none, since the run was last started with fp8.recipe none."

@@ -27,27 +27,27 @@ _SWITCH_ON = "switch it on with fp8.report_interval=100 (a sample every 100 step
 
 
 def read_run(folder: Path) -> list[Fp8Record]:
-    """The run's records, of at least one step. ValueError if the folder has no report."""
+    """Return the FP8 records of a run, of at least one step. Raises ValueError if the folder has no report."""
     path = file_of_run(folder, FILE_NAME, _SWITCH_ON)
     records = read_report(path)
     if not records:
-        raise ValueError(f"{path} is empty: no step has been sampled yet; they are every fp8.report_interval steps")
+        raise ValueError(f"{path} is empty: no step has been sampled yet; every fp8.report_interval-th step is sampled")
     return records
 
 
 def chosen_step(records: Sequence[Fp8Record], wanted: str) -> int:
-    """The step `wanted`: "last" or a number. ValueError unless it was sampled."""
+    """Return the step for `wanted`, which is "last" or a number. Raises ValueError if it was not sampled."""
     steps = sorted({record.step for record in records})
     if wanted == "last":
         return steps[-1]
     if not wanted.isdecimal() or int(wanted) not in steps:
         nearest = sorted(steps, key=lambda step: abs(step - int(wanted)))[:3] if wanted.isdecimal() else steps[-3:]
-        raise ValueError(f"--step {wanted} is no sampled step: there are {len(steps)}, among them {sorted(nearest)}")
+        raise ValueError(f"--step {wanted} is not a sampled step: there are {len(steps)}, among them {sorted(nearest)}")
     return int(wanted)
 
 
 def _figure(value: float | None, form: str) -> str:
-    """The number in format `form`; "-" if it was not finite."""
+    """Return the number in format `form`, or "-" if it was not finite."""
     return "-" if value is None else format(value, form)
 
 
@@ -56,9 +56,9 @@ def _snr(value: float | None) -> str:
 
 
 def worst_table(records: Sequence[Fp8Record], count: int) -> str:
-    """The `count` tensors whose SNR is furthest below the median of their operand, after those that were not finite.
+    """Return a table of the `count` worst tensors: tensors that were not finite first, then by SNR.
 
-    The SNR is compared with the median because gradients in E5M2 are some 6 dB below tensors in E4M3.
+    The SNR is compared with the median of the operand, because gradients in E5M2 are about 6 dB below tensors in E4M3.
     """
     known = {
         operand: [r.snr_db for r in records if r.operand == operand and r.snr_db is not None] for operand in OPERANDS
@@ -83,7 +83,7 @@ def worst_table(records: Sequence[Fp8Record], count: int) -> str:
 
 
 def summary(records: Sequence[Fp8Record]) -> str:
-    """One line per operand: SNR, mean fractions, and the number of tensors with an infinity or NaN."""
+    """Return a table with a line per operand: SNR, mean fractions, and number of tensors with infinities or NaNs."""
     lines = [
         f"{'operand':<13}{'tensors':>8}{'median SNR':>12}{'worst SNR':>11}{'underflow':>11}{'saturated':>11}"
         f"{'not finite':>12}"
@@ -101,7 +101,7 @@ def summary(records: Sequence[Fp8Record]) -> str:
 
 
 def plot(records: Sequence[Fp8Record], path: Path, title: str) -> None:
-    """Heat maps of layers × sampled steps as a PNG: SNR, underflow, saturation and log2 amax, of each operand."""
+    """Write a PNG with heat maps of layers × sampled steps: SNR, underflow, saturation and log2 amax per operand."""
     plt = pyplot()
     layers, steps = ordered_layers(records), sorted({record.step for record in records})
     down, across = len(_PANELS), len(OPERANDS)
@@ -116,7 +116,7 @@ def plot(records: Sequence[Fp8Record], path: Path, title: str) -> None:
             figure.colorbar(image, ax=axes, pad=0.02)
             axes.set_title(f"{operand}: {label}", fontsize="medium")
             _mark_layers(axes, layers)
-    ticks = range(len(steps) - 1, -1, -math.ceil(len(steps) / 6))  # from the end, so that the last step is labelled
+    ticks = range(len(steps) - 1, -1, -math.ceil(len(steps) / 6))  # from the end, so that the last step is labeled
     for axes in panels[-1]:
         axes.set_xticks(ticks, [str(steps[i]) for i in ticks])
         axes.set_xlabel("step")
@@ -125,9 +125,10 @@ def plot(records: Sequence[Fp8Record], path: Path, title: str) -> None:
 
 
 def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
-    """Logarithmic for fractions; else the range of the values without exact casts, at least 12 (dB, or octaves) wide.
+    """Return the color norm of a panel.
 
-    The least width keeps the noise of a healthy run pale.
+    Fractions have a logarithmic scale. Other fields have the range of their values without exact casts, at least 12 dB
+    or 12 octaves wide, so that the noise of a healthy run stays pale.
     """
     from matplotlib.colors import LogNorm, Normalize
 
@@ -140,7 +141,7 @@ def _colour_scale(field: str, values: NDArray[np.float64]) -> Any:
 
 
 def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
-    """Label layers, or groups of the same place in a block if there are many; lines between the groups."""
+    """Label the layers, or groups of layers at the same place in a block if there are many, and separate the groups."""
     kinds = [place(layer)[0] for layer in layers]
     firsts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(layers) <= _MOST_NAMES:
@@ -156,7 +157,7 @@ def _mark_layers(axes: Any, layers: Sequence[str]) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print and draw the report. Nothing is printed before all of it is read."""
+    """Print and draw the report. The whole report is read before anything is printed."""
     records = read_run(arguments.run)
     step = chosen_step(records, arguments.step)
     shown = [record for record in records if record.step == step]

@@ -1,16 +1,16 @@
-"""The frozen model that a loss compares the trained one with: the reference of `data.dpo` or `data.grpo`, a teacher.
+"""Frozen model that a loss compares the trained model with: the reference of `data.dpo` or `data.grpo`, or a teacher.
 
-It has the layout of the run and is computed in `training.precision`, so that its results do not depend on the state of
-FP8 scaling, and it has no gradients, masters or optimizer state. A checkpoint records the digest of its weights: a run
-that resumes must find the same ones. With LoRA it is the trained model without its adapters.
+The frozen model has the layout of the run and computes in `training.precision`, so its results do not depend on the
+state of FP8 scaling. It has no gradients, masters or optimizer state. A checkpoint records the digest of its weights,
+and a resumed run must find the same weights. With LoRA the frozen model is the trained model without its adapters.
 
-Log-probabilities of answers that are `precomputed` are in a file beside the data, `<prefix>.reference-<digest>.npz`:
+`precomputed` log-probabilities of answers are in a file next to the data, `<prefix>.reference-<digest>.npz`:
 
-    log_probabilities    float64 [documents, 2], chosen and rejected; NaN where a pair is not used
+    log_probabilities    float64 [documents, 2], chosen and rejected; NaN for pairs that are not used
     data, model          fingerprint of the data set, digest of the weights
 
-A run that begins computes them, if no run from the same weights has, by forward passes over all samples of an epoch.
-Logits of a teacher that are `precomputed` are in another file (`megafp8.training.teacher_logits`).
+A new run computes them by forward passes over all samples of an epoch, unless an earlier run from the same weights has
+written the file. `precomputed` logits of a teacher are in another file (`megafp8.training.teacher_logits`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from megafp8.training.weights_digest import weights_digest
 logger = logging.getLogger(__name__)
 
 RECORD = "frozen_model"
-"""Key of a checkpoint's metadata: digest of the weights of the frozen model."""
+"""Metadata key of a checkpoint for the digest of the frozen model's weights."""
 LOGITS = "teacher_logits"
-"""Key of a checkpoint's metadata: digest of the weights and config of a teacher whose logits are `precomputed`."""
+"""Metadata key of a checkpoint for the digest of the weights and config of a teacher with `precomputed` logits."""
 
 
 def open_frozen(trainer: RankTrainer, inputs: RunInputs, saved: Mapping[str, Any] | None) -> dict[str, str]:
-    """Load what the loss of a run compares with; returns what checkpoints record of it. Collective.
+    """Load the frozen model or its precomputed outputs, and return its record for checkpoints. Collective.
 
-    `saved`: metadata of the checkpoint that has been loaded, None if the run begins. Raises TrainingError if the frozen
-    model is not that which the run began with.
+    The record is empty if the loss compares nothing. `saved` is the metadata of the loaded checkpoint, or None for a
+    new run. Raises TrainingError if the frozen model is not the one that the run began with.
     """
     config = inputs.config
     teacher = config.data.distillation
@@ -60,7 +60,7 @@ def open_frozen(trainer: RankTrainer, inputs: RunInputs, saved: Mapping[str, Any
     if saved is not None and known is None and (trainer.frozen is not None or _is_precomputed(config)):
         raise TrainingError(
             f"{key}: the run began with another objective, or another reference; set it as it was, or "
-            "choose another name"
+            "choose another name for a new run"
         )
     if reads_logits:
         return {LOGITS: open_logits(trainer, inputs, _by_prefix(inputs), known)}
@@ -72,7 +72,8 @@ def open_frozen(trainer: RankTrainer, inputs: RunInputs, saved: Mapping[str, Any
         if known not in (None, digest):
             raise TrainingError(
                 f"{key}: the frozen model, {folder or 'of the initial weights'}, has changed since the run began: "
-                f"its weights have the digest {digest[:16]}, and had {known[:16]}; restore it, or choose another name"
+                f"its weights have the digest {digest[:16]}, and had {known[:16]}; restore it, or choose another name "
+                "for a new run"
             )
         return {RECORD: digest}
     if not _is_precomputed(config):
@@ -92,7 +93,7 @@ def _is_precomputed(config: Config) -> bool:
 
 
 def _by_prefix(inputs: RunInputs) -> dict[str, list[PackedDataset]]:
-    """What the run reads of each data set."""
+    """Return all samples that the run reads of each data set, by prefix."""
     members: dict[str, list[PackedDataset]] = {}
     blends = [x for x in (inputs.validation, *inputs.validation_sets.values()) if x is not None]
     datasets = [x.train for x in inputs.data_sets] + [x for blend in (inputs.train, *blends) for x in blend.datasets]
@@ -105,7 +106,10 @@ def _by_prefix(inputs: RunInputs) -> dict[str, list[PackedDataset]]:
 def _of_data_set(
     trainer: RankTrainer, inputs: RunInputs, prefix: str, members: list[PackedDataset], digest: str, *, begins: bool
 ) -> NDArray[np.float64]:
-    """Log-probabilities of a data set's answers: of its file, or computed if the run `begins`. Collective."""
+    """Return the log-probabilities of a data set's answers, float64 `[documents, 2]`. Collective.
+
+    They are read from the data set's file, or computed and written to it if the run `begins`.
+    """
     path = Path(f"{prefix}.reference-{digest[:16]}.npz")
     about = {"data": members[0].fingerprint, "model": digest}
     group = trainer.parallel.world.group
@@ -116,8 +120,8 @@ def _of_data_set(
         return values
     if not begins:
         raise TrainingError(
-            f"{path} is missing, or of other data: the run began with these log-probabilities of the reference model; "
-            "restore it, or choose another name"
+            f"{path} is missing, or belongs to other data: the run began with these log-probabilities of the reference "
+            "model; restore it, or choose another name for a new run"
         )
     logger.info(f"computing the log-probabilities of {prefix} under the reference model")
     values = np.full((members[0].dataset.num_documents, 2), -np.inf)
@@ -131,7 +135,7 @@ def _of_data_set(
 
 
 def _compute(trainer: RankTrainer, objective: Objective, packed: PackedDataset, values: NDArray[np.float64]) -> None:
-    """Write the log-probabilities that this rank knows of the answers of `packed` to `values`. Collective."""
+    """Compute the log-probabilities of answers in `packed`, and write the ones of this rank to `values`. Collective."""
     for samples, _, outputs in passes(trainer, trainer, objective, packed):
         for indices, output in zip(samples, outputs):
             for i, sample_output in zip(indices, output.cpu().numpy()):
@@ -140,7 +144,7 @@ def _compute(trainer: RankTrainer, objective: Objective, packed: PackedDataset, 
 
 
 def _read(path: Path, about: Mapping[str, str]) -> NDArray[np.float64] | None:
-    """The values of a file; None where there is none, or that is about something else."""
+    """Return the log-probabilities in a file, or None if the file is missing or is about other data or weights."""
     try:
         with np.load(path, allow_pickle=False) as file:
             if any(str(file[key]) != value for key, value in about.items()):
@@ -154,7 +158,7 @@ def _read(path: Path, about: Mapping[str, str]) -> NDArray[np.float64] | None:
 
 
 def _write(path: Path, values: NDArray[np.float64], about: Mapping[str, str]) -> None:
-    """Write a file, complete or not at all."""
+    """Write the log-probabilities to a file atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

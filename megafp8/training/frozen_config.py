@@ -1,4 +1,4 @@
-"""The config of the frozen model that a loss compares the trained one with (`megafp8.training.frozen`)."""
+"""Config of the frozen model that a loss compares the trained model with (`megafp8.training.frozen`)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megafp8.spec import ModelSpec
 
 
 def frozen_config(config: Config) -> Config | None:
-    """`frozen_run`, with the teacher that the config names."""
+    """Return the config of the frozen model, with the teacher that the config names, or None without one."""
     return frozen_run(config, teacher_of(config))
 
 
 def live(config: Config) -> Config:
-    """`config` with a live teacher."""
+    """Return `config` with a live teacher instead of precomputed logits."""
     assert config.data.distillation is not None
     distillation = config.data.distillation.model_copy(update={"logits": "live"})
     return config.model_copy(update={"data": config.data.model_copy(update={"distillation": distillation})})
 
 
 def teacher_of(config: Config) -> ModelSpec | None:
-    """The model of `data.distillation.teacher`; None without a live one.
+    """Return the model of `data.distillation.teacher`, or None without a live teacher.
 
-    Raises ConfigError if it cannot be read, or has another vocabulary.
+    Raises ConfigError if the teacher cannot be read or has another vocabulary.
     """
     distillation = config.data.distillation
     if distillation is None or not config.data.compares:
@@ -35,7 +35,7 @@ def teacher_of(config: Config) -> ModelSpec | None:
     except ValueError as error:
         raise ConfigError("config", [Problem(key, folder, str(error), "name the folder of a model")]) from error
     if model.architecture != "gpt":
-        raise ConfigError("config", [Problem(key, folder, f"is a {model.architecture}", "name a model of GPT")])
+        raise ConfigError("config", [Problem(key, folder, f"is a {model.architecture}", "name a GPT model")])
     if model.stem.vocab_size != vocabulary:
         rule = f"has a vocabulary of {model.stem.vocab_size} tokens, and model.vocab_size is {vocabulary}"
         raise ConfigError("config", [Problem(key, folder, rule, "name a teacher with the vocabulary of the student")])
@@ -43,7 +43,7 @@ def teacher_of(config: Config) -> ModelSpec | None:
 
 
 def check_frozen(config: Config, world_size: int) -> None:
-    """Raise ConfigError if the teacher cannot be read, or not be run in the layout of the run. Needs no group."""
+    """Raise ConfigError if the teacher cannot be read, or cannot run in the layout of the run. Needs no group."""
     if config.data.distillation is None or not config.data.compares:
         return
     frozen = frozen_config(config)

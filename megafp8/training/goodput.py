@@ -1,8 +1,8 @@
-"""Goodput of a run: the part of its wall time that was spent in steps that count, and where the rest went.
+"""Goodput of a run: the fraction of its wall time that was spent in steps that count, and the uses of the other time.
 
-A record of metrics.jsonl has the time when its step and the evaluation after it had ended. Before that lie, in this
-order, `save_seconds` (stalls since the record before), `step_seconds` and `evaluation_seconds`; what is left up to the
-record before it, or up to the launch, is start-up or other work.
+A record of metrics.jsonl has the time at which its step and the evaluation after it had ended. Before this time come,
+in this order, `save_seconds` (stalls since the previous record), `step_seconds` and `evaluation_seconds`. The remaining
+time since the previous record or the launch is start-up or other work.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from megafp8.training.metrics import read_records
 PARTS: Mapping[str, str] = {
     "training": "steps that count, without waiting for data",
     "data": "waiting for data in steps that count",
-    "skipped": "steps whose gradients were not finite",
-    "repeated": "steps that were lost in a crash and repeated",
+    "skipped": "skipped steps: gradients not finite, or a loss spike",
+    "repeated": "steps that were lost and repeated",
     "evaluation": "evaluations",
     "saves": "stalls for checkpoints",
     "startup": "from a launch to its first step",
     "down": "from the last step before a launch to that launch: unfinished step, failure, queue",
     "other": "between steps: logs, checks, changes of stages",
 }
-"""Parts of the wall time, in order, and what they are."""
+"""Parts of the wall time in order, with their descriptions."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went. `seconds`: of each of `PARTS`; their sum is `wall_seconds`.
+    """Wall time of a run by use.
 
-    `wall_seconds`: from the first launch to the last record. A save after the last record is in none.
+    Attributes:
+        wall_seconds: Time from the first launch to the last record. A save after the last record is not included.
+        seconds: Time of each of `PARTS`; the sum is `wall_seconds`.
+        launches: Number of launches.
+        repeated_steps: Number of steps that were lost in a crash and repeated.
+        skipped_steps: Number of steps that count but made no update.
     """
 
     wall_seconds: float
@@ -45,12 +50,12 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The goodput, from 0 to 1."""
+        """Goodput, from 0 to 1."""
         return self.seconds["training"] / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
 def read_lines(path: Path, *required: str) -> list[dict[str, Any]]:
-    """`metrics.read_records`; none if there is no file."""
+    """Return the result of `metrics.read_records`, or an empty list if the file does not exist."""
     return read_records(path, *required) if path.exists() else []
 
 
@@ -64,9 +69,9 @@ class _Step(NamedTuple):
 
 
 class GoodputMeter:
-    """The goodput of a run, record by record. `launches`: of launches.jsonl, all of them.
+    """Meter that computes the goodput of a run record by record.
 
-    Without launches the run begins with its first step.
+    `launches` are all records of launches.jsonl. Without launches the run begins with its first step.
     """
 
     def __init__(self, launches: Sequence[Mapping[str, Any]]) -> None:
@@ -78,13 +83,13 @@ class GoodputMeter:
         self._repeated = self._skipped = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count the next record of metrics.jsonl; earlier ones of the same or of later steps do not count any more."""
+        """Count the next record of metrics.jsonl. Earlier records of the same or later steps count as repeated."""
         seconds, now = self._seconds, _seconds(record)
         if math.isnan(self._begin):
             self._begin = self._end = min([now - _busy(record), *self._starts[:1]])
         launched = [start for start in self._starts if self._end <= start <= now]
         self._starts = [start for start in self._starts if start > now]
-        if launched:  # several: all but the last ended before their first step
+        if launched:  # if there are several, all but the last one ended before their first step
             seconds["down"] += launched[-1] - self._end
             self._end = launched[-1]
         seconds["startup" if launched else "other"] += now - self._end - _busy(record)
@@ -99,7 +104,7 @@ class GoodputMeter:
         self._end = now
 
     def _count(self, step: _Step, times: int) -> None:
-        """Count a step, or -1 `times`, as repeated."""
+        """Add a step to the totals if `times` is 1, or move it to the repeated steps if `times` is -1."""
         for part in ("training", "data", "skipped"):
             self._seconds[part] += times * getattr(step, part)
         self._skipped += times * (step.skipped > 0)
@@ -108,13 +113,13 @@ class GoodputMeter:
             self._repeated += 1
 
     def result(self) -> Goodput:
-        """The goodput up to the last record."""
+        """Return the goodput up to the last record."""
         wall = self._end - self._begin
         return Goodput(wall, dict(self._seconds), self._launches, self._repeated, self._skipped)
 
 
 def goodput(records: Sequence[Mapping[str, Any]], launches: Sequence[Mapping[str, Any]]) -> Goodput:
-    """The goodput of a run with all records of its metrics.jsonl, in order of time, and of its launches.jsonl."""
+    """Return the goodput of a run, given all records of its metrics.jsonl, in order of time, and launches.jsonl."""
     if not records:
         raise ValueError("goodput: there is no step")
     meter = GoodputMeter(launches)
@@ -128,5 +133,5 @@ def _seconds(record: Mapping[str, Any]) -> float:
 
 
 def _busy(record: Mapping[str, Any]) -> float:
-    """Seconds of a step, of the saves before it and the evaluation after it."""
+    """Return the seconds of a step, including the saves before it and the evaluation after it."""
     return sum(record.get(key) or 0.0 for key in ("step_seconds", "save_seconds", "evaluation_seconds"))

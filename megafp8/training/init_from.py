@@ -1,15 +1,16 @@
-"""Start of a new run from the weights of another checkpoint (`checkpoint.init_from`), in any format that we read.
+"""Start of a new run from the weights of another checkpoint (`checkpoint.init_from`), in any supported format.
 
-The folder's config.json or metadata defines the model. The config's model section may be left out or be incomplete, and
-must agree with the folder: before the config is validated, the section is completed from the folder and compared. Once
-the run has checkpoints of its own, the newest of them replaces the folder, which is no longer needed.
+The folder's config.json or metadata defines the model. The config's model section may be missing or incomplete, and it
+must agree with the folder: before the config is validated, the section is completed from the folder and compared with
+it. Once the run has its own checkpoints, the newest one replaces the folder, which is no longer needed.
 
-These checks need no process group. Then each rank reads its slices of the weights, under any layout. fp32 masters are
-read too, not converted from the weights, so no precision is lost if the folder is more precise than training.precision.
+These checks need no process group. Then each rank reads its slices of the weights, in any layout. fp32 masters are read
+from the folder too instead of being converted from the weights, so no precision is lost if the folder is more precise
+than training.precision.
 
-With checkpoint.init_optimizer, the optimizer's state is read, too, and weights are those of the fp32 masters. With
-model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token
-prediction, and adapters of LoRA, that the folder does not have keep their initial values.
+With checkpoint.init_optimizer, the optimizer state is read too, and weights are converted from the fp32 masters. With
+model.moe, a dense model becomes a mixture of experts (`megafp8.conversion.upcycle`). Layers of multi-token prediction
+and LoRA adapters keep their initial values if the folder does not have them.
 """
 
 from __future__ import annotations
@@ -48,22 +49,31 @@ _FILES: dict[TokenizerKind, str] = {
     "tiktoken": "tiktoken.model",
 }
 _NOT_NEEDED = {"master", AVERAGE, OUTER_MOMENTUM}
-"""Optimizer state that begins with the weights."""
+"""Kinds of optimizer state that can be initialized from the weights."""
 _RESOLVED = ("vocab_size", "max_position_embeddings")
-"""Keys for which null means the default, which here is the folder's value."""
+"""Keys for which null means the default; the default here is the folder's value."""
 
 
 def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) -> None:
     """Complete the model section of the config `tree`, in place, if `checkpoint.init_from` is set.
 
-    The section lora, if the run has one, is completed from a folder with adapters, with which the run continues. Raises
-    ConfigError with every key of these sections that differs from the folder, or with checkpoint.init_from if the
-    folder cannot be read. If the run has checkpoints, `state.check_same_run` compares the sections with the newest.
-    `download`: a model of the Hugging Face Hub that is not in its cache; otherwise that is an error, too.
+    If the folder has adapters and the run has a section lora, this section is completed too, and the run continues with
+    the adapters. If the run already has checkpoints, the sections are completed from the newest checkpoint instead, and
+    `state.check_same_run` compares them later.
+
+    Args:
+        tree: Config as nested dictionaries, before validation.
+        source: Name of the config in error messages.
+        download: Whether to download a model of the Hugging Face Hub that is not in the cache. If False, a model that
+            is not in the cache is an error.
+
+    Raises:
+        ConfigError: With every key of these sections that differs from the folder, or with checkpoint.init_from if the
+            folder cannot be read.
     """
-    section, given = tree.get("checkpoint"), tree.get("model") or {}
+    section, model_section = tree.get("checkpoint"), tree.get("model") or {}
     folder = section.get("init_from") if isinstance(section, dict) else None
-    if not isinstance(folder, str) or not isinstance(given, dict):
+    if not isinstance(folder, str) or not isinstance(model_section, dict):
         return  # nothing to do, or an error that validation reports
     assert isinstance(section, dict)
     run, elsewhere = Path(expanduser(str(tree.get("run_dir", "runs")))) / str(tree.get("name")), section.get("folder")
@@ -80,7 +90,7 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
         model = saved_model(own_checkpoint)
         if isinstance(tree.get("lora"), dict):
             tree["lora"] = (own_checkpoint.metadata["config"].get("lora") or {}) | tree["lora"]
-    explicit = {key: value for key, value in given.items() if key not in _RESOLVED or value is not None}
+    explicit = {key: value for key, value in model_section.items() if key not in _RESOLVED or value is not None}
     tree["model"] = model_keys = dict(model.keys)
     for key, value in explicit.items():  # model.moe may be incomplete too
         both = isinstance(value, dict) and isinstance(model_keys.get(key), dict)
@@ -105,16 +115,14 @@ def complete_model(tree: dict[str, Any], source: str, *, download: bool = True) 
 
 
 def _complete_lora(tree: dict[str, Any], opened: CheckpointSource, folder: str) -> Iterator[Problem]:
-    """Complete the section lora by the adapters of `opened`, and yield what differs from them."""
+    """Complete the section lora from the adapters of `opened`, and yield a problem for each key that differs."""
     adapted, section = adapted_of(opened), tree.get("lora")
     if adapted is None or not isinstance(section, dict):
         return
     if (tree.get("data") or {}).get("dpo") is not None:
-        rule = (
-            f"{folder} has adapters that the run continues with, so the model without them is not that it begins with"
-        )
+        rule = f"{folder} has adapters that the run continues with, so it would not begin with its reference model"
         merge = f"megafp8 convert --load {folder} --save merged --to hf"
-        yield Problem("data.dpo", "set", rule, f"begin anew from the merged model: {merge}")
+        yield Problem("data.dpo", "set", rule, f"start from the merged model: {merge}")
     lora = lora_of(adapted)
     adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     for key, value in section.items():
@@ -123,7 +131,7 @@ def _complete_lora(tree: dict[str, Any], opened: CheckpointSource, folder: str) 
                 f"the run continues with the adapters of checkpoint.init_from, {folder}, where it is {adapters[key]!r}"
             )
             merge = f"megafp8 convert --load {folder} --save merged --to hf"
-            yield Problem(f"lora.{key}", value, rule, f"leave it out, or begin anew from the merged model: {merge}")
+            yield Problem(f"lora.{key}", value, rule, f"leave it out, or start from the merged model: {merge}")
     tree["lora"] = adapters | section
 
 
@@ -143,16 +151,16 @@ def check_init(config: Config, run: Path, tokenizer: Tokenizer | None) -> None:
             theirs = build_tokenizer(**tokenizer_config.model_dump() | {"path": str(file)})
             same = theirs.fingerprint == tokenizer.fingerprint or theirs.encode(_PROBE) == tokenizer.encode(_PROBE)
             why = ""
-        except TokenizerSettingError as error:  # such as an end token that it does not have
+        except TokenizerSettingError as error:  # such as an end token that the source's tokenizer lacks
             same, why = False, f" ({error.rule})"
         if not same:
             rule = f"gives other tokens than {file}, which the weights of checkpoint.init_from were trained with{why}"
-            works = f"write the data with that tokenizer, and set data.tokenizer.path={file}"
+            works = f"tokenize the data with that tokenizer, and set data.tokenizer.path={file}"
             raise ConfigError("config", [Problem("data.tokenizer.path", tokenizer_config.path, rule, works)])
 
 
 def _tokenizer_file(source: CheckpointSource, kind: TokenizerKind) -> str | None:
-    """Return the source's tokenizer of a kind, or None; a Hugging Face folder may hold one of each kind."""
+    """Return the path of the source's tokenizer of a kind, or None. A Hugging Face folder may hold several kinds."""
     files = {path.name: str(path) for path in source.tokenizer_files}
     if _FILES.get(kind) in files:
         return files[_FILES[kind]]
@@ -162,7 +170,7 @@ def _tokenizer_file(source: CheckpointSource, kind: TokenizerKind) -> str | None
 
 @contextmanager
 def _as_error_of_init_from(folder: str, source: str = "config") -> Iterator[None]:
-    """Raise errors about the folder as a ConfigError of checkpoint.init_from."""
+    """Convert errors about the folder to a ConfigError of checkpoint.init_from."""
     try:
         yield
     except ConfigError:
@@ -201,7 +209,7 @@ def load_init(trainer: RankTrainer, folder: str) -> None:
 
 
 def _open(config: Config, folder: str) -> CheckpointSource:
-    """The checkpoint that the run starts from; one with adapters as they are if the run trains them further."""
+    """Open the checkpoint that the run starts from. Adapters stay separate if the run trains them further."""
     source = open_source(folder, config.spec.stem.vocab_multiple)
     if config.checkpoint.init_optimizer:
         _check_optimizer(config, source)
@@ -210,11 +218,11 @@ def _open(config: Config, folder: str) -> CheckpointSource:
 
 
 def _check_optimizer(config: Config, source: CheckpointSource) -> None:
-    """Raise ConfigError where `source` lacks optimizer state that a run of `config` has."""
+    """Raise ConfigError if `source` lacks optimizer state that a run of `config` has."""
     others = tuple(f"optimizer.{key}." for key in _NOT_NEEDED)
     needed = [name for name in tensor_kinds(config) if name.startswith("optimizer.") and not name.startswith(others)]
     lacks = [name for name in needed if name not in source.tensors]
     if lacks or "optimizer_steps" not in source.about:
-        rule = source.why_without(lacks[0]) if lacks else f"{source.path} does not say the number of its steps"
-        works = "leave it out, to start with the weights alone"
+        rule = source.why_without(lacks[0]) if lacks else f"{source.path} does not record its number of steps"
+        works = "leave it out to start with the weights only"
         raise ConfigError("config", [Problem("checkpoint.init_optimizer", True, rule, works)])

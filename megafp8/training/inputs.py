@@ -1,4 +1,4 @@
-"""Tokenizer and data sets of a run, opened and checked before any process group exists."""
+"""Tokenizer and data sets of a run, opened and checked before the process groups exist."""
 
 from __future__ import annotations
 
@@ -58,9 +58,15 @@ from megafp8.training.process import answering_stop
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of `data.train`, listed `times` times. `validation` is None if there is no evaluation.
+    """Tokenized data set of `data.train`.
 
-    `contents`: the identity of its contents in the record of the run's progress (`progress.tell_apart`).
+    Attributes:
+        prefix: Path prefix of its files.
+        times: Number of times that the config lists the data set.
+        dataset: Reader of its files.
+        train: Samples for training.
+        validation: Samples for validation; None if the data set is not evaluated.
+        contents: Identity of its contents in the record of the run's progress (`progress.tell_apart`).
     """
 
     prefix: str
@@ -71,75 +77,78 @@ class DataSet:
     contents: str
 
     def source(self, weight: float) -> DataSource:
-        """Return this data set as it is in the record of the run's progress."""
+        """Return the entry of this data set, with its `weight`, for the record of the run's progress."""
         documents, packing, length = self.train.documents, self.train.packing.name, self.train.seq_length
         return DataSource(self.prefix, self.contents, documents, self.dataset.num_documents, weight, packing, length)
 
     def listed_files(self) -> ListedFiles:
-        """Return its files, for comparison with other data sets."""
+        """Return the files of the data set, for comparison with other data sets."""
         files = () if self.dataset.is_known_in_full else _real_paths([bin_path(self.prefix)])
         return ListedFiles(self.prefix, self.train.fingerprint, files)
 
     def named(self, contents: str) -> DataSet:
-        """Return the same data set under another name of its contents."""
+        """Return the same data set with another identity of its contents."""
         return replace(self, contents=contents)
 
     @property
     def size(self) -> int:
-        """What a list weights it by, so that all data sets finish an epoch at the same time."""
+        """Weight of the data set if `data.train` is a list, so that all data sets finish an epoch at the same time."""
         return self.train.samples_per_epoch if isinstance(self.train.packing, BestFit) else self.train.num_tokens
 
     @property
     def identity(self) -> Identity:
+        """Identity of the data set in the record of the run's progress."""
         return self.source(1.0).identity
 
 
 @dataclass(frozen=True)
 class TextSet:
-    """Text of `data.train`, tokenized while the run trains, which is all for training."""
+    """Text of `data.train` that is tokenized while the run trains. All of it is for training."""
 
     prefix: str
     train: TextSource
     validation: None = None
 
     def source(self, weight: float) -> DataSource:
-        """This text in the record of the run's progress."""
+        """Return the entry of this text, with its `weight`, for the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
         return DataSource(self.prefix, contents, range(0), 0, weight, "concatenate", length)
 
     def listed_files(self) -> ListedFiles:
-        """Return its files, for comparison with other texts."""
+        """Return the files of the text, for comparison with other texts."""
         files = () if self.train.is_known_in_full else _real_paths([file.path for file in self.train.files])
         return ListedFiles(self.prefix, self.train.contents, files)
 
     def named(self, contents: str) -> TextSet:
-        """Return the same text under another name of its contents."""
+        """Return the same text with another identity of its contents."""
         return replace(self, train=self.train.identified_as(contents))
 
     def in_streams(self, count: int) -> TextSet:
-        """The same text in `count` canonical streams."""
+        """Return the same text, read in `count` canonical streams."""
         return replace(self, train=self.train.in_streams(count))
 
     @property
     def identity(self) -> Identity:
+        """Identity of the text in the record of the run's progress."""
         return self.source(1.0).identity
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of `data.train`, which the model continues (`data.grpo`); all are for training."""
+    """Prompts of `data.train` that the model continues (`data.grpo`). All of them are for training."""
 
     prefix: str
     train: PromptSource
     validation: None = None
 
     def source(self, weight: float) -> DataSource:
-        """These prompts in the record of the run's progress."""
+        """Return the entry of these prompts, with their `weight`, for the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
         return DataSource(self.prefix, contents, range(0), 0, weight, "best_fit", length)
 
     @property
     def identity(self) -> Identity:
+        """Identity of the prompts in the record of the run's progress."""
         return self.source(1.0).identity
 
 
@@ -147,12 +156,12 @@ AnySet = DataSet | TextSet | PromptSet
 
 
 def _real_paths(paths: Sequence[AnyPath]) -> tuple[str, ...]:
-    """Return the paths behind links, and URLs as they are."""
+    """Return the paths with links resolved. URLs stay unchanged."""
     return tuple(str(path) if isinstance(path, ObjectPath) else os.path.realpath(path) for path in paths)
 
 
 def _told_apart(data_sets: Sequence[AnySet], recorded: Sequence[RecordedSource] = ()) -> list[AnySet]:
-    """Return the data sets with contents that differ unless they are the same files: see `progress.tell_apart`."""
+    """Return the data sets with identities that only data sets with the same files share (`progress.tell_apart`)."""
     files = [data_set for data_set in data_sets if not isinstance(data_set, PromptSet)]
     contents = tell_apart([data_set.listed_files() for data_set in files], recorded)
     named = [data_set.named(name) for data_set, name in zip(files, contents)]
@@ -161,13 +170,20 @@ def _told_apart(data_sets: Sequence[AnySet], recorded: Sequence[RecordedSource] 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Tokenizer and data of a run. `validation` is None if there is no evaluation, or no documents for it.
+    """Tokenizer and data of a run in its present stage.
 
-    `config`: of the present stage; `run`: as the user gave it, with all stages.
-    `validation_sets`: those of `data.validation`, by name.
-    `train` and `validation` mix the data sets according to `progress`, which is that of a new run until `resumed`.
-    `positions`: of the canonical streams of `train`, which `batches` moves on; None if it has no text.
-    `objective` makes micro-batches of their samples.
+    Attributes:
+        config: Config of the present stage.
+        run: Config as the user gave it, with all stages.
+        stage: Present stage; None if the run has no stages.
+        tokenizer: Tokenizer, or None if none is configured.
+        data_sets: Data sets of `data.train`, each once.
+        progress: Progress in each data set: the progress of a new run, or of a checkpoint after `resumed`.
+        train: Mix of the data sets for training, according to `progress`.
+        validation: Mix of the documents for validation; None without evaluation or without such documents.
+        validation_sets: Data sets of `data.validation` by name.
+        objective: Training objective, which makes micro-batches of samples.
+        positions: Positions of the canonical streams of `train`, which `batches` advances; None if it has no text.
     """
 
     config: Config
@@ -184,12 +200,12 @@ class RunInputs:
 
     @property
     def fingerprint(self) -> str | None:
-        """Identity of the vocabulary, None if no tokenizer is configured."""
+        """Fingerprint of the vocabulary; None if no tokenizer is configured."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
     @property
     def validation_sources(self) -> dict[str, Blend]:
-        """The documents for validation of each data set alone, by name, if data.validation_by_source is set."""
+        """Documents for validation of each single data set by name, if data.validation_by_source is set; else empty."""
         if self.validation is None or not self.config.data.validation_by_source:
             return {}
         packed = {x.prefix: x for x in self.validation.datasets}
@@ -210,10 +226,16 @@ class RunInputs:
         num_workers: int | None = None,
         share: range | None = None,
     ) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches of `dataset`, step by step, after the first `consumed_samples`.
+        """Yield this rank's micro-batches of each step.
 
-        `num_workers`: processes that read ahead; None: `data.num_workers`. `share`: those micro-batches of each step
-        that are this replica's (`resilience.replicas`, which text that is packed while training goes on does not have).
+        Args:
+            dataset: Samples to read.
+            parallel: Process groups.
+            consumed_samples: Number of samples that earlier steps have read.
+            position_of: Function from a sample number to its position in the data, which skips samples left out.
+            num_workers: Number of processes that read ahead; None means `data.num_workers`.
+            share: Range of the micro-batches of each step that belong to this replica; None means all. Not supported
+                for text that is tokenized while the run trains.
         """
         t = self.config.training
         read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset, share=share)
@@ -242,14 +264,13 @@ class RunInputs:
         return answering_stop(stream)
 
     def at(self, step: int) -> RunInputs:
-        """The inputs of the stage of the run that the step after the first `step` is in."""
+        """Return the inputs of the stage that follows after `step` steps of the run; open them if they differ."""
         return self if stage_at(self.run, step) == self.stage else open_inputs(self.run, "config", step)
 
     def resumed(self, saved: Mapping[str, Any]) -> tuple[RunInputs, list[str]]:
-        """Return these inputs at the position of a checkpoint, and descriptions of changes of the blend.
+        """Return these inputs at the position of a checkpoint, and log lines about changes of the data sets.
 
-        `saved` is the metadata of the checkpoint.
-        Raises ConfigError if the content of a data set that the run has read has changed.
+        `saved` is the metadata of the checkpoint. Raises ConfigError if a data set that the run has read has changed.
         """
         then: Mapping[str, Any] = saved["config"]["data"]
         self._check_group_size(then, saved["step"])
@@ -261,7 +282,7 @@ class RunInputs:
         return named._continued(recorded, saved)
 
     def _continued(self, recorded: Progress, saved: Mapping[str, Any]) -> tuple[RunInputs, list[str]]:
-        """Return these inputs after what `recorded` says of the checkpoint with metadata `saved`: see `resumed`."""
+        """Return these inputs after the progress `recorded` in the checkpoint with metadata `saved` (see `resumed`)."""
         data, then = self.config.data, saved["config"]["data"]
         length_then = saved["config"]["training"]["seq_length"]
         training = self.config.training.model_copy(update={"seq_length": length_then})
@@ -288,7 +309,7 @@ class RunInputs:
         return replace(resumed, positions=positions), changes
 
     def _check_group_size(self, then: Mapping[str, Any], step: int) -> None:
-        """Raise ConfigError if texts that were counted are not of as many prompts any more."""
+        """Raise ConfigError if `data.grpo.group_size` has changed, because the run counts texts in such groups."""
         grpo, before = self.config.data.grpo, then.get("grpo")
         if grpo is not None and before is not None and grpo.group_size != before["group_size"]:
             rule = f"the run has counted its texts by groups of {before['group_size']}"
@@ -297,7 +318,10 @@ class RunInputs:
             raise ConfigError(f"checkpoint of step {step}", [problem])
 
     def _changed_text(self, conflict: Conflict, files: Mapping[str, Any]) -> Problem | None:
-        """The error of text of which a file has changed; None if that is not the conflict. `files`: as recorded."""
+        """Return the error for text with a changed file, or None if `conflict` is not about text.
+
+        `files` holds the versions of the files that the checkpoint recorded, by fingerprint of the text.
+        """
         now = next(
             (x.train for x in self.data_sets if isinstance(x, TextSet) and x.prefix == conflict.source.prefix), None
         )
@@ -314,38 +338,41 @@ class RunInputs:
             what = "is gone" if key not in after else "is new"
         others = f", and {len(changed) - 1} more files differ," if len(changed) > 1 else ""
         rule = f"{name} {what}{others} since the run read {conflict.recorded.consumed:,} samples of this text"
-        works = "restore it, list new files as an entry of their own, or data.restart_changed=true begins anew"
+        works = "restore it, list new files as a separate entry, or set data.restart_changed=true to begin it anew"
         return Problem("data.train", now.prefix, rule, works)
 
     def _resumed_positions(self, saved: Mapping[str, Any]) -> StreamPositions | None:
-        """Positions of canonical streams in the checkpoint, whose number stays. Raises ConfigError for another one."""
+        """Return the positions of the canonical streams in the checkpoint, or None if the run reads no text.
+
+        Raises ConfigError if the config sets another number of streams.
+        """
         recorded = saved.get("data", {}).get("streams")
         if self.positions is None or recorded is None:
             return None if self.positions is None else replace(self.positions, samples=saved["consumed_samples"])
         positions, streams = StreamPositions.from_json(recorded), self.config.data.streams.canonical_streams
         if streams not in (None, positions.canonical_streams):
-            rule = f"the run began with {positions.canonical_streams}, which decides the order of its samples"
+            rule = f"the run began with {positions.canonical_streams}, which determines the order of its samples"
             problem = Problem("data.streams.canonical_streams", streams, rule, "leave it out")
             raise ConfigError(f"checkpoint of step {saved['step']}", [problem])
         return positions
 
     def _with_own_lengths(self, progress: Progress, source: str) -> tuple[Progress, list[str]]:
-        """`progress` with samples of this run's length, and messages on what changed.
+        """Return `progress` converted to this run's sample length, and log lines about the changes.
 
-        Raises ConfigError where a data set cannot go on with another length.
+        Raises ConfigError if a data set cannot continue with another length.
         """
         positions, changes = {}, []
         for entry, data_set in zip(progress.active, _active(self.data_sets, progress)):
             length = data_set.train.seq_length
             if entry.length is None or entry.length == length:
                 continue
-            if not isinstance(data_set, DataSet):  # its positions do not depend on the length
+            if not isinstance(data_set, DataSet):  # positions in text and prompts do not depend on the length
                 positions[entry.identity] = entry.position
                 changes.append(f"samples of {entry.prefix} have {length:,} tokens instead of {entry.length:,}")
                 continue
             kind = "pairs of answers" if data_set.train.pairs else "sentences"
             if (data_set.train.pairs or data_set.train.packing.name == "sentences") and entry.consumed:
-                rule = f"the run has read samples of {entry.length} tokens, which {kind} fill to the end of an epoch"
+                rule = f"the run has read samples of {entry.length} tokens, and {kind} keep this length for an epoch"
                 works = "set training.seq_length as it was, or choose another name for a new run"
                 raise ConfigError(source, [Problem("training.seq_length", length, rule, works)])
             before = _packed(self.config, data_set.dataset, data_set.train.documents, entry.length)
@@ -354,11 +381,11 @@ class RunInputs:
         return progress.moved(positions, self.config.sample_tokens - 1), changes
 
     def record(self, samples: int) -> dict[str, Any]:
-        """Progress in each data set after `samples`, for the metadata of a checkpoint."""
+        """Return the progress in each data set after `samples` samples, for the metadata of a checkpoint."""
         return self.progress.after(samples, self.config.seed).as_json() | self._record_of_streams()
 
     def _record_of_streams(self) -> dict[str, Any]:
-        """Positions of the streams that this process knows, and the files that they are in."""
+        """Return the positions of the streams that this process knows, and the versions of their files."""
         if self.positions is None:
             return {}
         texts = [x.train for x in self.data_sets if isinstance(x, TextSet)]
@@ -366,7 +393,7 @@ class RunInputs:
         return {"streams": self.positions.as_json() | {"files": files}}
 
     def gather_positions(self, group: ProcessGroup | None) -> None:
-        """Learn the positions of the streams that other ranks run; `group`: of data parallelism. Collective."""
+        """Collect the positions of the streams that other ranks of the data-parallel `group` read. Collective."""
         if self.positions is not None:
             self.positions.positions = self.positions.joined(all_gather_objects(self.positions, group)).positions
 
@@ -374,15 +401,20 @@ class RunInputs:
 def open_inputs(config: Config, source: str, step: int = 0) -> RunInputs:
     """Open tokenizer and data sets, resolve `model.vocab_size`, and check that they match.
 
-    `step`: number of steps of the run before its stage that is opened. Raises ValueError (ConfigError if a key of the
-    config is at fault) for missing, damaged or mismatched inputs.
+    Args:
+        config: Config of the run with all stages.
+        source: Name of the config in error messages.
+        step: Number of steps done; the stage that follows is opened.
+
+    Raises:
+        ValueError: If inputs are missing or damaged, or do not match (ConfigError if a config key is at fault).
     """
     run, config = config, config_at(config, step, source)
     tokenizer = open_tokenizer(config, source)
     config = _resolve_vocabulary(config, tokenizer, source)
     vocab_size = config.spec.stem.vocab_size
     assert vocab_size is not None, "config.checks: given, or known from the tokenizer"
-    run = _resolve_vocabulary(run, tokenizer, source)  # checkpoints are compared with it
+    run = _resolve_vocabulary(run, tokenizer, source)  # later compared with checkpoints
     objective = objective_of(config, tokenizer, source)
     data_sets = open_data_sets(config, tokenizer)
     for data_set in data_sets:
@@ -401,7 +433,7 @@ def open_inputs(config: Config, source: str, step: int = 0) -> RunInputs:
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Raise DataError if a data set is not of the run's vocabulary, or has other tokens around its documents."""
+    """Raise DataError if a data set has another vocabulary than the run, or other tokens around its documents."""
     check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
     check_boundaries(dataset, tokenizer)
 
@@ -419,12 +451,12 @@ def _text_source(config: Config, path: str, key: str) -> TextSource:
 
 
 def _streams_of(blend: Blend) -> int:
-    """Number of canonical streams of a blend that has text."""
+    """Return the number of canonical streams of a blend that has text."""
     return next(x.canonical_streams for x in blend.datasets if isinstance(x, TextSource))
 
 
 def _open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
-    """The prompts of `data.train`. Raises ValueError as `open_inputs` does."""
+    """Open the prompts of `data.train`. Raises ValueError as `open_inputs` does."""
     grpo, length, (path,) = config.data.grpo, config.training.seq_length, config.data.train
     assert grpo is not None
     assert config.data.tokenizer is not None
@@ -442,7 +474,7 @@ def _open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
 
 
 def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
-    """The data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
+    """Open the data sets of `data.train`, each once. Raises ValueError as `open_inputs` does."""
     if config.data.grpo is not None:
         assert tokenizer is not None, "config.schema"
         return [_open_prompts(config, tokenizer)]
@@ -454,8 +486,10 @@ def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
         dataset = IndexedDataset(prefix, cache=object_cache(config))
         train, validation, _ = split_documents(dataset.num_documents, config.data.split)
         if config.training.eval_interval and not len(validation) and not config.data.validation:
-            rule = f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no documents for it"
-            works = 'try "90,10,0", give data.validation, or try training.eval_interval=0'
+            rule = (
+                f"training.eval_interval is {config.training.eval_interval}, but {prefix} has no validation documents"
+            )
+            works = 'try "90,10,0", set data.validation, or set training.eval_interval=0'
             raise ConfigError(prefix, [Problem("data.split", config.data.split, rule, works)])
         parts = [train, validation] if config.training.eval_interval and len(validation) else [train]
         packed = [_packed(config, dataset, documents) for documents in parts]
@@ -465,14 +499,17 @@ def open_data_sets(config: Config, tokenizer: Tokenizer | None) -> list[AnySet]:
 
 
 def object_cache(config: Config) -> ObjectCache:
-    """The local cache of data sets in object storage."""
+    """Return the local cache of data sets in object storage."""
     cache = config.data.object_cache
     folder = default_cache() if cache.folder is None else Path(cache.folder)
     return ObjectCache(folder, int(cache.limit_gib * 2**30), max(1, int(cache.block_mib * 2**20)))
 
 
 def _packed(config: Config, dataset: IndexedDataset, documents: range, length: int | None = None) -> PackedDataset:
-    """The samples of some documents of a data set. `length`: labels of a sample, if they are not the config's."""
+    """Return the samples of the given documents of a data set.
+
+    `length` is the number of labels per sample; None means the number that the config implies.
+    """
     teacher, prefixes = config.data.distillation, [*config.data.train, *config.data.validation.values()]
     numbers = teacher is not None and teacher.logits == "precomputed"
     return PackedDataset(
@@ -491,7 +528,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
 
 
 def _validation_sets(config: Config, tokenizer: Tokenizer | None) -> dict[str, Blend]:
-    """The samples of each set of data.validation. Raises ValueError as `open_inputs` does."""
+    """Return the samples of each set of data.validation by name. Raises ValueError as `open_inputs` does."""
     blends: dict[str, Blend] = {}
     assert config.spec.stem.vocab_size is not None
     for name, prefix in config.data.validation.items():
@@ -507,24 +544,27 @@ def _validation_sets(config: Config, tokenizer: Tokenizer | None) -> dict[str, B
 
 
 def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None:
-    """The loss mask of a data set, which must have one if data.loss_on or data.dpo is given, and none otherwise."""
+    """Return the loss mask of a data set, or None if neither data.loss_on nor data.dpo is set.
+
+    Raises ConfigError if a required mask is missing, or if the data set needs one of these keys.
+    """
     loss_on, pairs = config.data.loss_on, config.data.dpo is not None
     if pairs:
         if not dataset.has_loss_mask or not dataset.has_pairs:
             rule = f"{dataset.prefix} holds no pairs of answers"
-            works = "write them by megafp8 preprocess --style preference, or leave data.dpo out"
+            works = "write them with megafp8 preprocess --style preference, or leave data.dpo out"
             raise ConfigError(dataset.prefix, [Problem("data.dpo", "set", rule, works)])
         return dataset.loss_mask()
     if dataset.has_loss_mask and dataset.has_pairs:
-        rule = f"{dataset.prefix} holds pairs of answers, of which one is preferred"
+        rule = f"{dataset.prefix} holds pairs of a chosen and a rejected answer"
         raise ConfigError(dataset.prefix, [Problem("data.dpo", None, rule, "set data.dpo={}, or list other data")])
     if loss_on is None and dataset.has_loss_mask:
-        rule = f"{dataset.prefix} has a loss mask, which says what tokens are answers"
+        rule = f"{dataset.prefix} has a loss mask, which marks the tokens of answers"
         works = "set data.loss_on=answers, or data.loss_on=all to learn questions too; both need data.packing=best_fit"
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", None, rule, works)])
     if loss_on is not None and not dataset.has_loss_mask:
-        rule = f"{dataset.prefix} has no loss mask, which says what tokens are answers"
-        works = "write it by megafp8 preprocess --style chat or completion, or leave data.loss_on out"
+        rule = f"{dataset.prefix} has no loss mask, which marks the tokens of answers"
+        works = "write it with megafp8 preprocess --style chat or completion, or leave data.loss_on out"
         raise ConfigError(dataset.prefix, [Problem("data.loss_on", loss_on, rule, works)])
     return dataset.loss_mask() if loss_on is not None else None
 
@@ -532,7 +572,7 @@ def _loss_mask(config: Config, dataset: IndexedDataset) -> IndexedDataset | None
 def _sources(
     train: Sequence[str] | Mapping[str, float], data_sets: Sequence[AnySet], list_weights: str
 ) -> list[DataSource]:
-    """Return the data sets with their weights; those that are the same files are combined."""
+    """Return the data sets with their weights. Entries with the same files are combined."""
     if isinstance(train, Mapping):
         return combine([data_set.source(train[data_set.prefix]) for data_set in data_sets])
     weights = [
@@ -543,13 +583,13 @@ def _sources(
 
 
 def _active(data_sets: Sequence[AnySet], progress: Progress) -> list[AnySet]:
-    """Return the data sets that `progress` mixes, in its order; the first of several that are the same files."""
+    """Return the data sets that `progress` mixes, in its order. If several have the same files, use the first."""
     by_identity = {x.identity: x for x in reversed(data_sets)}
     return [by_identity[entry.identity] for entry in progress.active]
 
 
 def _blends(data_sets: Sequence[AnySet], progress: Progress, seed: int) -> tuple[Blend, Blend | None]:
-    """Blends for training and validation of the data sets that are active in `progress`."""
+    """Return the training and validation blends of the data sets that are active in `progress`."""
     active = _active(data_sets, progress)
     placed = [x.train.at(e.position) if isinstance(x, DataSet) else x.train for x, e in zip(active, progress.active)]
     train = Blend(placed, progress.segment(seed))
@@ -561,7 +601,7 @@ def _blends(data_sets: Sequence[AnySet], progress: Progress, seed: int) -> tuple
 
 
 def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
-    """The error for a data set that cannot continue."""
+    """Return the error for a data set that cannot continue."""
     source, recorded = conflict.source, conflict.recorded
     restart = "data.restart_changed=true counts its samples from 0"
     if conflict.kind == "packing":
@@ -581,25 +621,25 @@ def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
             "data.train", source.prefix, rule, f"restore them, list the new ones under a new path, or {restart}"
         )
     rule = (
-        f"is not in the config of this checkpoint, which does not tell contents, while its {recorded.prefix} is not "
-        "listed any more: this may be the same data set"
+        f"is not in the config of this checkpoint, which does not record contents, and its {recorded.prefix} is no "
+        "longer listed: both may be the same data set"
     )
     works = f"list it as {recorded.prefix} until the next checkpoint is saved, or {restart}"
     return Problem("data.train", source.prefix, rule, works)
 
 
 def with_vocabulary(config: Config, source: str) -> Config:
-    """`config` with `model.vocab_size` resolved; reads no input but the tokenizer. Raises ValueError."""
+    """Return `config` with `model.vocab_size` resolved. Reads only the tokenizer. Raises ValueError if that fails."""
     if config.spec.stem.vocab_size is not None:
         return config
     return _resolve_vocabulary(config, open_tokenizer(config, source), source)
 
 
 def planned_vocabulary(config: Config, source: str) -> tuple[Config, Tokenizer | None, list[str]]:
-    """Return `config` with its vocabulary resolved, its tokenizer, and lines that say what is missing.
+    """Return `config` with its vocabulary size resolved, its tokenizer, and lines about missing files.
 
-    The tokenizer may be missing if the config has the vocabulary's size, since it need not be there before the run
-    starts. Raises ValueError.
+    The tokenizer may be missing if the config sets the vocabulary size, because only a run needs the tokenizer itself.
+    Raises ValueError if the size is unknown or does not match.
     """
     try:
         tokenizer = open_tokenizer(config, source)
@@ -610,14 +650,14 @@ def planned_vocabulary(config: Config, source: str) -> tuple[Config, Tokenizer |
             raise
         if config.spec.stem.vocab_size is None:
             rule = f"the tokenizer, {missing.value}, is missing, so the size of its vocabulary is not known"
-            works = "give data.tokenizer a path that is there" if missing.setting == "path" else missing.works
+            works = "set data.tokenizer.path to an existing path" if missing.setting == "path" else missing.works
             problem = Problem("model.vocab_size", None, rule, f"set it, or {works}")
             raise ConfigError(source, [problem]) from None
         return config, None, [f"data.tokenizer.{missing.setting} = {missing.value}: {missing.rule}; {missing.works}"]
 
 
 def open_tokenizer(config: Config, source: str) -> Tokenizer | None:
-    """The tokenizer of the config, or None. Raises ConfigError if its keys do not work."""
+    """Return the tokenizer of the config, or None. Raises ConfigError if it cannot be built from the config's keys."""
     settings = config.data.tokenizer
     if settings is None:
         return None
@@ -634,7 +674,10 @@ def _settings(given: TokenizerConfig) -> TokenizerSettings:
 
 
 def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str) -> Config:
-    """Fill in `model.vocab_size`, and the settings of data.tokenizer that its files state. Raises ConfigError."""
+    """Return `config` with `model.vocab_size` and the settings in the tokenizer's files filled in.
+
+    Raises ConfigError if `model.vocab_size` is smaller than the vocabulary of the tokenizer.
+    """
     vocab_size = config.spec.stem.vocab_size
     if tokenizer is None:
         return config
@@ -652,9 +695,9 @@ def _resolve_vocabulary(config: Config, tokenizer: Tokenizer | None, source: str
 
 
 def check_ranks_agree(inputs: RunInputs, consumed_samples: int, group: ProcessGroup | None) -> None:
-    """Raise DataError, naming ranks and hosts, if ranks would not read the same data. Collective.
+    """Raise DataError, with the names of ranks and hosts, if ranks would not read the same data. Collective.
 
-    Compares contents, sample indices of the current epoch, and the position in the data.
+    This compares contents, sample indices of the current epoch, and the position in the data.
     """
     order = json.dumps(inputs.record(consumed_samples), sort_keys=True)
     facts: dict[str, str] = {}
@@ -681,15 +724,15 @@ def check_ranks_agree(inputs: RunInputs, consumed_samples: int, group: ProcessGr
             remainder = f" and {len(others) - 8} more" if len(others) > 8 else ""
             first = values.index(usual)
             raise DataError(
-                f"ranks would not train on the same data: {name} is not on {', '.join(others[:8])}{remainder} what it "
-                f"is on rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
+                f"ranks would not train on the same data: {name} differs on {', '.join(others[:8])}{remainder} from "
+                f"rank {first} ({hosts[first]}); copy the data sets there again, and remove the index cache "
                 "(data.index_cache) there"
             )
     raise DataError("ranks would not train on the same data: their configs list other data sets")
 
 
 def missing_data(config: Config) -> list[str]:
-    """A line for each data set of which a file is not there. Raises ObjectStoreError where one cannot be looked for."""
+    """Return a line for each data set with a missing file. Raises ObjectStoreError if a store cannot be reached."""
     data = config.data
     named = [("data.train", prefix) for prefix in data.train]
     named += [(f"data.validation.{name}", prefix) for name, prefix in data.validation.items()]
@@ -709,14 +752,14 @@ def missing_data(config: Config) -> list[str]:
 
 
 def _tokens_of(data: PackedDataset | TextSource | PromptSource) -> str:
-    """Number of tokens, or size in files."""
+    """Return the number of tokens, or the size of the files for text that is not tokenized yet."""
     return f"{data.bytes / 2**20:,.1f} MiB" if isinstance(data, TextSource) else f"{data.num_tokens:,}"
 
 
 def describe_planned_data(config: Config, steps: int | None = None) -> str:
-    """`describe_data` of a new run whose data sets are there. Raises ValueError.
+    """Return `describe_data` for a new run. Raises ValueError if a data set is missing or does not fit.
 
-    `steps`: of it, if not training.steps.
+    `steps` is the number of steps; None means training.steps.
     """
     data_sets = open_data_sets(config, None if config.data.grpo is None else open_tokenizer(config, "config"))
     progress = Progress.begin(_sources(config.data.train, data_sets, "tokens"))
@@ -725,14 +768,14 @@ def describe_planned_data(config: Config, steps: int | None = None) -> str:
 
 
 def _describe_equal_contents(data_sets: Sequence[AnySet]) -> list[str]:
-    """Return a line for each data set that is another one, or seems to be a copy of it."""
+    """Return a line for each data set that is the same as an earlier one, or that seems to be a copy."""
     lines, listed = [], [x.listed_files() for x in data_sets if not isinstance(x, PromptSet)]
     for i, entry in enumerate(listed):
         alike = [x for x in listed[:i] if x.contents == entry.contents]
         same = next((x for x in alike if x.files == entry.files), None)
         if same is not None:
             which = "has the same files as" if entry.files else "is a copy of"
-            lines.append(f"{entry.prefix} {which} {same.prefix}: they are one data set, of both weights")
+            lines.append(f"{entry.prefix} {which} {same.prefix}: they are one data set, with the sum of both weights")
         elif alike:
             lines.append(
                 f"{entry.prefix} has the size of {alike[0].prefix}, and the same content where it is compared: they "
@@ -748,9 +791,10 @@ def describe_data(
     validation_sets: Mapping[str, Blend],
     samples: int,
 ) -> str:
-    """A table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run.
+    """Return a table of the data sets: tokens, share of the samples, and samples and epochs by the end of the run.
 
-    `samples`: of the run by its end. Below the table, how well documents fit into samples, if they are not cut.
+    Lines below the table describe text, prompts, and how well documents fit into samples if they are not cut.
+    `samples` is the number of samples that the run reads until its end.
     """
     t, active = config.training, _active(data_sets, progress)
     segment = progress.segment(config.seed)
@@ -788,7 +832,7 @@ def describe_data(
                 f"{text.canonical_streams} canonical streams (docs/own-data.md)"
             )
         elif isinstance(x, PromptSet):
-            lines.append(f"{x.prefix}: {len(x.train.prompts):,} prompts, {x.train.group_size} texts of each")
+            lines.append(f"{x.prefix}: {len(x.train.prompts):,} prompts, {x.train.group_size} texts for each")
         elif isinstance(x.train.packing, BestFit):
             lines.append(f"{x.prefix}: {x.train.packing.describe()}")
             if x.train.left_out:
@@ -798,5 +842,5 @@ def describe_data(
                 )
     lines += _describe_equal_contents(data_sets)
     if progress.list_weights == "equal" and not isinstance(config.data.train, Mapping) and len(active) > 1:
-        lines.append("Shares are equal, as they were when this run began; {prefix: weight} in data.train sets others.")
+        lines.append("Shares are equal, as when this run began; to change them, set {prefix: weight} in data.train.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Tensors and facts of a checkpoint, and the difference of two."""
+"""Inspection of checkpoints: tensors and metadata of a checkpoint, and the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Record = dict[str, Any]
 
 
 class OfOtherFormat:
-    """A checkpoint of another format, such as a Hugging Face folder, with what is asked of a `CheckpointReader`.
+    """Checkpoint of another format, such as a Hugging Face folder, with the interface of a `CheckpointReader`.
 
-    Its tensors are under megafp8's names; it has no rectangles.
+    Its tensors have megafp8's names. It has no rectangles.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -37,6 +37,7 @@ class OfOtherFormat:
         self.rectangles: dict[str, list[Any]] = {name: [] for name in self.tensors}
 
     def read(self, name: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
+        """Return a tensor, or `sizes[0]` of its rows from `offsets[0]` on."""
         return self._source.read_rows(name, offsets[0], offsets[0] + sizes[0]) if sizes else self._source.read(name)
 
 
@@ -44,14 +45,17 @@ Checkpoint = CheckpointReader | OfOtherFormat
 
 
 def open_checkpoint(path: AnyPath) -> Checkpoint:
-    """Open a checkpoint, the newest of a run, or one of another format. Raises ValueError where there is none."""
+    """Open a checkpoint, the newest checkpoint of a run, or a checkpoint of another format.
+
+    Raises ValueError if there is no checkpoint at `path`.
+    """
     newest = latest(path / "checkpoints") or latest(path) or path
     others = [name for name, format in FORMATS.items() if name != "native" and format.has_sign(newest)]
     return OfOtherFormat(newest) if others else CheckpointReader(newest)
 
 
 def blocks(source: Checkpoint, name: str) -> Iterator[Tensor]:
-    """Values of a tensor, flat, in float64, some rows at a time."""
+    """Yield the values of a tensor in blocks of rows, each flat and in float64."""
     shape, _ = source.tensors[name]
     if not shape:
         yield source.read(name).double().view(1)
@@ -64,7 +68,7 @@ def blocks(source: Checkpoint, name: str) -> Iterator[Tensor]:
 
 
 def statistics(source: Checkpoint, name: str) -> Record:
-    """L2 norm, minimum and maximum without NaN values, and the number of NaN values."""
+    """Return the L2 norm, minimum and maximum of a tensor without its NaN values, and the number of NaN values."""
     squares, low, high, nans = 0.0, math.inf, -math.inf, 0
     for x in blocks(source, name):
         x = x[~x.isnan()]
@@ -77,9 +81,9 @@ def statistics(source: Checkpoint, name: str) -> Record:
 
 
 def difference(source: Checkpoint, other: Checkpoint, name: str) -> Record:
-    """Largest |a - b| and ‖a - b‖ / ‖b‖, b from `other`. NaN where one of them is NaN.
+    """Return the largest |a - b| and ‖a - b‖ / ‖b‖ of a tensor, with a from `source` and b from `other`.
 
-    Two NaN or two equal infinities are no difference.
+    Two NaNs or two equal infinities count as equal. The results are NaN if only one of two values is NaN.
     """
     largest, squares, reference = [0.0], 0.0, 0.0
     for a, b in zip(blocks(source, name), blocks(other, name), strict=True):
@@ -95,7 +99,7 @@ def difference(source: Checkpoint, other: Checkpoint, name: str) -> Record:
 
 
 def about(source: Checkpoint) -> Record:
-    """Metadata without the config, and sizes by group of tensors."""
+    """Return the path, the metadata without the config, and the sizes of data files and of groups of tensors."""
     groups: dict[str, Record] = {}
     for name, info in source.tensors.items():
         parts = name.split(".")
@@ -113,7 +117,7 @@ def about(source: Checkpoint) -> Record:
 
 
 def table(source: Checkpoint, names: list[str], norms: bool) -> list[Record]:
-    """A record for each tensor of `names`."""
+    """Return a record for each tensor of `names`, with its statistics if `norms` is True."""
     records = []
     with _progress(source, names if norms else []) as bar:
         for name in names:
@@ -126,7 +130,7 @@ def table(source: Checkpoint, names: list[str], norms: bool) -> list[Record]:
 
 
 def compare(source: Checkpoint, other: Checkpoint, names: list[str], others: list[str]) -> Record:
-    """Differences of tensors `names` of `source` from `others` of `other`, and of the configs."""
+    """Return the differences between tensors `names` of `source` and `others` of `other`, and between the configs."""
     common = [name for name in names if name in set(others)]
     alike = [name for name in common if source.tensors[name] == other.tensors[name]]
     values = {}
@@ -165,6 +169,7 @@ def _size(count: float) -> str:
 
 
 def print_about(facts: Record) -> None:
+    """Print the result of `about`."""
     meta, groups = facts["metadata"], facts["groups"]
     print(facts["path"])
     if "format" in meta:
@@ -185,11 +190,13 @@ def print_about(facts: Record) -> None:
 
 
 def print_groups(groups: Record) -> None:
+    """Print the number of tensors and the size of each group of tensors."""
     for group, size in groups.items():
         print(f"  {group:<24}{size['tensors']:>8,} tensors {_size(size['bytes']):>18}")
 
 
 def print_table(records: list[Record], norms: bool) -> None:
+    """Print the result of `table`, with statistics if `norms` is True."""
     width = max((len(record["name"]) for record in records), default=4)
     head = f"\n{'tensor':<{width}}  {'shape':>18}  {'dtype':<9}{'rectangles':>11}"
     print(head + (f"{'L2 norm':>13}{'min':>13}{'max':>13}{'NaN':>8}" if norms else ""))
@@ -200,16 +207,17 @@ def print_table(records: list[Record], norms: bool) -> None:
 
 
 def print_difference(found: Record, here: AnyPath, there: AnyPath) -> None:
+    """Print the result of `compare` for the checkpoints `here` and `there`."""
     for key, path in (("only_here", here), ("only_there", there)):
         if found[key]:
             print(f"\nonly in {path}: {len(found[key])}")
             print("\n".join(f"  {name}" for name in found[key]))
     if found["shape_or_dtype"]:
-        print(f"\nof another shape or dtype: {len(found['shape_or_dtype'])}")
+        print(f"\ndifferent shape or dtype: {len(found['shape_or_dtype'])}")
         print("\n".join(f"  {name}  {a} -> {b}" for name, (a, b) in found["shape_or_dtype"].items()))
     if found["values"]:
         width = max(map(len, found["values"]))
-        print(f"\n{'of other values':<{width}}  {'max |a - b|':>13}{'‖a - b‖/‖b‖':>14}")
+        print(f"\n{'different values':<{width}}  {'max |a - b|':>13}{'‖a - b‖/‖b‖':>14}")
         for name, delta in found["values"].items():
             print(f"{name:<{width}}  {delta['max_abs']:>13.5g}{delta['relative']:>14.5g}")
     print(f"\nequal tensors: {found['equal']}")
@@ -219,11 +227,12 @@ def print_difference(found: Record, here: AnyPath, there: AnyPath) -> None:
 
 
 def print_json(content: Record) -> None:
+    """Print `content` as JSON."""
     print(json.dumps(_finite(content), indent=2))
 
 
 def _finite(value: Any) -> Any:
-    """`value` with NaN and infinities, which JSON does not have, as text."""
+    """Return `value` with NaN and infinities converted to text, because JSON does not have them."""
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, list):
@@ -232,7 +241,7 @@ def _finite(value: Any) -> Any:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print what the arguments ask for, and return the exit code."""
+    """Print a checkpoint or the differences of two, and return the exit code: 1 if two checkpoints differ, else 0."""
     source = open_checkpoint(arguments.path)
     other = open_checkpoint(arguments.diff) if arguments.diff else None
     names = [name for name in source.tensors if fnmatchcase(name, arguments.tensors)]

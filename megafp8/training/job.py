@@ -1,4 +1,4 @@
-"""The training loop of a stage on one rank: steps with evaluation, logging and checkpoints, from a checkpoint on."""
+"""Training loop of one stage on one rank: resume, train steps, evaluate, log and save checkpoints."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Shared(NamedTuple):
     """Values that all stages of a job share.
 
     Attributes:
-        lock: Lock of the folder of checkpoints.
-        stop: Requests to stop.
+        lock: Lock of the checkpoint folder.
+        stop: Request to stop, set by a signal.
         log: Log of this rank.
         folder: Folder of the log and the metrics.
-        live: What needs the live model.
+        live: Functions that build evaluations and rollouts of the live model.
     """
 
     lock: FolderLock
@@ -90,26 +90,28 @@ class Shared(NamedTuple):
 
 
 def _where(reader: CheckpointReader, memory: NodeMemory | None) -> str:
-    """Describe where the checkpoint of `reader` is, if it may be in memory."""
+    """Return a text that says whether the checkpoint is in memory or on disk; empty without checkpoints in memory."""
     if memory is None:
         return ""
     return ", in memory" if isinstance(reader, MemoryReader) else ", on disk: memory has no complete newer checkpoint"
 
 
 def _is_at(interval: int, step: int) -> bool:
-    """Return whether `step` is a multiple of `interval`; False if the interval is 0."""
+    """Return whether `step` is a multiple of `interval`. An interval of 0 means never."""
     return interval > 0 and step % interval == 0
 
 
 class Job:
-    """Training loop of a stage, around a `RankTrainer`. Collective: build it on every rank.
+    """Training loop of one stage, around a `RankTrainer`.
+
+    Construction is collective: every rank must build its job.
 
     Args:
         inputs: Tokenizer and data of the stage.
         parallel: Process groups.
-        reader: Checkpoint to resume from, or None.
-        shared: Values of all stages.
-        memory: Place of checkpoints in the memory of the nodes, or None.
+        reader: Checkpoint to resume from, or None to start from initial weights.
+        shared: Values that all stages share.
+        memory: Checkpoint storage in the memory of the nodes, or None.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Job:
         self.step, self.history = 0, History()
         self.spikes = LossSpikes(self.config, self.run_folder, parallel.rank, None)
         self.skipped_in_a_row, self.save_postponed, self.saved_step = 0, False, 0
-        self.stopped = False  # before the last step, on request
+        self.stopped = False  # whether a request stopped the run before its last step
         self.frozen_record: dict[str, str] = {}
         self._begin(reader, memory)
         self.last_step = end_of_stage(inputs.run, self.step)
@@ -146,7 +148,7 @@ class Job:
         if self.config.data.grpo is not None:
             assert shared.live.rollouts is not None
             self.rollouts = shared.live.rollouts(self.trainer, self.inputs, self.folder)
-        self.observers: list[Observer] = []  # while the loop runs
+        self.observers: list[Observer] = []  # filled while the loop runs
         self.tokenizer = tokenizer_copy(self.config) if self.is_main else {}
         self.save_seconds = 0.0
         self.saver = self._open_saver()
@@ -157,12 +159,12 @@ class Job:
         return RankTrainer(self.config, self.parallel, saved_choice(self.config, reader))
 
     def _begin(self, reader: CheckpointReader | None, memory: NodeMemory | None) -> None:
-        """Load the state from which this process trains. Collective."""
+        """Load the state that this job trains from, and open the frozen model if the loss needs one. Collective."""
         self._begin_with(reader, memory)
         self.frozen_record = open_frozen(self.trainer, self.inputs, None if reader is None else reader.metadata)
 
     def _begin_with(self, reader: CheckpointReader | None, memory: NodeMemory | None = None) -> None:
-        """Load the state that the job begins with, from a checkpoint or from initial weights. Collective."""
+        """Load the state from the checkpoint or `checkpoint.init_from`, or keep the random weights. Collective."""
         init = self.config.checkpoint.init_from
         if reader is not None:
             self.saved_step = self.step = load_state(self.trainer, reader)
@@ -177,7 +179,7 @@ class Job:
             logger.info(f"weights from {init}")
 
     def _open_saver(self) -> BackgroundSaver | None:
-        """Return the saver of checkpoints in the background; None if they are saved in the foreground. Collective."""
+        """Return the background saver, or None if checkpoints are saved in the foreground. Collective."""
         keep = self.config.checkpoint
         if not keep.async_save:
             return None
@@ -186,7 +188,7 @@ class Job:
         return BackgroundSaver(to, self.parallel.device, self._log_saved)
 
     def _take_position(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the position of a saved state, given its metadata."""
+        """Continue at the data position of a saved state, given its metadata."""
         self.history = History.resumed(saved, self.config)
         self.inputs, changes = self.inputs.resumed(saved)
         if changes:
@@ -194,7 +196,10 @@ class Job:
         self.spikes.resumed(saved)
 
     def _open_memory_saver(self, memory: NodeMemory | None) -> BackgroundSaver | None:
-        """Saves to `memory`, if there is one and it has space for that. Collective."""
+        """Return a background saver that writes to `memory`, or None without `memory`. Collective.
+
+        Raises ValueError on all ranks if a node has too little memory for the checkpoints.
+        """
         if memory is None:
             return None
         memory.remove_newer(self.step)
@@ -210,11 +215,11 @@ class Job:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that the run would have read, had none been left out since its checkpoint (`LossSpikes.consumed`)."""
+        """Number of samples read so far, not counting samples left out because of loss spikes since the checkpoint."""
         return self.history.samples_at(self.step, self.config)
 
     def _log_choices(self) -> None:
-        """Log the data sets, and what was chosen when the trainer was built."""
+        """Log the data sets and the choices made when the trainer was built, such as kernels and FP8 layers."""
         trainer, parallel = self.trainer, self.parallel
         inputs = self.inputs
         if inputs.stage is not None:
@@ -229,7 +234,7 @@ class Job:
             logger.warning(crowded)
         for line in describe_longrope(self.config):
             logger.info(line)
-        logger.info(f"model FLOPs, of which MFU is made: {describe_flops(self.config, trainer.compared)}")
+        logger.info(f"model FLOPs that MFU is computed from: {describe_flops(self.config, trainer.compared)}")
         logger.info(f"optimizer: {trainer.optimizer.reason}")
         logger.info(cuda_graphs.describe(trainer.why_no_graphs))
         logger.info(describe_path(trainer.fp8.recipe, parallel.device, self.config.fp8.gemm_backend))
@@ -248,9 +253,9 @@ class Job:
             logger.info(describe_determinism(parallel.device.type))
 
     def run(self) -> bool:
-        """Train from the current step to the end of the stage; return once everything is saved.
+        """Train from the current step to the end of the stage, and return whether another stage follows.
 
-        Returns whether another stage follows.
+        All checkpoints are complete on return.
         """
         try:
             follows = self._run()
@@ -276,7 +281,7 @@ class Job:
                 savers.enter_context(saver)
             savers.enter_context(self._taking_part())
             if self.step >= t.last_step:
-                self._save(ends=True)  # it may be in memory only
+                self._save(ends=True)  # the checkpoint may exist in memory only
                 limit = "training.steps" if t.last_step == t.steps else "training.stop_after"
                 logger.info(f"nothing to do: the run has done {self.step} steps, and {limit} is {t.last_step}")
                 return False
@@ -290,7 +295,7 @@ class Job:
             return False
 
     def _taking_part(self) -> AbstractContextManager[object]:
-        """Return the context of the loop in which this process takes part in the run."""
+        """Return the context around the loop. Subclasses use it to join and leave the run."""
         return contextlib.nullcontext()
 
     def _open_observers(self) -> list[Observer]:
@@ -310,7 +315,7 @@ class Job:
         return self.step >= self.last_step
 
     def _do_step(self, after_step: Callable[[int], None]) -> None:
-        """Train one step, write its metrics, and save it if that is due. Collective."""
+        """Train one step, write its metrics, and save a checkpoint if one is due. Collective."""
         metrics = self._one_step()
         after_step(self.step)
         for observer in self.observers:
@@ -323,7 +328,7 @@ class Job:
             self._stop_and_save()
 
     def _stop_and_save(self) -> None:
-        """Stop after this step if a rank was asked to; save the step if that is due. Collective."""
+        """Stop after this step if any rank was asked to, and save a checkpoint if one is due. Collective."""
         if not self.faults.happens("leave_out_collective", self.step):
             self.stopped = self.stop.agreed(self.parallel.world.group)
         ends = self.stopped or self.step == self.last_step
@@ -342,14 +347,17 @@ class Job:
             saver.poll()
 
     def _training_batches(self) -> Iterator[list[Batch]]:
-        """Return an iterator over the batches of the steps to come."""
+        """Return an iterator over this rank's micro-batches of each following step."""
         if self.rollouts is not None:
             train, position_of = self.inputs.train, self.spikes.position_of
             return self.rollouts.batches(train, self.step, self.consumed_samples, position_of)
         return self.inputs.batches(self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of)
 
     def _rewind(self) -> bool:
-        """Go back to the newest checkpoint and leave out the samples since then; False if there is none. Collective."""
+        """Go back to the newest checkpoint and leave out the samples read since then. Collective.
+
+        Returns False if there is no checkpoint. Raises Diverged if the loss jumped too often after the same checkpoint.
+        """
         activity.enter("rewind")
         spike, end = self.step, self.spikes.consumed(self.consumed_samples)
         for saver in self.savers:
@@ -363,12 +371,12 @@ class Job:
         before = reader.metadata["step"]
         if stage_at(self.inputs.run, before) != self.inputs.stage:
             raise TrainingError(
-                f"loss spike in step {spike}: the newest undamaged checkpoint is that of step {before}, before the "
-                "present stage; start the run again to continue from it"
+                f"loss spike in step {spike}: the newest undamaged checkpoint is of step {before}, before the "
+                "present stage began; start the run again to continue from it"
             )
         self.step = self.saved_step = load_state(self.trainer, reader)
         self.history = History.resumed(reader.metadata, self.config)
-        self.inputs, _ = self.inputs.resumed(reader.metadata)  # it may be older than the one that the job resumed from
+        self.inputs, _ = self.inputs.resumed(reader.metadata)  # may be older than the checkpoint the job resumed from
         self.spikes.resumed(reader.metadata)
         samples = (self.spikes.position_of(self.consumed_samples), end)
         times, limit = self.spikes.leave_out(samples, self.step), self.config.training.max_skipped_steps
@@ -390,12 +398,12 @@ class Job:
             observer.before_step(self.step + 1)
         start = time.perf_counter()
         batches = next(self.stream)
-        # Texts that the model samples are work of the step.
+        # Sampling texts with the model is part of the step, not time spent waiting for data.
         data_seconds = time.perf_counter() - start if self.rollouts is None else 0.0
         checking = time.perf_counter()
         for observer in self.observers if batches else ():
             batches = observer.before_passes(self.step + 1, batches)
-        start += time.perf_counter() - checking  # not part of the step
+        start += time.perf_counter() - checking  # do not count the observers' time as part of the step
         loss, result = self.trainer.train_step(
             self.step, batches, before_update=self._wait_copied, loss_limit=self.spikes.limit
         )
@@ -439,7 +447,7 @@ class Job:
         )
 
     def _count_step(self, batches: list[Batch]) -> tuple[int, int]:
-        """Count a step whose update is queued; return how many samples it trained on, and how many ranks did."""
+        """Count a step after its update is queued, and return the number of samples and of ranks that trained it."""
         t, samples = self.config.training, self.config.training.global_batch_size
         trained = samples
         if self.rollouts is not None:
@@ -451,9 +459,9 @@ class Job:
     def _stop_if_diverged(self, metrics: StepMetrics) -> None:
         t = self.config.training
         if metrics.loss_scale is not None and metrics.loss_scale > t.loss_scale.min_loss_scale:
-            return  # it is halved first
+            return  # the scaler halves the loss scale first
         if t.max_skipped_steps and metrics.skipped_in_a_row >= t.max_skipped_steps:
-            self._check_state()  # one wrong rank spoils the gradients of all
+            self._check_state()  # a single faulty rank makes the gradients of all ranks wrong
             raise diverged(self.trainer, metrics, self.saved_step)
 
     def _check_state(self) -> None:
@@ -461,7 +469,7 @@ class Job:
             observer.check_state(self.step)
 
     def _wait_copied(self) -> None:
-        """Before weights are updated, wait until a save in progress has copied them to the host."""
+        """Wait until a save in progress has copied the weights to the host. Call this before weights are updated."""
         if self.savers:
             start = time.perf_counter()
             for saver in self.savers:
@@ -469,11 +477,11 @@ class Job:
             self.save_seconds += time.perf_counter() - start
 
     def _save_is_due(self, ends: bool) -> bool:
-        """Whether to save this step; `ends`: it is the last one of this process.
+        """Return whether to save this step. `ends` is True for the last step of this process, which is always saved.
 
-        Skipped steps are not saved, except the last one: the checkpoint would repeat the weights of an earlier step,
-        and in a run that has diverged it would push the last good one out of keep_last. The save is postponed to the
-        next step that is not skipped.
+        Other skipped steps are not saved. Their checkpoint would repeat the weights of an earlier step, and in a run
+        that has diverged it would push the last good checkpoint out of `checkpoint.keep_last`. The save is postponed
+        to the next step that is not skipped.
         """
         at_interval = _is_at(self.config.checkpoint.interval, self.step)
         if ends or ((at_interval or self.save_postponed) and not self.skipped_in_a_row):
@@ -482,11 +490,13 @@ class Job:
         if at_interval and not self.save_postponed:
             self.save_postponed = True
             if self.is_main:
-                logger.warning(f"step {self.step} was skipped and is not saved; the next step that is not skipped is")
+                logger.warning(
+                    f"step {self.step} was skipped and is not saved; the next step that is not skipped will be"
+                )
         return False
 
     def _save(self, ends: bool) -> None:
-        """Save this step; in the background unless the run ends."""
+        """Save this step, in the background if `checkpoint.async_save` is set and the run does not end. Collective."""
         if self.saved_step == self.step:
             return
         self.saved_step = self.step
@@ -519,7 +529,7 @@ class Job:
         )
 
     def _save_to_memory(self) -> None:
-        """Save this step to the memory of the nodes, in the background."""
+        """Save this step to the memory of the nodes, in the background. Collective."""
         assert self.memory_saver is not None
         activity.enter("save")
         start = time.perf_counter()
@@ -528,7 +538,10 @@ class Job:
         self.save_seconds += time.perf_counter() - start
 
     def _records(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Progress in the data, and what the section resilience adds, for the metadata of a checkpoint. Collective."""
+        """Return the progress in the data, and further metadata of a checkpoint. Collective.
+
+        The further metadata holds the state of the loss-spike detector and the record of the frozen model.
+        """
         samples = self.consumed_samples
         self.inputs.gather_positions(self.parallel.data.group)
         return self.inputs.record(self.spikes.consumed(samples)), self.spikes.metadata(samples) | self.frozen_record
@@ -537,7 +550,7 @@ class Job:
         logger.info(f"saved {saved.path}: stalled {saved.stalled_seconds:.1f} s, {saved.total_seconds:.1f} s in all")
 
     def _report(self) -> None:
-        """Draw the loss curve, and print why the run ended and where its results are."""
+        """Draw the loss curve, and report why the run ended and where its results are."""
         records: list[dict[str, Any]] = []
         with DiskErrorsLogged("the loss curve"):
             records = read_metrics(self.folder / "metrics.jsonl")
@@ -547,8 +560,8 @@ class Job:
             return
         if self.step < self.config.training.steps:
             logger.info(
-                f"stopped after step {self.step} of {self.config.training.steps}, as training.stop_after says; to "
-                "continue, start the same command with a later one, or without it"
+                f"stopped after step {self.step} of {self.config.training.steps} because of training.stop_after; to "
+                "continue, start the same command with a larger training.stop_after, or without it"
             )
         if records and (sys.stdout.isatty() or self.config.logging.progress):
             print_loss(records)

@@ -1,8 +1,8 @@
-"""The learning-rate schedule of a config, and whether a resumed run keeps it.
+"""Learning-rate schedule of a config, and the check that a resumed run keeps it.
 
 The length of the schedule (`optimizer.decay_until`) and the end of the run (`training.steps`, `training.stop_after`)
-are separate. By default decay_until is training.steps, so changing the number of steps changes the schedule, and the
-learning rate of a resumed run would jump. That is an error unless `optimizer.decay_until` is given explicitly.
+are separate. By default decay_until is training.steps, so a change of the number of steps changes the schedule, and the
+learning rate of a resumed run would jump. This is an error unless `optimizer.decay_until` is set explicitly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megafp8.optimizer.learning_rate import Schedule
 
 
 def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:
-    """The schedule of a run of `steps` steps."""
+    """Return the learning-rate schedule of a run of `steps` steps."""
     begin = o.schedule_from, o.warmup_from
-    if o.schedule == "constant":  # the same for any length
+    if o.schedule == "constant":  # does not depend on the length
         return Schedule(o.schedule, o.learning_rate, o.learning_rate, o.warmup_steps, max(1, o.warmup_steps), 0, *begin)
     total = o.decay_until or steps
     length = total - o.schedule_from
@@ -26,16 +26,16 @@ def schedule_of(o: OptimizerConfig, steps: int) -> Schedule:
 
 
 def _schedules(then: Mapping[str, Any], now: Config) -> tuple[Schedule, Schedule, Schedule]:
-    """Schedules of the config in a checkpoint, of this run, and of the former with this run's number of steps."""
+    """Return three schedules: of the saved config, of this run, and of the saved config with this run's steps."""
     before, steps = OptimizerConfig.model_validate(then["optimizer"]), now.training.steps
     saved = schedule_of(before, then["training"]["steps"])
     return saved, schedule_of(now.optimizer, steps), schedule_of(before, steps)
 
 
 def schedule_jump(then: Mapping[str, Any], now: Config, step: int) -> str | None:
-    """Why a run with config `then` must not be resumed after `step` steps, or None if it may.
+    """Return the reason why a run with config `then` must not be resumed after `step` steps, or None if it may.
 
-    It must not if only a change of `training.steps` changes the schedule, and the learning rates of past steps differ.
+    It must not be resumed if only a change of `training.steps` changes the schedule and the learning rate jumps.
     """
     saved, ours, stretched = _schedules(then, now)
     implied = ours == stretched and now.optimizer.decay_until is None
@@ -53,7 +53,7 @@ def schedule_jump(then: Mapping[str, Any], now: Config, step: int) -> str | None
 
 
 def schedule_change(then: Mapping[str, Any], now: Config, step: int) -> str | None:
-    """How the schedule differs from that of config `then`, for the log; None if it does not."""
+    """Return a log line about the difference from the schedule of config `then`, or None if there is no difference."""
     saved, ours, _ = _schedules(then, now)
     if saved == ours:
         return None

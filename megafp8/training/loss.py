@@ -1,18 +1,20 @@
-"""The loss of a training step: what backward differentiates, what a rank reports, and the means over the global batch.
+"""Loss of a training step: the value that backward differentiates, each rank's report, and means over the global batch.
 
-The differentiated loss is the sum over a micro-batch's tokens divided by the *nominal* number of tokens in the global
-batch; in fp16, times the loss scale. Gradients summed over micro-batches, data-parallel and context-parallel ranks are
-then the gradients of the mean over the whole batch, in any layout. If masks leave fewer tokens, the true number is
-known only after all ranks have counted, and the gradients are multiplied by nominal / true once, before clipping.
+The differentiated loss is the sum over a micro-batch's tokens, divided by the *nominal* number of tokens in the global
+batch. In fp16 it is also multiplied by the loss scale. The gradients are summed over micro-batches, data-parallel and
+context-parallel ranks, so they are the gradients of the mean over the whole batch in any layout. If masks leave out
+tokens, the true number is known only after all ranks have counted. The gradients are then multiplied by nominal / true
+once, before clipping.
 
-An objective may have a loss of its own (`megafp8.objectives.ObjectiveLoss`), such as the loss of pairs of answers.
-Gradients are then the gradients of the mean over the pairs of the whole batch.
+An objective may have its own loss (`megafp8.objectives.ObjectiveLoss`), such as a loss of pairs of answers. The
+gradients are then the gradients of the mean over the pairs of the whole batch.
 
-The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), though the last tokens
-of a sample have none. So is the loss of BERT's binary head, which counts as often as its sample has tokens to predict.
+The losses of multi-token prediction are divided by the same number (DeepSeek-V3, equation 24), although the last tokens
+of a sample have no such loss. The loss of BERT's binary head is divided by this number too; a sample's binary loss
+counts once for each token to predict in that sample.
 
-A reported loss is nats per token of the data. Each regularizer is a metric of its own, as it enters the gradient: the
-z-loss of the output layer, the losses of routers, the losses of indexers.
+Reported losses are in nats per token of the data. Each regularizer is reported as a separate metric, scaled as in the
+gradient: the z-loss of the output layer, the router losses and the indexer losses.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ class BatchLoss:
     """Losses of a global batch.
 
     Attributes:
-        mean: Mean cross-entropy of the unmasked tokens in nats; or the mean of an objective's own loss
+        mean: Mean cross-entropy of the unmasked tokens in nats, or the mean of the objective's own loss
             (`megafp8.objectives.ObjectiveLoss`).
-        tokens: Number of unmasked tokens, or of what the objective's loss counts.
-        more: Mean of the model's other losses (`HeadSpec.extra_losses`): the loss of multi-token prediction over the
-            tokens that have one to predict, averaged over depths, or the loss of the binary head.
-        z_loss: z-loss of the output layer per token as it enters the gradient; None without `training.z_loss`.
-        metrics: Means of the metrics of an objective's own loss, by name.
+        tokens: Number of unmasked tokens, or number of items that the objective's own loss counts.
+        auxiliary: Mean of the model's further losses (`HeadSpec.extra_losses`): the loss of multi-token prediction
+            over the tokens that have a token to predict, averaged over depths, or the loss of the binary head. None
+            without further losses.
+        z_loss: z-loss of the output layer per token, scaled as in the gradient; None without `training.z_loss`.
+        metrics: Means of the metrics of the objective's own loss, by name.
     """
 
     mean: float
@@ -56,42 +59,45 @@ class StepLoss(Protocol):
     """Loss that a training step minimizes.
 
     Attributes:
-        reads_logits: Whether it reads this rank's logits `[s, b, v/t]`, not the losses of tokens.
-        report_size: Length of its report.
+        reads_logits: Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses.
+        report_size: Length of the report of a micro-batch.
     """
 
     @property
-    def reads_logits(self) -> bool: ...
+    def reads_logits(self) -> bool:
+        """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses."""
 
     @property
-    def report_size(self) -> int: ...
+    def report_size(self) -> int:
+        """Length of the report of a micro-batch."""
 
     def __call__(self, output: Tensor | LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of a micro-batch's losses, to be differentiated, and its report, float64 `[report_size]`.
+        """Return the sum of a micro-batch's losses, which backward differentiates, and the micro-batch's report.
 
-        The report begins with the sum of losses and their number. `output` is the output of the last stage.
+        The report is float64 `[report_size]` and begins with the sum and the number of the losses. `output` is the
+        output of the last stage.
         """
         ...
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of losses of a micro-batch of whole sequences, float64 `[]`."""
+        """Return the number of losses in a micro-batch of whole sequences, float64 `[]`."""
         ...
 
     def mean(self, report: Sequence[float]) -> BatchLoss:
-        """Return the losses of a global batch, given the sum of its reports."""
+        """Return the losses of a global batch, computed from the sum of its reports."""
         ...
 
 
 @dataclass(frozen=True)
 class LabelLoss:
-    """Cross-entropy of the labels that count, plus the weighted mean of the model's further losses, plus the z-loss.
+    """Cross-entropy of the unmasked labels, plus the weighted mean of the model's further losses, plus the z-loss.
 
-    The report has the sum and the number of the losses of tokens, then of each further loss, and last the z-loss.
+    The report holds the sum and the number of the token losses, the same pair for each further loss, and the z-loss.
 
     Args:
-        further: Number of further losses: one for each depth of multi-token prediction, or one of the binary head.
+        further: Number of further losses: one for each depth of multi-token prediction, or one for the binary head.
         weight: Weight of the mean of the further losses.
-        has_z_loss: Whether the output layer has a z-loss, which is then a metric.
+        has_z_loss: Whether the output layer has a z-loss, which is then reported as a metric.
     """
 
     further: int
@@ -101,9 +107,11 @@ class LabelLoss:
 
     @property
     def report_size(self) -> int:
+        """Length of the report of a micro-batch."""
         return 2 * (1 + self.further) + 1
 
     def __call__(self, output: Tensor | LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum of a micro-batch's losses and the micro-batch's report."""
         assert isinstance(output, LabelLosses)
         mask_sb, b = torch.ones_like(output.cross_entropy), len(microbatch.tokens)
         if microbatch.loss_mask is not None:
@@ -115,15 +123,17 @@ class LabelLoss:
         return loss, torch.stack([x.detach().double() for x in sums])
 
     def _weighted(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss of tokens plus the weighted mean of the further losses."""
+        """Return the token loss plus the weighted mean of the further losses."""
         loss, *further = losses
         return loss + self.weight * torch.stack(further).mean() if further else loss
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of unmasked tokens, float64 `[]`."""
         assert batch.loss_mask is not None
         return batch.loss_mask.sum(dtype=torch.float64)
 
     def mean(self, report: Sequence[float]) -> BatchLoss:
+        """Return the losses of a global batch, computed from the sum of its reports."""
         loss, tokens, *further, z_loss = report
         count = max(tokens, 1.0)
         means = [loss_sum / max(number, 1.0) for loss_sum, number in zip(further[::2], further[1::2])]
@@ -137,25 +147,30 @@ class LabelLoss:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The loss of an objective that has one of its own."""
+    """Loss that the training objective itself defines, instead of cross-entropy."""
 
     objective: ObjectiveLoss
 
     @property
     def reads_logits(self) -> bool:
+        """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses."""
         return self.objective.reads_logits
 
     @property
     def report_size(self) -> int:
+        """Length of the report of a micro-batch: loss, number of losses, and the objective's metrics."""
         return 2 + len(self.objective.metrics)
 
     def __call__(self, output: Tensor | LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum of a micro-batch's losses and the micro-batch's report."""
         return self.objective(token_output(output), microbatch)
 
     def count(self, batch: Batch) -> Tensor:
+        """Return the number of losses in a micro-batch of whole sequences, float64 `[]`."""
         return self.objective.count(batch)
 
     def mean(self, report: Sequence[float]) -> BatchLoss:
+        """Return the loss and the metrics of a global batch, computed from the sum of its reports."""
         loss, number, *sums = report
         count = max(number, 1.0)
         metrics = {name: x / count for name, x in zip(self.objective.metrics, sums, strict=True)}
@@ -163,7 +178,7 @@ class OwnLoss:
 
 
 def token_output(output: Tensor | LabelLosses) -> Tensor:
-    """Return the last stage's output as an objective's own loss reads it: logits, or the losses of tokens `[s, b]`."""
+    """Return the last stage's output as an objective's own loss reads it: logits, or token losses `[s, b]`."""
     return output.cross_entropy if isinstance(output, LabelLosses) else output
 
 
@@ -174,7 +189,7 @@ class TrainedStage:
     Args:
         stage: Model stage.
         loss: Loss that the step minimizes.
-        nominal_tokens: Number of tokens of a global batch without masks, by which the loss is divided.
+        nominal_tokens: Number of tokens in a global batch without masks. The loss is divided by it.
         loss_scale: Loss scale of fp16, fp32 `[]`, updated in place; None in other precisions.
     """
 
@@ -184,6 +199,7 @@ class TrainedStage:
     loss_scale: Tensor | None
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        """Return the stage's output, or on the last stage the scaled loss and the report of the micro-batch."""
         output: Tensor | LabelLosses = self.stage(x, microbatch, logits=self.loss.reads_logits)
         if self.stage.head is None:
             assert isinstance(output, Tensor)
@@ -196,11 +212,12 @@ class TrainedStage:
 
 @dataclass(frozen=True)
 class ReferenceStage:
-    """Forward pass of a stage of the model that `loss` compares the trained model with."""
+    """Forward pass of a stage of the frozen model that `loss` compares the trained model with."""
 
     stage: GPTStage
     loss: ObjectiveLoss
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
+        """Return the stage's output, and on the last stage also the reference output that the loss keeps."""
         y = token_output(self.stage(x, microbatch, logits=self.loss.reads_logits))
         return StageOutput(y, None if self.stage.head is None else self.loss.reference_output(y, microbatch))

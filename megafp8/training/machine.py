@@ -1,4 +1,4 @@
-"""Checks of one machine that `doctor` and `check-cluster` share, and the table of their findings."""
+"""Checks of a single machine that `doctor` and `check-cluster` share, and the table of their findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Status = Literal["pass", "warn", "fail"]
 
 OPEN_FILES, SHARED_MEMORY = 4096, 1 << 30
-"""Least limit of open files (gloo connects each rank to all others), and least free bytes of /dev/shm (NCCL)."""
+"""Minimum limit of open files (gloo connects each rank to all others), and minimum free bytes of /dev/shm (NCCL)."""
 GPU_FIELDS = {
     "driver": "driver_version",
     "ECC errors": "ecc.errors.uncorrected.volatile.total",
@@ -28,12 +28,12 @@ GPU_FIELDS = {
     "thermal slowdown": "clocks_event_reasons.sw_thermal_slowdown",
     "temperature": "temperature.gpu",
 }
-"""Fields of a query of nvidia-smi, by name here (`nvidia-smi --help-query-gpu`)."""
+"""Fields of an nvidia-smi query (`nvidia-smi --help-query-gpu`), by the name used here."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A check that warns or fails has a finding for each fault."""
+    """Result of a check. A check that warns or fails has one finding for each fault."""
 
     check: str
     status: Status
@@ -41,7 +41,7 @@ class Finding:
 
 
 def report(found: Sequence[Finding]) -> str:
-    """A table of findings: failures last, where the eye is."""
+    """Return a table of findings, failures last, and a line with counts."""
     order: dict[Status, int] = {"pass": 0, "warn": 1, "fail": 2}
     width = max(len(finding.check) for finding in found)
     lines = [f"{f.status}  {f.check:<{width}}  {f.text}" for f in sorted(found, key=lambda f: order[f.status])]
@@ -50,7 +50,7 @@ def report(found: Sequence[Finding]) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions that must be equal on all machines of a run, and the GPU's name."""
+    """Return the versions that must be equal on all machines of a run, and the name of the GPU."""
     import torch
 
     from megafp8.training.run_log import source_commit
@@ -64,7 +64,10 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def ask_gpu(device: torch.device) -> dict[str, str]:
-    """`GPU_FIELDS` of a GPU; empty for a CPU. OSError or ValueError where nvidia-smi does not answer."""
+    """Return the values of `GPU_FIELDS` for a GPU; empty for a CPU.
+
+    Raises OSError or ValueError if nvidia-smi is missing or fails.
+    """
     if device.type != "cuda":
         return {}
     import torch
@@ -76,7 +79,7 @@ def ask_gpu(device: torch.device) -> dict[str, str]:
 
 
 def parse_gpu(answer: str) -> dict[str, str]:
-    """nvidia-smi's CSV line as `GPU_FIELDS`. Raises ValueError with the answer if it is no such line."""
+    """Return the values of `GPU_FIELDS` in nvidia-smi's CSV line. Raises ValueError if it is not such a line."""
     values = [value.strip() for value in answer.strip().split(",")]
     if len(values) != len(GPU_FIELDS):
         raise ValueError(f"nvidia-smi answers {answer.strip()!r}")
@@ -84,7 +87,7 @@ def parse_gpu(answer: str) -> dict[str, str]:
 
 
 def judge_gpu(gpu: Mapping[str, str], name: str) -> Iterator[Finding]:
-    """Uncorrectable ECC errors, row remapping and slowdowns of a GPU."""
+    """Yield a finding for uncorrectable ECC errors, row remapping and each slowdown of a GPU."""
     errors = gpu.get("ECC errors", "0")
     if errors.isdigit() and int(errors):
         yield Finding("GPUs", "fail", f"{name}: {errors} uncorrectable ECC errors since it was reset")
@@ -98,7 +101,7 @@ def judge_gpu(gpu: Mapping[str, str], name: str) -> Iterator[Finding]:
 
 
 def limits() -> dict[str, int]:
-    """Soft limits of this process, and free bytes of /dev/shm where there is one; -1 is unlimited."""
+    """Return the soft limits of this process, and the free bytes of /dev/shm if it exists; -1 means unlimited."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     result = {"open files": open_files, "locked memory": -1 if locked == resource.RLIM_INFINITY else locked}
@@ -108,12 +111,18 @@ def limits() -> dict[str, int]:
 
 
 def judge_limits(values: Mapping[str, int], whose: str, *, rdma: bool) -> Iterator[Finding]:
-    """Limits that are too small, of the processes that `whose` names. `rdma`: there are InfiniBand or RoCE ports."""
+    """Yield a finding for each limit that is too small.
+
+    Args:
+        values: Result of `limits`.
+        whose: Name of the processes in the findings.
+        rdma: Whether the machine has InfiniBand or RoCE ports.
+    """
     files, locked, memory = (values.get(name, -1) for name in ("open files", "locked memory", "/dev/shm"))
     if 0 <= files < OPEN_FILES:
         yield Finding("limits", "fail", f"{files} open files of {whose}; at least {OPEN_FILES} are needed (ulimit -n)")
     if locked != -1 and rdma:
-        text = f"locked memory of {whose} is limited to {locked >> 10} KiB, which RDMA needs unlimited (ulimit -l)"
+        text = f"locked memory of {whose} is limited to {locked >> 10} KiB, but RDMA needs it unlimited (ulimit -l)"
         yield Finding("limits", "fail", text)
     if 0 <= memory < SHARED_MEMORY:
         free = f"/dev/shm has {memory >> 20} MiB free for {whose}"

@@ -1,12 +1,12 @@
-"""Metrics of a step and their writers: metrics.jsonl, TensorBoard, Weights & Biases, log lines, a progress bar.
+"""Writers of step metrics: metrics.jsonl, TensorBoard, Weights & Biases, log lines and a progress bar.
 
 metrics.jsonl is authoritative: one JSON object per step, appended and flushed when the step ends. A resumed run appends
-to it, so a step that was lost in a crash and repeated is there twice; `read_metrics` keeps the later one. So does a
-process that goes back to a checkpoint after a loss spike. Other writers are opened again before a step is repeated, and
-drop what they have of it and of later steps (`ReopenedToRepeat`). Non-finite numbers are written as null, since JSON
-has none.
+to it, and so does a process that goes back to a checkpoint after a loss spike. A repeated step is therefore in the file
+twice, and `read_metrics` keeps the later record. Other writers are reopened before a step is repeated, and drop their
+records of this step and of later steps (`ReopenedToRepeat`). Non-finite numbers are written as null, because JSON has
+no such numbers.
 
-Steps sampled for the FP8 health report also have its records. fp8_report.jsonl has all of them; TensorBoard and wandb
+Steps sampled for the FP8 health report also have FP8 records. fp8_report.jsonl gets all records. TensorBoard and wandb
 get curves of the worst tensor of each operand, and of the SNR and amax of every tensor.
 """
 
@@ -42,29 +42,28 @@ logger, _steps_logger = logging.getLogger(__name__), logging.getLogger(STEPS)
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: allocated on the GPU, or resident on the host if there is none."""
+    """Return the peak memory in GiB: allocated on a GPU, or resident on the host for a CPU run."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def utc_now() -> str:
-    """The time as ISO 8601 in UTC, to the millisecond."""
+    """Return the present time in UTC as ISO 8601 with milliseconds."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in order, each once."""
+    """Return the records of a metrics.jsonl file in order, each step once."""
     return read_steps(path, "loss")
 
 
 def read_steps(path: Path, required: str) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, one a step, that have the key `required`; in order, each step once.
+    """Return the records with the key `required` from a file of JSON lines, in order, each step once.
 
-    After a crash a run repeats the steps since its checkpoint: of these the later record counts, and steps that came
-    after them before the crash are left out until they are repeated too.
-
-    Lines that are not the object of a step are ignored.
+    After a crash a run repeats the steps since its checkpoint. The later record of a repeated step counts. Records
+    after it that the crash made obsolete are left out until their steps are repeated too. Lines that are not the
+    object of a step are ignored.
     """
     records = [record for record in read_records(path, "step", required) if isinstance(record["step"], int)]
     flags = counting([record["step"] for record in records])
@@ -72,9 +71,9 @@ def read_steps(path: Path, required: str) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
-    """The JSON objects with the keys `required` of a file with one in each line.
+    """Return the JSON objects with all keys `required` from a file with one object per line.
 
-    Other lines are ignored, such as one truncated by a kill.
+    Other lines are ignored, such as a line truncated by a kill.
     """
     return _parsed(path.read_text(encoding="utf-8", errors="replace"), required)
 
@@ -92,7 +91,7 @@ def _parsed(text: str, required: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def last_step(path: Path, most_bytes: int = 1 << 20) -> int:
-    """Return the step of the last record of a metrics.jsonl, read from its end; 0 if there is none."""
+    """Return the step of the last record in a metrics.jsonl file, read from its end, or 0 without records."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -102,9 +101,9 @@ def last_step(path: Path, most_bytes: int = 1 << 20) -> int:
 
 
 def counting(steps: Sequence[int]) -> list[bool]:
-    """Whether each record of a run counts, by their `steps`: if all later records are of later steps.
+    """Return for each record whether it counts, given the records' `steps` in order.
 
-    The others were lost in a crash.
+    A record counts if all later records have later steps. The other records were made obsolete by a crash.
     """
     flags: list[bool] = []
     earliest = math.inf
@@ -115,9 +114,10 @@ def counting(steps: Sequence[int]) -> list[bool]:
 
 
 def fp8_scalars(records: Sequence[Fp8Record]) -> dict[str, float]:
-    """Scalars of a sampled step, without those that are not finite.
+    """Return the finite FP8 scalars of a sampled step by name.
 
-    `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` over the layers, `fp8/<layer>/<operand>/{snr_db,amax}`.
+    The names are `fp8/<operand>/{min_snr_db,max_underflow,max_saturated}` for extremes over the layers, and
+    `fp8/<layer>/<operand>/{snr_db,amax}`.
     """
     scalars = {}
     for operand in OPERANDS:
@@ -136,10 +136,10 @@ def fp8_scalars(records: Sequence[Fp8Record]) -> dict[str, float]:
 
 
 class ReopenedToRepeat(Observer):
-    """Writer that is opened again when steps are repeated, as after a loss spike.
+    """Writer that is reopened when steps are repeated, as after a loss spike.
 
     Args:
-        make: Function that opens the writer to continue after a step, without what it has of later steps.
+        make: Function that opens the writer after a given step and drops its records of later steps.
         step: Last step done.
     """
 
@@ -147,6 +147,7 @@ class ReopenedToRepeat(Observer):
         self._make, self._writer, self._step = make, make(step), step
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Write a step. Reopen the writer first if the step was written before."""
         if metrics.step <= self._step:
             self._writer.close()
             self._writer = self._make(metrics.step - 1)
@@ -154,31 +155,38 @@ class ReopenedToRepeat(Observer):
         self._step = metrics.step
 
     def close(self) -> None:
+        """Close the writer."""
         self._writer.close()
 
 
 class UnlessDiskFull(Observer):
-    """`writer`, whose errors of the file system do not end the run (`DiskErrorsLogged`). `what`: it writes."""
+    """Wrapper of `writer` that logs file-system errors instead of ending the run (`DiskErrorsLogged`).
+
+    `what` names the written file in the log.
+    """
 
     def __init__(self, what: str, writer: Observer) -> None:
         self._writer, self._errors_logged = writer, DiskErrorsLogged(what)
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Write a step, and log file-system errors."""
         with self._errors_logged:
             self._writer.write(metrics, records)
 
     def close(self) -> None:
+        """Close the writer, and log file-system errors."""
         with self._errors_logged:
             self._writer.close()
 
 
 class JsonlWriter(Observer):
-    """Appends every step to metrics.jsonl."""
+    """Writer that appends every step to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Append the metrics of a step as one JSON line."""
         self._lines.append(
             {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -187,30 +195,36 @@ class JsonlWriter(Observer):
         )
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 
 class Fp8ReportWriter(Observer):
-    """Appends the records of sampled steps after `step` to fp8_report.jsonl."""
+    """Writer that appends the FP8 records of sampled steps after `step` to fp8_report.jsonl."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.report = ReportWriter(path, step)
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Append the FP8 records of a step."""
         self.report.write(records)
 
     def close(self) -> None:
+        """Close the file."""
         self.report.close()
 
 
 def scalars(metrics: StepMetrics, records: Sequence[Fp8Record]) -> dict[str, float]:
-    """All known numbers of a step by name, without the step itself."""
+    """Return all known numbers of a step by name, without the step number itself."""
     values = {**metrics.as_dict(), **fp8_scalars(records)}
     return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
 
 
 class TensorBoardWriter(Observer):
-    """Scalars in the run folder after `step`; TensorBoard hides what an earlier writer wrote of later steps."""
+    """Writer of TensorBoard scalars for the steps after `step`.
+
+    TensorBoard hides the scalars that an earlier writer wrote for these steps.
+    """
 
     def __init__(self, path: Path, step: int = 0) -> None:
         self._path, self._purge_step = path, step + 1
@@ -222,22 +236,27 @@ class TensorBoardWriter(Observer):
         return SummaryWriter(str(self._path), purge_step=self._purge_step)
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Write all scalars of a step."""
         for key, value in scalars(metrics, records).items():
             self._writer.add_scalar(key, value, metrics.step)
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class WandbWriter(Observer):
-    """Weights & Biases run after `step`, online or offline according to wandb's environment variables.
+    """Writer of a Weights & Biases run, online or offline according to wandb's environment variables.
 
-    Steps that are repeated, after a loss spike or by a run that resumes, are removed from wandb's run first. That is a
-    recent feature of the server. Without it wandb shows both attempts, over `step`, the axis of all metrics.
+    If steps are repeated, after a loss spike or by a resumed run, their first version is removed from the wandb run.
+    Older wandb servers do not support this; wandb then shows both versions over `step`, the axis of all metrics.
 
     Args:
-        folder: Run folder, where wandb's files and the id of the run are.
-        config: Settings of the run to be shown.
+        project: Name of the wandb project.
+        name: Name of the run.
+        folder: Run folder, which holds wandb's files and the id of the wandb run.
+        config: Settings to show in wandb.
+        step: Last step done.
     """
 
     def __init__(self, project: str, name: str, folder: Path, config: dict[str, Any], step: int = 0) -> None:
@@ -258,18 +277,21 @@ class WandbWriter(Observer):
         self.run.define_metric("*", step_metric="step")
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
-        self._step = max(self._step + 1, metrics.step)  # wandb ignores what is logged for a step that it has
+        """Log all scalars of a step to wandb."""
+        self._step = max(self._step + 1, metrics.step)  # wandb ignores scalars of a step that it already has
         self.run.log({"step": metrics.step, **scalars(metrics, records)}, step=self._step)
 
     def close(self) -> None:
+        """Finish the wandb run."""
         self.run.finish()
 
 
 def wandb_id(folder: Path, name: str) -> str:
-    """Return the id of wandb's run of a run folder: random, since runs of several sweeps or users have the same names.
+    """Return the id of the wandb run of a run folder.
 
-    It is kept in the folder for runs that resume, by name, so that a copy of the folder under another name has an id of
-    its own. Runs that began before there were such files have their names as ids.
+    The id is random, because runs of several sweeps or users may have the same name. A file in the folder keeps it for
+    resumed runs. The file has the run's name, so a copy of the folder under another name gets another id. Runs from
+    before these files existed have their names as ids.
     """
     own_files = folder / "wandb"
     path, began_before = own_files / f"{name}.id", own_files.is_dir() and not any(own_files.glob("*.id"))
@@ -280,7 +302,7 @@ def wandb_id(folder: Path, name: str) -> str:
 
 
 def short_number(number: int) -> str:
-    """A count in four digits: 1234 as `1.234K`, 15 trillion as `15.00T`; unchanged below 1000."""
+    """Return a count with four digits: `1.234K` for 1234, `15.00T` for 15 trillion; unchanged below 1000."""
     for unit in ("", "K", "M", "B", "T"):
         if number < 999.95 or unit == "T":
             break
@@ -289,12 +311,20 @@ def short_number(number: int) -> str:
 
 
 class LogWriter(Observer):
-    """A log line every `interval` steps, and for every step that was evaluated or skipped.
+    """Writer of a log line every `interval` steps, and for every step that was evaluated or skipped.
 
-    Step time, tokens per second and MFU are means over the steps since the previous line. A line shows the share of
-    these steps that waited for data if it is noticeable. The estimated time to `last_step` uses the mean wall time,
-    including evaluations and saves, of up to `_WINDOW` latest steps of this process, without the first, which is
-    slower. `per`: unit of rates, `gpu` or `process`. `bar`: show a progress bar too. `clock`: seconds.
+    Step time, tokens per second and MFU are means over the steps since the previous line. If at least a tenth of this
+    time was spent waiting for data, the line shows this share. The estimated time to `last_step` uses the mean wall
+    time, including evaluations and saves, of up to `_WINDOW` latest steps of this process. The first step is left out
+    because it is slower.
+
+    Args:
+        first_step: Number of steps done before.
+        last_step: Last step of the run.
+        interval: Number of steps between log lines.
+        per: Unit of rates, `gpu` or `process`.
+        bar: Show a progress bar too.
+        clock: Function that returns the time in seconds.
     """
 
     _WINDOW = 1000
@@ -316,6 +346,7 @@ class LogWriter(Observer):
         self._bar = tqdm(total=last_step, initial=first_step, unit="step", file=sys.stderr) if bar else None
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Log a line if one is due for this step, and advance the progress bar."""
         self._ends.append(self._clock())
         self._since.append(metrics)
         waited, seconds = metrics.data_seconds, metrics.step_seconds
@@ -371,6 +402,7 @@ class LogWriter(Observer):
         return "  ".join(parts)
 
     def close(self) -> None:
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -384,7 +416,7 @@ def open_writers(
     settings: dict[str, Any],
     device: torch.device,
 ) -> list[Observer]:
-    """The writers that the config enables, for the one rank that logs."""
+    """Return the writers that the config enables. Call this only on the rank that logs."""
     writers: list[Observer] = [UnlessDiskFull(METRICS, JsonlWriter(folder / METRICS))]
     if config.tensorboard:
         in_tensorboard = partial(TensorBoardWriter, folder / "tensorboard")

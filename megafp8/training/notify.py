@@ -1,12 +1,13 @@
-"""Notifications of a run: the command `resilience.notify` is run when the run starts, restarts, ends or fails.
+"""Notifications of a run: call the command `resilience.notify` when the run starts, restarts, ends or fails.
 
-Problem: each event is to be told once, by whom it cannot escape. A rank that is killed tells nothing, and of the ranks
-that fail after another one each knows a failure. So rank 0 tells of starts, and of the end the agent of its node
-(launch/agent.py), which knows the outcome that all nodes agreed on; without such an agent rank 0 itself. Rank 0 gives
-the agent what it needs by a file that the agent names in AGENT_FILE.
+Problem: each event must be reported exactly once, by a process that is sure to notice it. A killed rank reports
+nothing, and if one rank fails, many other ranks fail after it. Rank 0 therefore reports starts. The agent of its node
+(launch/agent.py) reports the end, because it knows the outcome that all nodes agreed on. Without such an agent, rank 0
+reports the end too. Rank 0 passes the command and the run's data to the agent in a file that the agent names in
+AGENT_FILE.
 
-What a run says of itself is given in environment variables and as JSON, never as part of the command. The command has
-a time limit, and its failure is a warning. This module must not import torch (`megafp8.training.errors`).
+The command gets the data of an event in environment variables and as JSON, never as part of the command itself. It has
+a time limit, and its failure is only a warning. This module must not import torch (`megafp8.training.errors`).
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ if TYPE_CHECKING:  # the agent does not read configs
 logger = logging.getLogger(__name__)
 
 AGENT_FILE = "MEGAFP8_NOTIFY_FILE"
-"""Variable set by launch/agent.py: the file for rank 0's subscription, if it has one."""
+"""Environment variable set by launch/agent.py: path of the file in which rank 0 leaves its subscription."""
 _OF_PROCESS = "MEGAFP8_NOTIFY"
-"""Variable for the subscription of rank 0 without such an agent."""
+"""Environment variable that holds the subscription of rank 0 if there is no such agent."""
 SECONDS = 30.0
 _LONGEST_REASON, _TAIL = 4000, 1 << 16
 
 
 @dataclass(frozen=True)
 class Subscription:
-    """What is told of which run. `folder`: of the run. `steps`: with the last of them it is finished.
+    """Command for notifications, and the run that they are about.
 
-    `restarted`: the agents have started the ranks before, which torch counts on the node whose rank failed alone.
+    Attributes:
+        command: Shell command.
+        run: Name of the run.
+        folder: Run folder.
+        steps: Number of steps after which the run is finished.
+        restarted: Whether agents have started the ranks before. torch counts restarts only on the node with the failed
+            rank.
     """
 
     command: str
@@ -55,7 +62,7 @@ class Subscription:
 
 
 def subscribe(config: Config) -> None:
-    """On rank 0, make `resilience.notify` known to whoever tells of this job. Call it once."""
+    """Store the subscription of `resilience.notify` for the agent or this process, on rank 0. Call this once."""
     command = config.resilience.notify
     if command is None or os.environ.get("RANK", "0") != "0":
         return
@@ -71,13 +78,13 @@ def subscribe(config: Config) -> None:
 
 
 def process_subscription() -> Subscription | None:
-    """The subscription of this process, if it tells of its end itself."""
+    """Return the subscription of this process if it reports its end itself, or None."""
     text = os.environ.get(_OF_PROCESS)
     return None if text is None else Subscription(**json.loads(text))
 
 
 def file_subscription(path: Path) -> Subscription | None:
-    """The subscription that rank 0, on this node, has left for its agent."""
+    """Return the subscription that rank 0 on this node has left for its agent, or None."""
     try:
         return Subscription(**json.loads(path.read_text(encoding="utf-8")))
     except OSError:
@@ -85,7 +92,7 @@ def file_subscription(path: Path) -> Subscription | None:
 
 
 def started(step: int) -> threading.Thread | None:
-    """Tell of a start or restart after `step` steps, on rank 0, without waiting."""
+    """Report a start or restart after `step` steps, in a thread that is returned. Only rank 0 reports."""
     if os.environ.get("RANK", "0") != "0":
         return None
     file = os.environ.get(AGENT_FILE)
@@ -99,7 +106,7 @@ def started(step: int) -> threading.Thread | None:
 
 
 def ended(subscription: Subscription | None, code: int, reason: str = "") -> None:
-    """Tell of the end of a job with exit code `code`: failure, finish, or stop where steps are left."""
+    """Report the end of a job with exit code `code`: a failure, a finish, or a stop if steps are left."""
     if subscription is None:
         return
     step = last_step(Path(subscription.folder) / "metrics.jsonl")
@@ -108,7 +115,7 @@ def ended(subscription: Subscription | None, code: int, reason: str = "") -> Non
 
 
 def last_step(path: Path) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
+    """Return the last step in metrics.jsonl, or 0 without steps."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -129,10 +136,10 @@ def tell(
     code: int | None = None,
     seconds: float = SECONDS,
 ) -> None:
-    """Run the command by a shell, for at most `seconds`. What goes wrong is logged and never raised.
+    """Run the command in a shell for at most `seconds`. Failures are logged and never raised.
 
-    Variables MEGAFP8_EVENT, _RUN, _FOLDER, _STEP, _REASON, _EXIT_CODE and _HOST, and a JSON object on stdin with the
-    same names in lower case. Credentials are removed from the reason.
+    The command gets the environment variables MEGAFP8_EVENT, _RUN, _FOLDER, _STEP, _REASON, _EXIT_CODE and _HOST, and a
+    JSON object on stdin with the same names in lower case. Credentials are removed from the reason.
     """
     facts = {
         "event": event,
@@ -147,14 +154,14 @@ def tell(
     environment = {key: value for key, value in os.environ.items() if key not in (AGENT_FILE, _OF_PROCESS)}
     try:
         problem = _run(subscription.command, json.dumps(facts) + "\n", environment | values, seconds)
-    except Exception as error:  # whatever it is, the run is worth more
+    except Exception as error:  # no failure of the command may end the run
         problem = f"{type(error).__name__}: {error}"
     if problem:
         logger.warning(f"resilience.notify, for {event}: {redact(problem)}")
 
 
 def _run(command: str, text: str, environment: dict[str, str], seconds: float) -> str:
-    """Run it; returns what went wrong."""
+    """Run the command with `text` on stdin, and return a description of its failure, or an empty text."""
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as said:
         stdin.write(text.encode("utf-8", "backslashreplace"))
         stdin.seek(0)
@@ -164,7 +171,7 @@ def _run(command: str, text: str, environment: dict[str, str], seconds: float) -
             stdout=said,
             stderr=said,
             env=environment,
-            start_new_session=True,  # so that all that it starts can be ended
+            start_new_session=True,  # so that all its child processes can be killed
         )
         try:
             code = child.wait(seconds)
@@ -172,7 +179,7 @@ def _run(command: str, text: str, environment: dict[str, str], seconds: float) -
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            return f"ended after {seconds:g} s without an end of its own"
+            return f"killed after {seconds:g} s, because it did not end"
         said.seek(max(0, os.fstat(said.fileno()).st_size - 500))
         shown = " ".join(said.read().decode("utf-8", "replace").split())
     return f"exit code {code}{f': {shown}' if shown else ''}" if code else ""

@@ -1,4 +1,4 @@
-"""The interface of what watches the training loop, and the record of a step that it makes and receives."""
+"""Interface of observers of the training loop, and the metrics of a step that observers produce and receive."""
 
 from __future__ import annotations
 
@@ -14,27 +14,49 @@ from megafp8.fp8.health import Fp8Record
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one optimizer step. Rates are per GPU (per process on CPU); `mfu` is None if the peak is unknown.
+    """Metrics of one optimizer step. Metrics that do not apply to the run or the step are None or empty.
 
-    `time`: end of the step, UTC, ISO 8601. `tokens`, `consumed_samples`: since the beginning of the run.
-    `step_seconds`: of the step alone, including `data_seconds` of waiting for data. Not included: `evaluation_seconds`
-    after the step, and `save_seconds` for which training stalled for checkpoints since the previous record.
-    `loss_scale`: of the step, in fp16; else None.
-    `loss`, `validation_loss`: nats per token of the data, without regularizers; of an objective with a loss of its own,
-    the mean of that loss. `skipped_in_a_row`: number of consecutive skipped steps that end with this one. `mtp_loss`,
-    `binary_loss`: mean loss of multi-token prediction, unweighted, and of BERT's binary head; `z_loss`: the z-loss of
-    the output layer as it enters the gradient (`training.z_loss`); `index_loss`: the sum of the layers' losses of
-    indexers (`model.sparse_attention`) as it enters the gradient; `max_attention_logit`: the largest of all heads
-    before the update, with `optimizer.qk_clip`; None without. Of a model with experts, as
-    `megafp8.training.expert_load.ExpertLoad` has them: `router_aux_loss`, `router_z_loss`, `expert_imbalance` and
-    `router_entropy`; else None. `loss_limit`: a loss above it is a spike, if they are detected. `slowest_rank`,
-    `slowest_ratio`: the slowest rank since the last comparison, and its time over the median (`resilience.stragglers`).
-    `replicas`: those that have trained the step, by index, with `resilience.replicas`.
-    `objective`: by name, what a loss of the objective's own reports (`megafp8.objectives.ObjectiveLoss`).
-    `evaluations`: by name, the other numbers of evaluations after the step: losses of `data.validation`
-    (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`). `layer_norms`: by name, norms of a step that was
-    measured (`megafp8.optimizer.layer_norms`). `section_seconds`: time since the record before by section of the
-    training loop, as far as known (`megafp8.training.section_times`): `seconds/<section>`.
+    Attributes:
+        step: Number of the step, counted from 1.
+        loss: Training loss in nats per token of the data, without regularizers; or the mean of the objective's own
+            loss.
+        grad_norm: Norm of the gradient before clipping.
+        learning_rate: Learning rate of the step.
+        tokens: Number of tokens since the beginning of the run.
+        tokens_per_second_per_gpu: Tokens per second per GPU (per process on CPU).
+        tflops_per_gpu: Model TFLOP/s per GPU (per process on CPU).
+        mfu: Model FLOPs utilization; None if the peak of the device is unknown.
+        memory_gib: Peak memory of this rank in GiB.
+        step_seconds: Duration of the step, including `data_seconds`, without `evaluation_seconds` and `save_seconds`.
+        skipped: Whether the step made no update.
+        time: End of the step, UTC, ISO 8601.
+        consumed_samples: Position in the data: number of samples since the beginning of the run.
+        data_seconds: Time spent waiting for data.
+        evaluation_seconds: Duration of evaluations after the step.
+        save_seconds: Time for which checkpoints stalled training since the previous record.
+        skipped_in_a_row: Number of consecutive skipped steps that end with this step.
+        loss_scale: Loss scale of the step in fp16.
+        validation_loss: Loss of the documents for validation, in the units of `loss`.
+        mtp_loss: Mean loss of multi-token prediction, unweighted.
+        binary_loss: Mean loss of BERT's binary head.
+        z_loss: z-loss of the output layer, scaled as in the gradient (`training.z_loss`).
+        index_loss: Sum of the layers' indexer losses, scaled as in the gradient (`model.sparse_attention`).
+        max_attention_logit: Largest attention logit of all heads before the update, with `optimizer.qk_clip`.
+        router_aux_loss: Auxiliary loss of the routers (`megafp8.training.expert_load.ExpertLoad`).
+        router_z_loss: z-loss of the routers.
+        expert_imbalance: Tokens of the fullest expert over the mean of its layer, in the worst layer.
+        router_entropy: Entropy of the routers' mean scores; 1 is even.
+        expert_drop_rate: Share of choices dropped because an expert was full.
+        loss_limit: Limit above which a loss counts as a spike, if spikes are detected.
+        slowest_rank: Slowest rank since the previous comparison (`resilience.stragglers`).
+        slowest_ratio: Step time of the slowest rank divided by the median.
+        replicas: Indices of the replicas that trained the step, with `resilience.replicas`.
+        objective: Metrics of the objective's own loss by name (`megafp8.objectives.ObjectiveLoss`).
+        evaluations: Further results of evaluations after the step, by name: losses of `data.validation`
+            (`valid/<name>`) and metrics of tasks (`eval/<task>/<metric>`).
+        layer_norms: Norms of a measured step by name (`megafp8.optimizer.layer_norms`).
+        section_seconds: Time since the previous record by section of the training loop, as far as known
+            (`megafp8.training.section_times`). `as_dict` names it `seconds/<section>`.
     """
 
     step: int
@@ -76,7 +98,7 @@ class StepMetrics:
     section_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """All metrics by name, those of mappings among them."""
+        """Return all metrics by name, including the entries of mappings."""
         values = asdict(self)
         named = ("objective", "evaluations", "layer_norms")
         objective, evaluations, norms = (values.pop(key) for key in named)
@@ -96,39 +118,42 @@ class StepMetrics:
 
     @property
     def why_skipped(self) -> str:
+        """Reason why the step was skipped, for the log."""
         return f"loss above {self.loss_limit:.4f}" if self.is_spike else "gradients not finite"
 
     @property
     def evaluated(self) -> bool:
+        """Whether an evaluation followed the step."""
         return self.validation_loss is not None or bool(self.evaluations)
 
 
 class Observer(AbstractContextManager["Observer"]):
-    """Watches the training loop: a context of it, which it calls at the points of each step; steps count from 1.
+    """Base class of observers, which the training loop calls at fixed points of each step.
 
-    The loop calls all observers in the order of `megafp8.training.observers`, on all ranks, so that what they do may be
-    collective. TrainingError from any method, on all ranks, ends the job.
+    An observer is a context manager that the loop enters before its first step. The loop calls all observers in the
+    order of `megafp8.training.observers`, on all ranks, so methods may run collectives. Any method may raise
+    TrainingError, on all ranks, to end the job. Steps are counted from 1. By default every method does nothing.
     """
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """The loop has ended."""
+        """Release resources after the loop has ended."""
 
     def before_step(self, step: int) -> None:
-        """`step` begins: its data are about to be read."""
+        """Prepare for `step`, before its data are read."""
 
     def before_passes(self, step: int, batches: list[Batch]) -> list[Batch]:
-        """`batches` are this rank's micro-batches of `step`; returns those to train on."""
+        """Return the micro-batches to train on in `step`. `batches` are this rank's micro-batches as read."""
         return batches
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
-        """The update of `step` is queued, or `skipped`; returns fields of its `StepMetrics`."""
+        """Return fields for the `StepMetrics` of `step`, after its update is queued or was `skipped`."""
         return {}
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
-        """A step is done, with these metrics and, if it was sampled, FP8 health `records`."""
+        """Write the metrics of a finished step, and its FP8 health `records` if the step was sampled."""
 
     def check_state(self, step: int) -> None:
-        """The state after `step` is about to be saved, or is suspected to be wrong."""
+        """Check the state after `step`, before it is saved or because it may be wrong."""

@@ -1,4 +1,4 @@
-"""The registry of observers of the training loop."""
+"""Observers of the training loop, and the order in which the loop calls them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,20 @@ def open_observers(
 ) -> list[Observer]:
     """Return the observers of a loop from `step` to `last_step`, in the order in which the loop calls them.
 
-    `tasks`: the evaluation that `training.evaluate` asks for.
+    Args:
+        trainer: Trainer of this rank.
+        inputs: Tokenizer and data of the stage.
+        folder: Folder for the files that observers write.
+        step: Number of steps done before the loop.
+        last_step: Last step of the loop.
+        faults: Observer that injects the faults of `resilience.inject`.
+        spikes: Observer that detects loss spikes.
+        tasks: Evaluation that `training.evaluate` configures, or None.
     """
     config, parallel = trainer.config, trainer.parallel
     r, is_main, several = config.resilience, parallel.rank == 0, parallel.world_size > 1
     observers: list[Observer] = [
-        Profiler(config.profile, folder, parallel),  # its trace begins with a section
+        Profiler(config.profile, folder, parallel),  # first, so that its trace begins at the start of a section
         StepMarks(),
     ]
     if r.recompute_interval:
@@ -66,7 +74,7 @@ def open_observers(
 
 
 def _writers(trainer: RankTrainer, folder: Path, step: int) -> list[Observer]:
-    """The observers that write metrics, on rank 0; also writes the config to the run folder."""
+    """Write the config to the run folder, and return the observers that write metrics. Call this on rank 0."""
     config, settings = trainer.config, trainer.config.model_dump(mode="json")
     name = "config.yaml" if not step else f"config-from-step-{step:08d}.yaml"
     with DiskErrorsLogged(name):

@@ -1,4 +1,4 @@
-"""Choice of how tokens are gathered and partial sums are reduced, beside computation (`parallel.overlap_tensor`)."""
+"""Choice of the overlap of tensor- and expert-parallel collectives with GEMMs (`parallel.overlap_tensor`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def on_one_host(group: Group, environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started all ranks of `group` on one host, whose ranks it numbers consecutively."""
+    """Return whether all ranks of `group` run on one host. torchrun numbers the ranks of a host consecutively."""
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return len({rank // local for rank in group.ranks}) == 1
 
 
 def sum_partials_on(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The implementation of `sum_partials` for `device`."""
+    """Return the implementation of `sum_partials` for `device`."""
     if device.type != "cuda":
         return sum_partials
     from megafp8.kernels import sum_shards  # needs Triton, which comes with torch's CUDA builds
@@ -31,14 +31,17 @@ def sum_partials_on(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def build_tp_overlap(config: ParallelConfig, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
-    """The `TPOverlap` of all tensor-parallel layers. Collective; logs when the requested one is unavailable."""
+    """Return the `TPOverlap` of all tensor-parallel layers. Log if the requested one is unavailable. Collective."""
     if config.sequence_parallel:
         return _build(config.overlap_tensor, parallel.tensor, "a tensor-parallel group", parallel.device, environment)
     return default_overlap(parallel.tensor.group, sequence_parallel=False)
 
 
 def build_expert_overlap(config: Config, parallel: ParallelState, environment: Mapping[str, str]) -> TPOverlap:
-    """The `TPOverlap` of the tokens that all ranks of the experts gather. Likewise."""
+    """Return the `TPOverlap` of the token all-gather over expert-parallel ranks. Collective.
+
+    Log if the requested overlap is unavailable.
+    """
     if not config.spec.has_experts or not config.gathers_tokens:
         return NO_COMM
     mode = config.parallel.overlap_tensor

@@ -1,4 +1,4 @@
-"""The process groups that a config's section `parallel` describes."""
+"""Process groups of the config section `parallel`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megafp8.parallel.parallel_state import ParallelState, initialize_model_para
 
 
 def build_parallel(config: Config, device: torch.device) -> ParallelState:
-    """The grid of ranks of `config.parallel`. Collective; the job has been joined (`initialize_distributed`)."""
+    """Create the process groups of `config.parallel`. Collective. Call `initialize_distributed` first."""
     p = config.parallel
     return initialize_model_parallel(
         p.tensor,

@@ -1,4 +1,4 @@
-"""The pipeline of a config: placement of stages, their layers, and the schedules of training and evaluation."""
+"""Pipeline of a config: placement of stages, their layers, and the schedules of training and evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from megafp8.planner.stages import stages_of
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """`layers` of each stage; `train` and `evaluate` are checked schedules with communication."""
+    """Placement, layers and schedules of a pipeline.
+
+    Attributes:
+        placement: Stages of each pipeline rank.
+        layers: Range of layers of each stage.
+        train: Schedule of a training step, checked, including communication.
+        evaluate: Schedule of the forward passes of an evaluation, checked, including communication.
+    """
 
     placement: StagePlacement
     layers: list[range]
@@ -25,18 +32,18 @@ class PipelinePlan:
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank that computes the loss."""
+        """Pipeline rank that computes the loss."""
         return self.placement.homes[-1][0]
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
-    """The micro-batches per step of each data-parallel rank, on `world_size` ranks in all."""
+    """Return the number of micro-batches per step of each data-parallel rank, for `world_size` ranks in total."""
     p, t = config.parallel, config.training
     return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * world_size)
 
 
 def plan_pipeline(config: Config, num_microbatches: int) -> PipelinePlan:
-    """The pipeline of `config`. Raises ConfigError where its schedule cannot run."""
+    """Return the pipeline of `config`. Raises ConfigError if its schedule cannot run."""
     placement, layers = stages_of(config)
     source = config.parallel.schedule
     try:
@@ -51,7 +58,10 @@ def plan_pipeline(config: Config, num_microbatches: int) -> PipelinePlan:
 
 
 def describe_schedule(config: Config, plan: PipelinePlan) -> str:
-    """A log line with bubble and memory, simulated with forward, input and weight gradients of equal duration."""
+    """Return a log line with the bubble and the peak memory of the training schedule.
+
+    The simulation assumes that forward passes, input gradients and weight gradients take equally long.
+    """
     p = config.parallel
     timeline = simulate(plan.train, plan.placement)
     held_most = max(timeline.peak_saved) / plan.placement.num_chunks

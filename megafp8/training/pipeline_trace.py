@@ -1,4 +1,4 @@
-"""The timeline of a traced step (`logging.pipeline_trace_step`), written to the run folder."""
+"""Writer of the timeline of a traced step (`logging.pipeline_trace_step`) to the run folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineTrace(Observer):
-    """Writes pipeline_trace.json in `folder` after the traced step."""
+    """Observer that writes pipeline_trace.json to `folder` after the traced step."""
 
     def __init__(self, trainer: RankTrainer, folder: Path) -> None:
         self._trainer, self._path = trainer, folder / "pipeline_trace.json"
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Write the timeline on rank 0 if this step was traced."""
         timeline, self._trainer.timeline = self._trainer.timeline, None
         if timeline is not None and self._trainer.parallel.rank == 0:
             with DiskErrorsLogged(self._path.name):

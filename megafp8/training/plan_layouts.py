@@ -1,4 +1,4 @@
-"""Text and JSON of a plan: the fastest layouts of a config on a cluster, and the goodput of many GPUs."""
+"""Text and JSON of a plan: the fastest layouts of a config on a cluster, and the goodput on many GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megafp8.training.inputs import with_vocabulary
 
 
 def cluster_of(arguments: argparse.Namespace, config: Config, gpu: Gpu) -> Cluster:
-    """Return the cluster that is planned for, by default of the fewest GPUs that the config and its stages run on.
+    """Return the cluster to plan for. By default it has the fewest GPUs that the config and its stages run on.
 
     Raises ValueError if the GPUs do not fill whole nodes.
     """
@@ -44,13 +44,21 @@ def cluster_of(arguments: argparse.Namespace, config: Config, gpu: Gpu) -> Clust
         gpus_per_node = gpus // nodes
     if gpus % min(gpus, gpus_per_node):
         whole = -(-gpus // gpus_per_node) * gpus_per_node
-        raise ValueError(f"--gpus: {gpus} are no whole nodes of --gpus-per-node {gpus_per_node}; give --gpus {whole}")
+        raise ValueError(f"--gpus: {gpus} do not fill nodes of --gpus-per-node {gpus_per_node}; give --gpus {whole}")
     return Cluster(gpu, gpus, gpus_per_node)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned: the config before any change, on which cluster, and what is asked of each prediction."""
+    """Question that a plan answers.
+
+    Attributes:
+        config: Config before any change.
+        cluster: Cluster to plan for.
+        flops_per_token: Model FLOPs per token.
+        tokens: Number of tokens to budget for, or None.
+        price: Price of a GPU-hour, or None.
+    """
 
     config: Config
     cluster: Cluster
@@ -59,15 +67,17 @@ class Question:
     price: float | None
 
     def mfu(self, prediction: Prediction) -> float | None:
+        """Return the model FLOPs utilization of a prediction, or None if the peak of the GPU is unknown."""
         fp8 = self.config.fp8.recipe != "none"
         return mfu(prediction, self.flops_per_token, self.cluster.gpu, self.config.training.precision, fp8=fp8)
 
     def budget(self, prediction: Prediction) -> Budget | None:
+        """Return the time and the cost of training on `tokens`, or None without `tokens`."""
         return None if self.tokens is None else budget(prediction, self.tokens, self.price)
 
 
 def record(prediction: Prediction, question: Question) -> dict[str, Any]:
-    """A prediction for --json."""
+    """Return a prediction as a record for --json."""
     costs = question.budget(prediction)
     return {
         "step_seconds": prediction.seconds,
@@ -82,13 +92,14 @@ def record(prediction: Prediction, question: Question) -> dict[str, Any]:
 
 
 def line(prediction: Prediction, question: Question) -> str:
+    """Return a line with the step time, rate, MFU and peak memory of a prediction."""
     rate, share, peak = prediction.tokens_per_second, question.mfu(prediction), size_text(prediction.peak)
     utilization = "" if share is None else f"  {share:>5.1%} MFU"
     return f"{prediction.seconds * 1e3:>10,.0f} ms  {rate:>9,.0f} tokens/s/GPU{utilization}  {peak:>11}"
 
 
 def budget_lines(prediction: Prediction, question: Question) -> list[str]:
-    """Tokens a day, and what the tokens take."""
+    """Return lines with the tokens per day, and with the time and cost of the question's tokens."""
     lines = [f"{tokens_per_day(prediction) / 1e9:,.3f} billion tokens a day"]
     costs = question.budget(prediction)
     if costs is not None:
@@ -98,7 +109,14 @@ def budget_lines(prediction: Prediction, question: Question) -> list[str]:
 
 
 def commands(config: str, overrides: Sequence[str], keys: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> str:
-    """Commands that start the run with the values of `keys`, by section, in place of those of `overrides`."""
+    """Return the commands that start the run with changed keys.
+
+    Args:
+        config: Path or name of the config.
+        overrides: Overrides of the user. Overrides of changed keys are replaced.
+        keys: Values of the changed keys by section.
+        cluster: Cluster to start the run on.
+    """
     changes = {f"{section}.{key}": value for section, of in keys.items() for key, value in of.items()}
     words = [word for word in overrides if word.partition("=")[0] not in changes]
     words += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
@@ -114,7 +132,7 @@ def commands(config: str, overrides: Sequence[str], keys: Mapping[str, Mapping[s
 
 
 def terms_table(prediction: Prediction) -> str:
-    """The terms of a step, largest first."""
+    """Return a table of the terms of a predicted step time, largest first."""
     rows = sorted(prediction.terms.items(), key=lambda term: -term[1])
     return "\n".join(
         f"{seconds * 1e3:>10,.1f} ms  {seconds / prediction.seconds:>6.1%}  {term}" for term, seconds in rows
@@ -122,7 +140,7 @@ def terms_table(prediction: Prediction) -> str:
 
 
 def described(candidate: Candidate) -> str:
-    """A layout in one line."""
+    """Return a description of a layout in one line."""
     x = candidate.layout
     sharding = "FSDP" if x.fsdp else "ZeRO 1" if candidate.config.parallel.zero else "no ZeRO"
     sharding += f" × {x.fsdp_replicas}" if x.fsdp_replicas > 1 else ""
@@ -131,6 +149,15 @@ def described(candidate: Candidate) -> str:
 
 
 def text(own: Prediction | str, found: Found, arguments: argparse.Namespace, question: Question, seconds: float) -> str:
+    """Return the text of a plan.
+
+    Args:
+        own: Prediction for the config's own layout, or the reason why it cannot run.
+        found: Result of the search.
+        arguments: Command line.
+        question: Question that the plan answers.
+        seconds: Duration of the search.
+    """
     limit = question.cluster.memory
     gpus = question.cluster.gpus
     fewest = "" if arguments.gpus else ", the fewest that this config runs on; --gpus N plans for others"
@@ -159,9 +186,9 @@ def text(own: Prediction | str, found: Found, arguments: argparse.Namespace, que
 
 
 def whole_replicas(config: Config, gpus: int, gpus_per_node: int, replicas: int) -> tuple[int, int]:
-    """The most GPUs that make so many equal replicas of whole nodes, and the config's batch rounded up for them.
+    """Return the number of usable GPUs out of `gpus`, and the config's global batch rounded up for them.
 
-    ValueError if there are too few.
+    Usable GPUs form `replicas` equal replicas of whole nodes. Raises ValueError if there are too few GPUs.
     """
     p, t = config.parallel, config.training
     model_ranks = p.tensor * p.pipeline * p.context
@@ -174,7 +201,7 @@ def whole_replicas(config: Config, gpus: int, gpus_per_node: int, replicas: int)
 
 
 def goodput(arguments: argparse.Namespace) -> bool:
-    """Print the goodput of the config's own layout on each number of GPUs."""
+    """Print the goodput of the config's own layout for each number of GPUs, and return True."""
     results: list[Forecast] = []
     for gpus in arguments.gpus:
         config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
@@ -198,7 +225,13 @@ def goodput(arguments: argparse.Namespace) -> bool:
 
 
 def goodput_text(found: Sequence[Forecast], state: int, hang: float) -> str:
-    """The table of forecasts, what is in it, and its assumptions."""
+    """Return a table of forecasts with explanations and assumptions.
+
+    Args:
+        found: Forecasts.
+        state: Bytes of the training state.
+        hang: Seconds until a hang is detected.
+    """
     assumed, losses = Assumptions(), [part for part in PARTS if part != "training"]
     rows = [
         [
@@ -236,7 +269,7 @@ def goodput_text(found: Sequence[Forecast], state: int, hang: float) -> str:
 
 
 def plan(arguments: argparse.Namespace) -> bool:
-    """Print the plan; returns whether a layout fits."""
+    """Print the plan and return whether a layout fits."""
     config = with_vocabulary(load_config(arguments.config, arguments.overrides), arguments.config)
     gpu = GPUS[arguments.gpu]
     if arguments.measure:

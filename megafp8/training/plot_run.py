@@ -1,4 +1,4 @@
-"""Page and picture of runs: losses, rates, events, FP8 and expert load."""
+"""HTML page and PNG of runs: losses, rates, events, FP8 health and expert load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EVENT_COLOURS = {"launch": "0.5", "change": "tab:purple", "skipped": "tab:red",
 
 
 def _digits(value: float | None) -> float | int | None:
-    """`value` to seven digits; None if not finite, since JSON has no other."""
+    """Return `value` with seven digits, or None if it is not finite, because JSON has no such numbers."""
     if value is None or not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.7g}")
@@ -52,7 +52,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _axis(run: RunData) -> dict[str, Any]:
-    """Tokens and hours since the first launch at some steps, those around launches among them."""
+    """Return tokens and hours since the first launch at selected steps, including the steps around launches."""
     records = run.records
     starts = {event.step for event in run.events if event.kind == "launch"}
     chosen = {int(i) for i in np.linspace(0, len(records) - 1, min(len(records), _AXIS_POINTS))}
@@ -75,7 +75,7 @@ def _heat_map(heat: HeatMap) -> dict[str, Any]:
 
 
 def page_data(runs: Sequence[RunData]) -> dict[str, Any]:
-    """What the page shows, as JSON."""
+    """Return the content of the page as a JSON object."""
     panels = [p for p in PANELS if any(p.key in run.curves for run in runs)]
     return {
         "panels": [{"key": p.key, "title": p.title, "unit": p.unit, "log": p.log} for p in panels],
@@ -109,13 +109,13 @@ def page_data(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The HTML page. Texts of runs are data within it: they cannot end the script or become markup."""
+    """Return the HTML page. Texts of runs are data in the page: they cannot end the script or become markup."""
     data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("@DATA@", data)
 
 
 def plot(runs: Sequence[RunData], path: Path) -> None:
-    """Write the charts of the page, without its tables, as a PNG."""
+    """Write a PNG with the charts of the page, without its tables."""
     plt = pyplot()
     panels = [p for p in PANELS if any(p.key in run.curves for run in runs)]
     across = 3
@@ -151,7 +151,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[RunData]) -> None:
 
 
 def _draw_curves(axes: Any, panel: Panel, run: RunData, colour: str | None) -> None:
-    """The curves of one run: in several colours; or in `colour`, in several styles."""
+    """Draw the curves of a run, in different colors if `colour` is None, else in different styles of this color."""
     curves = run.curves.get(panel.key, ())
     if panel.key == "learning_rate":
         draw_learning_rate(axes, run.records, label=run.name, colour=colour or "tab:green")
@@ -190,12 +190,12 @@ def _draw_goodput(axes: Any, runs: Sequence[RunData]) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Read all runs, then write what was asked for."""
+    """Read all runs, print their summaries, and write the page and the PNG."""
     runs = [read_run(folder, name) for folder, name in zip(arguments.runs, names_of(arguments.runs))]
     html, png = arguments.html, arguments.png
     if html is None and png is None:
         if len(runs) > 1:
-            raise ValueError(f"{len(runs)} runs: name the file to write, by --html FILE, --png FILE or both")
+            raise ValueError(f"{len(runs)} runs: name the file to write with --html FILE, --png FILE or both")
         html, png = runs[0].folder / "run.html", runs[0].folder / "run.png"
     for run in runs:
         print(f"{run.name}: {_line(summary(run))}")

@@ -1,4 +1,4 @@
-"""The loss curve, as a PNG and as text in a terminal."""
+"""Loss curve of a run, as a PNG and as text in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _curves(
 
 
 def draw_loss(axes: Any, records: Sequence[Mapping[str, Any]], *, prefix: str = "", colour: str | None = None) -> None:
-    """Draw training and validation loss over steps into matplotlib axes. `prefix`: of the labels."""
+    """Draw training and validation loss over steps into matplotlib axes. `prefix` is put before the labels."""
     (steps, losses), (valid_steps, valid_losses) = _curves(records)
     axes.plot(steps, losses, color=colour or "tab:blue", linewidth=1.2, label=f"{prefix}training")
     if valid_steps:
@@ -55,7 +55,7 @@ def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> N
 
 
 def print_loss(records: Sequence[Mapping[str, Any]]) -> None:
-    """Print the curve in the terminal; one line of text if no loss is finite."""
+    """Print the curve in the terminal, or a line of text if no loss is finite."""
     import plotext
 
     (steps, losses), (valid_steps, valid_losses) = _curves(records)

@@ -1,4 +1,4 @@
-"""Control of a rank's process while it trains: stop signals and Python's garbage collection."""
+"""Stop signals and Python's garbage collection in a rank's training process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from megafp8.parallel.collectives import all_reduce
 Item = TypeVar("Item")
 
 WAIT_SECONDS = 3.0
-"""Time that data may take to come once the process has been asked to stop."""
+"""Longest wait for data after the process has been asked to stop."""
 
 
 class StoppedWaiting(Exception):
-    """The process was asked to stop while it waited for data that did not come."""
+    """The process was asked to stop while it waited for data, and the data did not arrive in time."""
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C as a request to stop, on which all ranks agree after the same step.
+    """Request to stop by SIGTERM or Ctrl-C, on which all ranks agree after the same step.
 
-    Signals reach ranks at different times, or only some of them. A signal therefore only sets a flag, and after each
-    step the ranks take the maximum of their flags, over gloo on a host tensor: some tens of microseconds, and the host
-    does not wait for the GPU. A second Ctrl-C ends the process at once.
+    Signals reach ranks at different times, or reach only some ranks. A signal therefore only sets a flag. After each
+    step the ranks take the maximum of their flags, with gloo on a host tensor. This takes some tens of microseconds,
+    and the host does not wait for the GPU. A second Ctrl-C ends the process at once.
 
-    The step may never end because its data do not come. A signal therefore limits a wait for data (`answering_stop`),
-    after which this rank fails: it cannot save, because other ranks may have their data and be in the step.
+    A step may never end because its data do not arrive. A signal therefore also limits the wait for data
+    (`answering_stop`). When the limit is reached, this rank fails. It cannot save a checkpoint, because other ranks may
+    have received their data and be inside the step.
     """
 
     def __init__(self) -> None:
@@ -61,13 +62,13 @@ class StopRequest:
             name = signal.Signals(self.signal).name
             _end_loaders()
             raise StoppedWaiting(
-                f"stopped by {name} while it waited for data, which did not come within {WAIT_SECONDS:g} s; the run "
+                f"stopped by {name} while it waited for data, which did not arrive within {WAIT_SECONDS:g} s; the run "
                 "continues from its newest checkpoint when it is started again"
             )
 
     @contextmanager
     def limited_wait(self) -> Iterator[None]:
-        """Context of a wait for data. Raises StoppedWaiting in it `WAIT_SECONDS` after the process is asked to stop."""
+        """Limit a wait for data: raise StoppedWaiting `WAIT_SECONDS` after the process has been asked to stop."""
         self._waits = True
         if self.signal is not None:
             signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
@@ -78,26 +79,26 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def agreed(self, world: ProcessGroup) -> bool:
-        """True on all ranks once any rank has caught a signal. Collective: call it on all ranks after each step."""
+        """Return whether any rank has caught a signal. Collective: call it on all ranks after each step."""
         return bool(all_reduce(torch.tensor([float(self.signal is not None)]), world, "max").item())
 
 
 _installed: StopRequest | None = None
-"""The stop request that catches the signals of this process, which has one handler for each."""
+"""Stop request that handles the signals of this process. A process has only one handler per signal."""
 
 
 def _end_loaders() -> None:
     """Kill the loader processes, the only children of a training process.
 
-    They may hang as well, and torch would wait 5 s for each of them.
+    The loaders may hang as well, and torch would wait 5 s for each of them.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error of its own
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise another error
     for child in active_children():
         child.kill()
 
 
 def answering_stop(stream: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items of `stream`, and limit the wait for each once the process is asked to stop."""
+    """Yield the items of `stream`, and limit the wait for an item once the process has been asked to stop."""
     while True:
         with nullcontext() if _installed is None else _installed.limited_wait():
             try:
@@ -109,12 +110,14 @@ def answering_stop(stream: Iterator[Item]) -> Iterator[Item]:
 
 @contextmanager
 def garbage_collected_after_steps(interval: int) -> Iterator[Callable[[int], None]]:
-    """Context in which Python's garbage is collected only after every `interval`-th step; 0 leaves it to Python.
+    """Collect Python's garbage only after every `interval`-th step; 0 leaves it to Python.
 
-    Yields the function to call after each step, with its number. By default the collector runs once a rank has
-    allocated enough objects. It then visits all objects, several hundred thousand once torch is imported, which takes
-    0.1 s or more; each rank does so at another time, and all others wait for it in their next collective. Here all
-    ranks collect after the same steps, and objects that exist on entry are never visited (`gc.freeze`).
+    The context manager yields a function. Call it after each step with the step's number.
+
+    By default Python's collector runs when a rank has allocated enough objects. It then visits all objects, several
+    hundred thousand once torch is imported, which takes 0.1 s or more. Each rank does this at a different time, and all
+    other ranks wait for it in their next collective. Here all ranks collect after the same steps, and objects that
+    exist on entry are never visited (`gc.freeze`).
 
     Cost: objects in reference cycles live for up to `interval` steps. Device tensors of a step are not in cycles.
     """

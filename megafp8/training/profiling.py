@@ -1,14 +1,15 @@
-"""Profiles of chosen steps on chosen ranks (section `profile`): traces, memory snapshots, the last collectives.
+"""Profiles of selected steps on selected ranks (section `profile`): traces, memory snapshots and recent collectives.
 
-Files are written to `profile/steps-<first>-<last>` in the run folder, with a number at the end if these steps are
+Files are written to `profile/steps-<first>-<last>` in the run folder. The folder name gets a number if these steps are
 repeated after a restart:
 
-    trace_rank_00000.json.gz     torch.profiler's trace, with the sections of a step, for https://ui.perfetto.dev
-    memory_rank_00000.pickle     allocations in these steps, and what is allocated after them, for
+    trace_rank_00000.json.gz     trace of torch.profiler with the sections of a step, for https://ui.perfetto.dev
+    memory_rank_00000.pickle     allocations during these steps, and the memory allocated after them, for
                                  https://docs.pytorch.org/memory_viz
-    collectives_rank_00000       of `parallel.flight_recorder`
+    collectives_rank_00000       collectives recorded by `parallel.flight_recorder`
 
-What fails here is a warning: training goes on. Without the section a step costs two comparisons.
+Failures in this module only log a warning, and training continues. Without the section `profile`, the cost per step is
+two comparisons.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
 _MEMORY_EVENTS = 200_000
-"""Allocations and frees that a snapshot has at most, the latest ones."""
+"""Maximum number of allocations and frees in a snapshot; it keeps the latest ones."""
 
 
 class Profiler(Observer):
-    """The profile of this rank, if the config asks for one."""
+    """Observer that profiles the steps of `config` on this rank, if the config includes this rank."""
 
     def __init__(self, config: ProfileConfig | None, run: Path, parallel: ParallelState) -> None:
         self._rank, self._device, self._run = parallel.rank, parallel.device, run
@@ -57,11 +58,12 @@ class Profiler(Observer):
             self._steps, self._what = range(first, last + 1), frozenset(config.record)
 
     def before_step(self, step: int) -> None:
+        """Start recording before the first step to be profiled."""
         if not self._running and step in self._steps:
             self._try(self._start)
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
-        """After the last step to be profiled, wait for the device and write the files."""
+        """Write the files after the last step to be profiled. This waits for the device."""
         if self._running and step + 1 not in self._steps:
             self._try(self._finish)
         return {}
@@ -69,12 +71,12 @@ class Profiler(Observer):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._running and error is None:  # the run ends before the last step to be profiled
             self._try(self._finish)
-        self._stop_listening()  # after an error other ranks may be gone, for which the device would wait
+        self._stop_listening()  # no synchronization: after an error the device may wait for ranks that are gone
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is, the run does not end for it
+        except Exception as error:  # no failure of the profiler may end the run
             logger.warning(f"profile: stopped: {type(error).__name__}: {error}")
             self._steps, self._running = range(0), False
             with suppress(Exception):
@@ -90,14 +92,14 @@ class Profiler(Observer):
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         if "trace" in self._what:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
-            # Its one cycle is kept either way, but with acc_events=False torch warns that others are not.
+            # There is only one profiling cycle, but with acc_events=False torch warns that it keeps only one cycle.
             self._trace = profile(activities=kinds, record_shapes=True, acc_events=True)
             self._trace.start()
             if activity.record is not None:
                 activity.record.listeners.append(self._enter)
 
     def _enter(self, section: str) -> None:
-        """Name what follows in the trace."""
+        """Begin the record of `section` in the trace, and end the record of the previous section."""
         if self._section is not None:
             self._section.__exit__(None, None, None)
         self._section = record_function(section)
@@ -111,7 +113,7 @@ class Profiler(Observer):
             self._section = None
 
     def _stop(self) -> tuple[profile | None, Any]:
-        """Record no more; returns the trace and the snapshot, if there are."""
+        """Stop recording, and return the trace and the memory snapshot, each None if it was not recorded."""
         self._stop_listening()
         trace, self._trace = self._trace, None
         if trace is not None:
@@ -135,11 +137,11 @@ class Profiler(Observer):
             with (folder / f"memory_rank_{self._rank:05d}.pickle").open("wb") as file:
                 pickle.dump(snapshot, file)
         if "collectives" in self._what and flight_recorder.write_collectives(folder, self._rank) is None:
-            logger.info("profile: no collectives: torch has recorded none, as in a run on one GPU")
+            logger.info("profile: no collectives: torch has recorded none, as expected in a run on one GPU")
         logger.info(f"profile: written to {folder}")
 
     def _new_folder(self) -> Path:
-        """A folder without files of this rank."""
+        """Create and return a folder for these steps that has no files of this rank yet."""
         name = f"steps-{self._steps[0]}-{self._steps[-1]}"
         for number in count(1):
             folder = self._run / FOLDER / (name if number == 1 else f"{name}-{number}")

@@ -1,11 +1,11 @@
-"""QK-clip (Kimi K2, arXiv:2507.20534): query and key weights of heads whose attention logits have grown too large.
+"""QK-clip (Kimi K2, arXiv:2507.20534): scale down query and key weights of heads with too large attention logits.
 
-With the largest logit M of a head in a step, over all tokens of the global batch, and the threshold τ, the head's
-logits are to be multiplied by γ = min(1, τ / M) from the next step on. After the update, √γ goes to the weights of its
-queries and √γ to those of its keys (`Mixer.row_factors`). Heads that do not exceed τ are not touched.
+Let M be the largest logit of a head in a step, over all tokens of the global batch, and τ the threshold. From the next
+step on, the head's logits are multiplied by γ = min(1, τ / M). To do this, the query weights and the key weights of
+the head are each multiplied by √γ after the update (`Mixer.row_factors`). Heads that do not exceed τ stay unchanged.
 
-Attention records the largest logits as it computes (`Scores.largest_a`); here they are collected from the ranks that
-have the same layers. A maximum does not depend on the order of what it is taken of, so every layout clips the same.
+Attention records the largest logits as it computes (`Scores.largest_a`). This module collects them from the ranks that
+have the same layers. A maximum does not depend on the order of its values, so every layout clips the same weights.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from megafp8.parallel.parallel_state import ParallelState
 
 
 class QkClip:
-    """Clips the attention logits of this rank's `mixers` to `threshold`. Collective, but for `zero`.
+    """QK-clip of this rank's `mixers` with a threshold for attention logits.
 
-    `recorded`: the largest logits of each head in this rank's passes, live.
+    Attributes:
+        recorded: Tensors in which each mixer records the largest logits of its heads during the passes.
     """
 
     def __init__(self, mixers: Sequence[Mixer], threshold: float, parallel: ParallelState) -> None:
@@ -32,13 +33,15 @@ class QkClip:
         self._largest: list[Tensor] = []
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Zero the recorded logits at the beginning of a step."""
         for recorded_a in self.recorded:
             recorded_a.zero_()
 
     def collect(self) -> Tensor:
-        """Take over the logits of the passes of all ranks. Returns the largest of the model, float64 `[1]` on the
-        device, at least 0. Does not wait."""
+        """Collect the recorded logits of all ranks, and return the largest logit of the model. Collective.
+
+        The result is float64 `[1]` on the device and at least 0. The call does not wait for the device.
+        """
         tensor, device = self._parallel.tensor, self._parallel.device
         sizes = [len(recorded_a) * tensor.size for recorded_a in self.recorded]
         all_values = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
@@ -51,7 +54,7 @@ class QkClip:
         return all_reduce(largest, self._parallel.pipeline.group, "max")
 
     def row_factors(self) -> dict[str, Tensor]:
-        """By global name, what the rows of query and key weights are multiplied by, float64, after `collect`."""
+        """Return the factors for the rows of query and key weights by global name, float64. Call `collect` first."""
         factors: dict[str, Tensor] = {}
         for mixer, largest_a in zip(self._mixers, self._largest, strict=True):
             factors |= mixer.row_factors((self._threshold / largest_a).clamp(max=1.0))

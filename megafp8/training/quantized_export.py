@@ -1,4 +1,4 @@
-"""From the checkpoint of a run to the FP8 form in which it is written for other engines."""
+"""Export of a run's checkpoint to FP8 forms for other inference engines."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def quantized_export(
     activations: Activations | None = None,
     kv_cache: Mapping[int, tuple[float, float]] = MappingProxyType({}),
 ) -> QuantizedExport:
-    """How the weights of `source` are written in `form`.
+    """Return the export of the weights of `source` in `form`.
 
-    Layers are those that the run has in FP8; of a run in bf16, and of other formats than a run's checkpoint, those that
-    may be FP8. `activations`, `kv_cache`: as of `QuantizedExport`. Raises ValueError where scales of the run are
-    missing, or the form does not fit.
+    The exported FP8 layers are the layers that the run trains in FP8. For a bf16 run, or for a checkpoint in another
+    format, they are all layers that support FP8. `activations` and `kv_cache` are arguments of `QuantizedExport`.
+    Raises ValueError if scales of the run are missing or the form does not support the run's recipe.
     """
     config, model = config_of_run(source), without_mtp(source)
     if config is None or config.fp8.recipe == "none":
-        why = "it comes from no run" if config is None else "fp8.recipe is none"
+        why = "it is not from a run" if config is None else "fp8.recipe is none"
         layers = weight_casts(source, model, Fp8Manager(CurrentScaling(), amax_group=None), trained=why)
         return QuantizedExport(source, layers, form, activations, kv_cache)
     fp8 = build_fp8(config, None)
@@ -49,7 +49,7 @@ def quantized_export(
 
 
 def config_of_run(source: CheckpointSource) -> Config | None:
-    """Return the config of the run that saved the source, without keys that no longer exist; None if not known."""
+    """Return the config of the run that saved the source, without keys that no longer exist, or None if unknown."""
     settings = source.about.get("config") or {}
     if "training" not in settings:
         return None

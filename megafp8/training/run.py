@@ -1,4 +1,4 @@
-"""A training job on one rank: process groups, the lock of the run folder, and one stage after the other."""
+"""Training job on one rank: set up process groups, lock the run folder, and train one stage after the other."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ from megafp8.training.validate import choose_device, run_folder
 
 
 def train(inputs: RunInputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008 - immutable
-    """Run the job to its last step, or to a clean stop. Call `validate.check_run` first.
+    """Run the job until its last step or a clean stop. Call `validate.check_run` first.
 
-    A stage ends with a checkpoint, from which the next one starts with groups and a trainer of its own: a stage is a
-    resumption. `inputs`: of the stage of the newest checkpoint. `live`: what the config has of the live model. Raises
-    FolderInUse if another job uses the run folder, before anything in it is changed; TrainingError, on all ranks, if
-    training cannot continue.
+    A stage ends with a checkpoint. The next stage resumes from it with new process groups and a new trainer.
+
+    Args:
+        inputs: Inputs of the stage that the newest checkpoint belongs to.
+        live: Functions that build the evaluation and the rollouts of the live model.
+
+    Raises:
+        FolderInUse: If another job uses the run folder. Nothing in the folder has been changed then.
+        TrainingError: On all ranks, if training cannot continue.
     """
     config = inputs.config
     show_steps = config.logging.progress and not sys.stderr.isatty()
@@ -47,7 +52,7 @@ def train(inputs: RunInputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008
         try:
             run, elsewhere, place = run_folder(config), config.checkpoint.folder, own_place(config)
             logs = log_folder(config, run)
-            # Of several replicas one writes checkpoints, and locks their folder then.
+            # With several replicas, only one writes checkpoints, and it locks the checkpoint folder when it does.
             locked = checkpoint_folder(run) if place is None else logs
             with FolderLock(locked, takes_over=place is not None) as lock, contextlib.ExitStack() as stack:
                 if elsewhere is not None and place is None:
@@ -57,13 +62,13 @@ def train(inputs: RunInputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008
                 log.open(logs)
                 following = _train_stage(inputs, shared, place, device, first=True)
                 while following is not None:
-                    gc.collect()  # models have cycles
+                    gc.collect()  # models are part of reference cycles
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
                     rejoin(device.type, config.timeout_seconds)
                     following = _train_stage(following, shared, place, device, first=False)
         except TrainingError:
-            destroy_model_parallel()  # all ranks are here
+            destroy_model_parallel()  # all ranks raise together, so this collective call is safe
             raise
     destroy_model_parallel()
 
@@ -71,10 +76,17 @@ def train(inputs: RunInputs, live: LiveUses = LiveUses()) -> None:  # noqa: B008
 def _train_stage(
     inputs: RunInputs, shared: Shared, place: ReplicaEndpoint | None, device: torch.device, *, first: bool
 ) -> RunInputs | None:
-    """Train the stage of `inputs`, which is the job's `first` or resumes; return the next one, if it is to follow.
+    """Train the stage of `inputs` and return the inputs of the next stage, or None if the job ends. Collective.
 
-    If the newest checkpoint is damaged, an older one may be of an earlier stage, which is then the next. Collective.
-    `place`: of this replica, if there are several.
+    If the newest checkpoint is damaged, the job resumes from an older checkpoint. If this checkpoint belongs to an
+    earlier stage, the inputs of that stage are returned without training.
+
+    Args:
+        inputs: Inputs of the stage.
+        shared: Values that all stages share.
+        place: Endpoint of this replica, or None without replicas.
+        device: Device of this rank.
+        first: Whether this is the first stage that this job trains.
     """
     config = inputs.config
     parallel = build_parallel(config, device)
@@ -85,7 +97,7 @@ def _train_stage(
 def _train_watched_stage(
     inputs: RunInputs, shared: Shared, place: ReplicaEndpoint | None, parallel: ParallelState, *, first: bool
 ) -> RunInputs | None:
-    """Train the stage of `inputs` on the groups of `parallel`: see `_train_stage`. Collective."""
+    """Train the stage of `inputs` on the process groups of `parallel`, as `_train_stage` says. Collective."""
     config = inputs.config
     reader, memory = None, open_memory(config, run_folder(config), parallel, first=first)
     if (config.checkpoint.resume or not first) and place is None:

@@ -1,6 +1,6 @@
-"""What a run folder shows: curves of its metrics, FP8 health, expert load, events, texts and goodput.
+"""Data of a run folder for plots: curves of metrics, FP8 health, expert load, events, texts and goodput.
 
-`read_run` reads a folder into a `RunData`; megafp8 plot-run draws it.
+`read_run` reads a folder into a `RunData`, which `megafp8 plot-run` draws.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megafp8.training.metrics import counting, fp8_scalars, short_number
 from megafp8.training.run_log import LAUNCHES_FILE, LOG_FILE
 
 BUCKETS = 750
-"""Longer curves are reduced to this many buckets."""
+"""Number of buckets to which long curves are reduced."""
 _COLUMNS = 100
-"""The most columns of a heat map."""
+"""Maximum number of columns of a heat map."""
 _MOST_LOG_LINES = 200
 _SAVED = re.compile(r"^\[[^]]*\] saved .*step_(\d+)(?::| in )(.*)$")
 _TROUBLE = re.compile(r"^\[([^]]*)\] (?:rank \d+: )?(?:WARNING|ERROR): (?!step +\d+/)")
@@ -41,7 +41,14 @@ _TROUBLE = re.compile(r"^\[([^]]*)\] (?:rank \d+: )?(?:WARNING|ERROR): (?!step +
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps; None where not finite. `sparse`: drawn with a marker at each value."""
+    """Curve of a metric over steps.
+
+    Attributes:
+        label: Label in the legend.
+        steps: Steps.
+        values: Values at the steps; None if not finite.
+        sparse: Whether to draw a marker at each value.
+    """
 
     label: str
     steps: Sequence[int]
@@ -51,7 +58,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its curves by run are in `RunData.curves`. `log`: a logarithmic scale at first."""
+    """Chart with the curves that `RunData.curves` holds under its key.
+
+    Attributes:
+        key: Key of the chart.
+        title: Title.
+        unit: Unit of the values.
+        log: Whether the scale is logarithmic at first.
+    """
 
     key: str
     title: str
@@ -128,7 +142,7 @@ _METRICS: tuple[tuple[str, str, str, float], ...] = (
     ("entropy", "router_entropy", "mean of layers", 1),
     ("dropped", "expert_drop_rate", "dropped", 100),
 )
-"""Panel, key in metrics.jsonl, label and unit of what every step has."""
+"""Metrics that are shown for every step: panel, key in metrics.jsonl, label, and factor to the panel's unit."""
 
 KINDS: Mapping[str, str] = {
     "launch": "launches",
@@ -137,12 +151,19 @@ KINDS: Mapping[str, str] = {
     "hang": "hangs",
     "checkpoint": "checkpoints",
 }
-"""Kinds of events."""
+"""Kinds of events with their descriptions."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened after `step` steps. `kind`: one of `KINDS`. `time`: UTC in ISO 8601, if known."""
+    """Event of a run.
+
+    Attributes:
+        kind: Kind of the event, a key of `KINDS`.
+        step: Number of steps done before the event.
+        text: Description.
+        time: UTC in ISO 8601, or None if unknown.
+    """
 
     kind: str
     step: int
@@ -152,9 +173,16 @@ class Event:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """`values` `[rows, steps]`; NaN where missing or not finite. `low_is_bad`: small values are dark, else large ones.
+    """Heat map of values over rows and steps.
 
-    `base`: where the scale begins, if `low_is_bad` is false; None: at the smallest value.
+    Attributes:
+        title: Title.
+        unit: Unit of the values.
+        rows: Labels of the rows.
+        steps: Steps of the columns.
+        values: Values `[rows, steps]`; NaN if missing or not finite.
+        low_is_bad: Whether small values are dark; otherwise large values are dark.
+        base: Beginning of the scale if `low_is_bad` is False; None means the smallest value.
     """
 
     title: str
@@ -168,9 +196,20 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run. `records`: those of metrics.jsonl that count. `curves`: by key of `PANELS`.
+    """Data of a run.
 
-    `advice`: of the FP8 report. `trouble`: warnings and errors of log.txt, the latest ones.
+    Attributes:
+        name: Name of the run.
+        folder: Run folder.
+        records: Records of metrics.jsonl that count.
+        curves: Curves by key of `PANELS`.
+        heat_maps: Heat maps.
+        events: Events in the order of steps.
+        samples: Records of samples.jsonl.
+        goodput: Goodput of the run.
+        launches: Records of launches.jsonl.
+        advice: Advice of the FP8 report, or None without a report.
+        trouble: Latest warnings and errors in log.txt.
     """
 
     name: str
@@ -187,8 +226,8 @@ class RunData:
 
 
 def read_run(folder: Path, name: str) -> RunData:
-    """The run in `folder`. ValueError if there is no step, or a file of it cannot be read."""
-    path = file_of_run(folder, "metrics.jsonl", "it is no run folder, or no step has ended yet")
+    """Read the run in `folder`. Raises ValueError if it has no step, or a file cannot be read."""
+    path = file_of_run(folder, "metrics.jsonl", "it is not a run folder, or no step has ended yet")
     everything = [r for r in read_lines(path, "step", "loss", "time", "step_seconds") if isinstance(r["step"], int)]
     if not everything:
         raise ValueError(f"{path} has no step")
@@ -219,13 +258,21 @@ def _lines(path: Path) -> list[str]:
 def curve(
     records: Sequence[Mapping[str, Any]], key: str, label: str, unit: float = 1, *, sparse: bool = False
 ) -> Curve:
-    """The curve of a metric over the records that have it, in units of 1 / `unit`. `sparse`: where it is a number."""
+    """Return the curve of a metric over the records that have it.
+
+    Args:
+        records: Records of metrics.jsonl.
+        key: Key of the metric.
+        label: Label in the legend.
+        unit: Factor by which values are multiplied.
+        sparse: Keep only records in which the value is a number, and draw a marker at each.
+    """
     points = [(r["step"], r[key]) for r in records if key in r and not (sparse and r[key] is None)]
     return Curve(label, [step for step, _ in points], [None if v is None else v * unit for _, v in points], sparse)
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Curve]]:
-    """The curves of metrics.jsonl that have a number."""
+    """Return the curves of metrics.jsonl that have at least one number, by panel."""
     curves_of_panel: dict[str, list[Curve]] = {panel.key: [] for panel in PANELS}
     for panel, key, label, unit in _METRICS:
         curves_of_panel[panel].append(curve(records, key, label, unit, sparse=panel == "norms"))
@@ -236,7 +283,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Curve]]:
     sections = [key for key in keys if key.startswith("seconds/")]
     curves_of_panel["sections"] = [curve(records, key, key[8:].replace("_", " ")) for key in sections]
     for key, label in (("evaluation_seconds", "evaluation"), ("save_seconds", "stalled for saves")):
-        some = [record for record in records if (record.get(key) or 0) >= 1e-3]  # a poll of a save is no save
+        some = [record for record in records if (record.get(key) or 0) >= 1e-3]  # leave out polls of a running save
         curves_of_panel["seconds"].append(curve(some, key, label, sparse=True))
     if any(record.get("skipped_in_a_row") for record in records):
         curves_of_panel["skipped"] = [curve(records, "skipped_in_a_row", "skipped in a row")]
@@ -269,14 +316,17 @@ def _fp8_curves(report: Sequence[Fp8Record]) -> dict[str, Sequence[Curve]]:
 def reduce_columns(
     values: np.ndarray, steps: Sequence[int], worst: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray, list[int]]:
-    """`values` `[rows, steps]` in at most `_COLUMNS` columns: the `worst` (fmin, fmax) of neighbours, at the last."""
+    """Reduce `values` `[rows, steps]` to at most `_COLUMNS` columns; return the values and steps of the columns.
+
+    A column has the `worst` (`np.fmin` or `np.fmax`) of neighboring steps, and the last of these steps.
+    """
     edges = np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int)
     columns = [worst.reduce(values[:, a:b], axis=1) for a, b in pairwise(edges)]  # type: ignore[attr-defined]
     return np.stack(columns, axis=1), [steps[end - 1] for end in edges[1:]]
 
 
 def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
-    """Norms by layer in the steps that measured them, those of updates divided by those of weights."""
+    """Yield heat maps of the norms by layer: gradients, weights, and updates divided by weights."""
     layers = in_order({key.partition("/")[2] for record in records for key in record if key.startswith(f"{GRADIENT}/")})
     measured = [record for record in records if layers and f"{GRADIENT}/{layers[0]}" in record]
     if not measured:
@@ -289,7 +339,7 @@ def _norm_heat_maps(records: Sequence[Mapping[str, Any]]) -> Iterator[HeatMap]:
     for title, norms in (
         ("Norm of gradients, before clipping", values(GRADIENT)),
         ("Norm of weights", values(WEIGHT)),
-        ("Norm of updates, divided by that of weights", values(UPDATE) / values(WEIGHT)),
+        ("Norm of updates, divided by norm of weights", values(UPDATE) / values(WEIGHT)),
     ):
         shown, columns = reduce_columns(np.log10(norms), steps, np.fmax)
         yield HeatMap(title, "log₁₀", layers, columns, shown, low_is_bad=False)
@@ -319,7 +369,7 @@ def _advice(folder: Path, report: Sequence[Fp8Record]) -> str | None:
     try:
         return advice_text(report, read_config(folder))
     except (ValueError, OSError) as error:
-        return f"Advice: none, since the run's config does not load: {error}"
+        return f"Advice: none, because the run's config does not load: {error}"
 
 
 def _events(
@@ -349,7 +399,7 @@ def _describe_launch(number: int, launch: Mapping[str, Any]) -> str:
 
 
 def _changes(folder: Path) -> Iterator[Event]:
-    """Changes of the config from one start to the next, by the files that each start wrote."""
+    """Yield the changes of the config from each start to the next, read from the files that each start wrote."""
     before = _yaml(folder / "config.yaml")
     for path in sorted(folder.glob("config-from-step-*.yaml")):
         config = _yaml(path)
@@ -371,20 +421,27 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _skipped(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-    """One event for skipped steps in a row."""
+    """Yield an event for each row of consecutive skipped steps."""
     row: list[int] = []
     for record in [*records, {}]:
         if record.get("skipped"):
             row.append(record["step"])
         elif row:
             which = f"step {row[0]}" if len(row) == 1 else f"steps {row[0]} to {row[-1]}"
-            yield Event("skipped", row[0], f"{which} skipped: gradients not finite")
+            yield Event("skipped", row[0], f"{which} skipped: gradients not finite, or a loss spike")
             row = []
 
 
 @dataclass(frozen=True)
 class Points:
-    """A curve reduced to what can be drawn: points of it, and if it was reduced, means of buckets."""
+    """Points of a curve for drawing.
+
+    Attributes:
+        x: Steps of the points.
+        y: Values of the points; None if not finite.
+        mean_x: Mean steps of the buckets; empty if the curve was not reduced.
+        mean_y: Mean values of the buckets; None if a bucket has no finite value.
+    """
 
     x: Sequence[float]
     y: Sequence[float | None]
@@ -393,9 +450,10 @@ class Points:
 
 
 def downsample(curve: Curve) -> Points:
-    """The smallest and largest value in each of `BUCKETS` of as many steps, with the curve's first and last point.
+    """Reduce a curve to the smallest and the largest value in each of `BUCKETS` buckets of equal numbers of steps.
 
-    Curves of up to twice as many points stay as they are. A bucket with values that are not finite keeps the first.
+    The first and the last point are kept, and so is the first value of each bucket that is not finite. Curves of up to
+    2 · `BUCKETS` points stay unchanged.
     """
     n = len(curve.steps)
     if n <= 2 * BUCKETS:
@@ -417,7 +475,7 @@ def downsample(curve: Curve) -> Points:
 
 
 def summary(run: RunData) -> dict[str, str]:
-    """The run's figures in words."""
+    """Return the summary figures of a run as texts by name."""
     records, last = run.records, run.records[-1]
     recent = [r["loss"] for r in records[-max(1, len(records) // 100) :] if r["loss"] is not None]
     config = _yaml([run.folder / "config.yaml", *sorted(run.folder.glob("config-from-step-*.yaml"))][-1])
@@ -450,7 +508,7 @@ _NAMES = {"tokens_per_second_per_gpu": "tokens/s per GPU", "tflops_per_gpu": "TF
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `3.2 s`, `4 min 10 s`, `5 h 20 min` or `12 d 3 h`."""
+    """Return a duration as text, such as `3.2 s`, `4 min 10 s`, `5 h 20 min` or `12 d 3 h`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, hours = round(seconds) // 60, round(seconds / 60) // 60

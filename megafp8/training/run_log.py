@@ -1,7 +1,7 @@
-"""Log of a run: messages to the console and to log.txt, and a record of each start in launches.jsonl.
+"""Log of a run: messages on the console and in log.txt, and a record of each start in launches.jsonl.
 
-Modules log to `logging.getLogger(__name__)`. Messages about the whole job have level INFO and are shown by rank 0 only.
-Warnings and errors concern the rank that logs them, and are shown by every rank.
+Modules log to `logging.getLogger(__name__)`. Messages about the whole job have level INFO, and only rank 0 shows them.
+Warnings and errors concern the rank that logs them, and every rank shows them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ STEPS = "megafp8.steps"
 
 
 class _Formatter(logging.Formatter):
-    """`[2026-01-31 12:00:00] message`, with the rank if it is not 0, and the level from WARNING on."""
+    """Formatter of lines such as `[2026-01-31 12:00:00] rank 1: WARNING: message`.
+
+    The rank is shown if it is not 0, and the level from WARNING on.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__("[%(asctime)s] %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -51,22 +54,25 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text, with its traceback, without credentials and control characters."""
+        """Return the record's text with its traceback, but without credentials and control characters."""
         return printable(redact(super().format(record)))
 
 
 class _Console(logging.Handler):
-    """Writes to stderr, above a progress bar if there is one."""
+    """Handler that writes to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # as logging's own handlers: a message that cannot be written does not end the run
+        except Exception:  # like logging's own handlers: a message that cannot be written does not end the run
             self.handleError(record)
 
 
 class _LogFile(logging.FileHandler):
-    """log.txt. Where it cannot be written, as on a full disk, `console` says so once; messages are lost to it."""
+    """Handler of log.txt. If the file cannot be written, as on a full disk, `console` reports this once.
+
+    The file then lacks these messages.
+    """
 
     def __init__(self, path: Path, console: logging.Handler) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
@@ -75,13 +81,13 @@ class _LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # it cannot be opened
+        except OSError:  # the file cannot be opened
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         console, self._console = self._console, None
         if console is not None:
-            text = f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}; messages go to the console alone"
+            text = f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}; messages go to the console only"
             console.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING"}))
 
     def close(self) -> None:
@@ -90,9 +96,11 @@ class _LogFile(logging.FileHandler):
 
 
 class RunLog:
-    """Context in which the package's log messages go to the console and, after `open`, to a file.
+    """Context manager in which the package's log messages go to the console and, after `open`, to a file.
 
-    `rank`: global rank of this process. `show_steps`: whether step lines go to the console too.
+    Args:
+        rank: Global rank of this process.
+        show_steps: Whether to show step lines on the console too.
     """
 
     def __init__(self, rank: int, *, show_steps: bool) -> None:
@@ -106,25 +114,25 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self._before = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.WARNING if self._rank else logging.INFO)
-        self._logger.propagate = False  # a library that configures the root logger would print every message again
+        self._logger.propagate = False  # a library that configures the root logger would print every message twice
         self._logger.addHandler(self._console)
         self._excepthook, threading.excepthook = threading.excepthook, self._report_thread
         return self
 
     def _report_thread(self, failed: threading.ExceptHookArgs) -> None:
-        """Print a thread's traceback, unless the disk is full: the user of its writer logs that error."""
+        """Print the traceback of a failed thread, unless the disk is full: the code that writes logs this error."""
         if no_space(failed.exc_value) is None:
             self._excepthook(failed)
 
     def open(self, folder: Path) -> None:
-        """On rank 0, also append to log.txt in `folder`, from the first call on."""
+        """Append messages to log.txt in `folder` from now on. Only rank 0 does this, and only the first call counts."""
         if not self._rank and self._file is None:
             self._file = _LogFile(folder / LOG_FILE, self._console)
             self._file.setFormatter(_Formatter(self._rank))
             self._logger.addHandler(self._file)
 
     def write_error(self, message: str) -> None:
-        """Append an error to log.txt, for a process that ends at once and reports it to the console otherwise."""
+        """Append an error to log.txt only. Use this if the process ends at once and prints the error by other means."""
         self._write_error(message, None)
 
     def _write_error(self, message: str, details: Any) -> None:
@@ -134,7 +142,7 @@ class RunLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            if error is not None:  # the caller that catches it writes it to the console
+            if error is not None:  # only for the file; the caller that catches the error prints it on the console
                 details = None if isinstance(error, TrainingError) else (type(error), error, trace)
                 self._write_error(str(error) or type(error).__name__, details)
             self._logger.removeHandler(self._file)
@@ -146,8 +154,8 @@ class RunLog:
 
 
 def source_commit() -> str | None:
-    """Git commit of this source, with `-dirty` if files were changed; None without git and of an installed wheel."""
-    if not is_checkout():  # a repository around it is another one
+    """Return the git commit of this source, with `-dirty` if files were changed; None without a git checkout."""
+    if not is_checkout():  # an installed package may lie inside another repository
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -158,9 +166,9 @@ def source_commit() -> str | None:
 
 
 def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
-    """Append this start of the command, after `step` steps, to launches.jsonl in `folder`. Collective; rank 0 writes.
+    """Append a record of this start, after `step` steps, to launches.jsonl in `folder`. Collective; rank 0 writes.
 
-    `hosts` in the record: number of ranks on each host, in the order of ranks.
+    The key `hosts` of the record holds the number of ranks on each host, in the order of ranks.
     """
     hosts = gather_objects(socket.gethostname(), parallel.world.group)
     if hosts is None or not parallel.world.is_first:

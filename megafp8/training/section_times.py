@@ -1,10 +1,10 @@
-"""Time by section of the training loop: waiting for data, passes, update, and what is between steps.
+"""Time by section of the training loop: waiting for data, passes, update, and the time between steps.
 
-A section begins where `parallel.activity` is told so. On a GPU the host only queues work, so its clock says little:
-there a CUDA event marks each beginning on the device's main stream, and sections are measured on the device's timeline.
-What the device waits for the host counts in the section in which it waits, so all sections add up to the wall time. The
-events of a section are read when they have passed, a step later at most: nothing waits for them. A mark costs some
-microseconds of the host.
+A section begins when the loop calls `parallel.activity.enter`. On a GPU the host only queues work, so the host's clock
+is not meaningful. Instead a CUDA event on the device's main stream marks each beginning, and sections are measured on
+the device's timeline. If the device waits for the host, the wait counts in the section in which it happens, so all
+sections add up to the wall time. Nothing waits for the events of a section: they are read after they have passed, at
+most one step later. A mark costs the host some microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafp8.training.observer import Observer
 
 
 class SectionTimer(Observer):
-    """Times the sections of this process's recorded activity, by the clock of `device`."""
+    """Observer that measures the sections of this process's recorded activity with the clock of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -33,11 +33,12 @@ class SectionTimer(Observer):
         return self
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
-        activity.enter("after the step")  # ends the section before, which counts then
+        """Return the seconds of all sections that have ended since the previous step."""
+        activity.enter("after the step")  # ends the previous section, so that it counts
         return {"section_seconds": self.take()}
 
     def enter(self, section: str) -> None:
-        """`section` begins, and the one before ends."""
+        """Mark the beginning of `section`, which ends the previous section."""
         mark: Any = time.perf_counter()
         if self._cuda:
             mark = torch.cuda.Event(enable_timing=True)
@@ -45,7 +46,7 @@ class SectionTimer(Observer):
         self._marks.append((section, mark))
 
     def take(self) -> dict[str, float]:
-        """Seconds by section, of those that have ended since the last call."""
+        """Return the seconds by section for the sections that have ended since the last call."""
         seconds_by_section: dict[str, float] = {}
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
             section, begin = self._marks.popleft()

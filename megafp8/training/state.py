@@ -1,22 +1,23 @@
-"""The state of a run in a checkpoint: its tensors by global name, its metadata, and how a run resumes from it.
+"""State of a run in a checkpoint: tensors by global name, metadata, and the checks when a run resumes.
 
     model.<name>                                   weights, in the model's dtype
-    optimizer.<moment>.<name>                      moments of its update (`Update.moments`; of AdamW exp_avg and
-                                                   exp_avg_sq), in optimizer.moments_dtype; FP8 ones as bf16
-    optimizer.master.<name>                        fp32, only if the weight is not
-    optimizer.average.<name>                       fp32, the moving average of the weight, with optimizer.average_decay
+    optimizer.<moment>.<name>                      moments of the weight's update (`Update.moments`; exp_avg and
+                                                   exp_avg_sq for AdamW), in optimizer.moments_dtype; FP8 saved as bf16
+    optimizer.master.<name>                        fp32 master weight, unless the weight itself is fp32
+    optimizer.average.<name>                       fp32 moving average of the weight, with optimizer.average_decay
     optimizer.outer_momentum.<name>                fp32, with resilience.replicas.outer
-    fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} of static scaling
-    <router>.shares                                of the choices of the step before (moe.aux_loss_scope: global_batch)
+    fp8.<layer>.<operand>.{amax_history,scale}     state of delayed scaling; {amax,calibrated_steps} for static scaling
+    <router>.shares                                shares of the previous step's choices, with
+                                                   moe.aux_loss_scope: global_batch
     loss_scale.{scale,growth_tracker,hysteresis_tracker}    fp32, with training.precision fp16
 
 The position in the data is a number of samples for each data set (`data.progress`). There is no random-number state:
 data order, initial values and dropout are functions of the seed (`data.samples`, `parallel.tensor.random`,
-`layers.dropout.reference`), which is in the metadata with the config.
+`layers.dropout.reference`), and the metadata holds the config with the seed.
 
-A run that resumes with another FP8 recipe, or with other layers in FP8, starts their scales anew. Resuming is refused
-if the data would not continue where it stopped, if the weights are those of another model, or if the checkpoint has
-other tensors than the run (`check_same_run`). The log lists all other keys of the config that changed.
+A run may resume with another FP8 recipe, or with other layers in FP8; their scales then start anew. Resuming is refused
+if the data would not continue where it stopped, if the weights belong to another model, or if the tensors of the
+checkpoint and of the run differ (`check_same_run`). The log lists all other config keys that changed.
 """
 
 from __future__ import annotations
@@ -78,12 +79,15 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_folder(run: Path, elsewhere: str | None = None) -> AnyPath:
-    """The folder of the checkpoints of the run in folder `run`; `elsewhere`: `checkpoint.folder` of its config."""
+    """Return the checkpoint folder of the run in folder `run`. `elsewhere` is the config's `checkpoint.folder`."""
     return run / "checkpoints" if elsewhere is None else as_path(elsewhere) / run.name
 
 
 def weights(trainer: RankTrainer) -> dict[str, Rectangles]:
-    """Views of this rank's weights; of its shard of the masters if weights are sharded, or exist in FP8 only."""
+    """Return views of this rank's weights by global name.
+
+    If weights are sharded or exist only in FP8, the views are of this rank's shard of the master weights.
+    """
     trainer.strategy.wait()
     filled = [param for param in trainer.strategy.params if param not in trainer.optimizer.released]
     values = collect(filled, lambda p: p.detach(), "model.")
@@ -92,7 +96,7 @@ def weights(trainer: RankTrainer) -> dict[str, Rectangles]:
 
 
 def tensors(trainer: RankTrainer, optimizer: State | None = None) -> dict[str, Rectangles | Tensor]:
-    """Views of all state of this rank, by global name. `optimizer`: the optimizer's state, if already at hand."""
+    """Return views of all state of this rank by global name. Pass the optimizer's state if it is already at hand."""
     state: dict[str, Rectangles | Tensor] = {**weights(trainer)}
     for key, shards in (optimizer or trainer.optimizer.state()).items():
         state |= collect_shards(shards, f"optimizer.{key}.")
@@ -100,9 +104,9 @@ def tensors(trainer: RankTrainer, optimizer: State | None = None) -> dict[str, R
 
 
 def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Global shape and dtype of the tensors in a checkpoint of `config`, by name, without FP8 state.
+    """Return the global shape and dtype of each tensor in a checkpoint of `config`, by name, without FP8 state.
 
-    Needs neither memory nor a process group.
+    This needs neither memory nor a process group.
     """
     weight = DTYPES[config.training.precision]
     master, moment = sum_dtype(weight), state_dtype(config.optimizer.moments_dtype, weight)
@@ -121,14 +125,14 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
         }
         for hidden in (False, True)
     }
-    # A stage as its first rank holds it has that rank's experts only; with one expert-parallel rank, all of them.
+    # A planned stage holds only the experts of its first rank. One expert-parallel rank holds all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     stages = [planned_stage(whole, stage) for stage in range(len(stages_of(config)[1]))]
     kinds = {
-        f"{prefix}{piece.name}": (piece.global_shape, dtype)
+        f"{prefix}{shard.name}": (shard.global_shape, dtype)
         for stage in stages
         for param in stage.parameters()
-        for piece in spec_of(param).shards
+        for shard in spec_of(param).shards
         for prefix, dtype in by_kind[is_hidden_matrix(spec_of(param))].items()
         if param.requires_grad or prefix == "model."
     }
@@ -140,16 +144,16 @@ def tensor_kinds(config: Config) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 def tokenizer_copy(config: Config) -> dict[str, bytes]:
-    """The files of the run's tokenizer, by path in a checkpoint; empty if it is not a file.
+    """Return the contents of the tokenizer's files by path in a checkpoint; empty if the tokenizer has no file.
 
-    Raises ValueError if it cannot be read.
+    Raises ValueError if a file cannot be read.
     """
     tokenizer = config.data.tokenizer
     if tokenizer is None or tokenizer.path is None:
         return {}
     path = Path(tokenizer_file(tokenizer.kind, tokenizer.path))
     if not path.is_file():
-        return {}  # a tiktoken encoding, whose name is in the config
+        return {}  # a tiktoken encoding; the config has its name
     return {f"{TOKENIZER_FOLDER}/{file.name}": read_file(file) for file in with_companions(path)}
 
 
@@ -161,9 +165,15 @@ def metadata_of(
     history: History,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The content of metadata.json, besides what `save` itself adds.
+    """Return the content of metadata.json, without the keys that `save` itself adds.
 
-    `data`: progress in each data set; `more`: keys to add or replace.
+    Args:
+        trainer: Trainer of this rank.
+        step: Number of steps done.
+        fingerprint: Fingerprint of the vocabulary, or None.
+        data: Progress in each data set (`RunInputs.record`), or None.
+        history: Samples and tokens read, and earlier changes of the config.
+        more: Keys to add or replace.
     """
     config, parallel = trainer.config, trainer.parallel
     settings, stage = config.model_dump(mode="json"), stage_at(config, history.step)
@@ -196,10 +206,19 @@ def save_state(
     keep_all: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> AnyPath:
-    """Save a checkpoint after `step` steps. Collective.
+    """Save a checkpoint after `step` steps and return its path. Collective.
 
-    `data`: progress in each data set (`RunInputs.record`). `history`: of the run. `more`: further metadata. `files`:
-    small files to save with it, by path in the checkpoint. `keep_all`: remove no older checkpoint.
+    Args:
+        trainer: Trainer of this rank.
+        run: Run folder.
+        step: Number of steps done.
+        fingerprint: Fingerprint of the vocabulary, or None.
+        lock: Lock of the checkpoint folder.
+        data: Progress in each data set (`RunInputs.record`).
+        history: Samples and tokens read, and earlier changes of the config.
+        files: Contents of small files to save with the checkpoint, by path in the checkpoint.
+        keep_all: Remove no older checkpoint.
+        more: Metadata keys to add or replace.
     """
     keep = trainer.config.checkpoint
     return save(
@@ -223,8 +242,8 @@ def begin_save(
     history: History = History(),  # noqa: B008 - immutable
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save in the background; the next update of the weights must come after `saver.wait_copied`. Collective."""
-    # A forward pass records amaxes; weights, masters and moments change in optimizer steps only.
+    """Begin a save in the background. Call `saver.wait_copied` before the next update of the weights. Collective."""
+    # The next forward pass already records amaxes. Weights, masters and moments change only in optimizer steps.
     saver.save(
         step,
         tensors(trainer),
@@ -234,11 +253,14 @@ def begin_save(
 
 
 def check_resume(config: Config, run: Path, fingerprint: str | None) -> CheckpointReader | None:
-    """The newest checkpoint of `run` that can be opened, or None if there is none. Needs no process group.
+    """Return the newest checkpoint of `run` that can be opened, or None. Needs no process group.
 
-    It is the one that `find_checkpoint` will choose, unless the content of a data file is damaged. Raises
-    IncompatibleCheckpoint as `check_same_run` does; DamagedCheckpoint if there are checkpoints and all are damaged.
-    `RunInputs.resumed` compares the data sets.
+    `find_checkpoint` will choose the same checkpoint unless the content of a data file is damaged. Data sets are
+    compared later, by `RunInputs.resumed`.
+
+    Raises:
+        IncompatibleCheckpoint: If the run cannot continue from the checkpoint (`check_same_run`).
+        DamagedCheckpoint: If there are checkpoints and all are damaged.
     """
     reader = newest_readable(checkpoint_folder(run, config.checkpoint.folder))
     if reader is not None:
@@ -249,9 +271,9 @@ def check_resume(config: Config, run: Path, fingerprint: str | None) -> Checkpoi
 def check_same_run(config: Config, fingerprint: str | None, reader: CheckpointReader) -> None:
     """Raise IncompatibleCheckpoint, with all reasons, if a run of `config` cannot continue from `reader`.
 
-    Keys that determine weights and the order of the data must be unchanged, and so must keys that change what the model
-    computes from given weights, unless `checkpoint.allow_model_change` lists them. The tensors must be those of the
-    run. Of a run with stages, the config is that of the checkpoint's step.
+    Keys that determine the weights and the order of the data must be unchanged. Keys that change what the model
+    computes from the same weights must be unchanged too, unless `checkpoint.allow_model_change` lists them. The
+    checkpoint must have the tensors of the run. For a run with stages, the config at the checkpoint's step is checked.
     """
     path, then = reader.path, reader.metadata.get("config") or {}
     if "training" not in then:
@@ -281,9 +303,9 @@ def check_same_run(config: Config, fingerprint: str | None, reader: CheckpointRe
 
 
 def check_next_stage(before: Config, now: Config, step: int, source: str) -> None:
-    """Raise ConfigError, with all reasons, if a run of `before` cannot go on as one of `now` after `step` steps.
+    """Raise ConfigError, with all reasons, if a run of config `before` cannot continue with `now` after `step` steps.
 
-    The reasons are those of `check_same_run` for the checkpoint of that step.
+    The rules are the same as in `check_same_run`, applied to the checkpoint of that step.
     """
     kinds_before, kinds_now = tensor_kinds(before), tensor_kinds(now)
     wrong = "" if kinds_before == kinds_now else "the stage's tensors have other names, shapes or dtypes"
@@ -298,7 +320,7 @@ def check_next_stage(before: Config, now: Config, step: int, source: str) -> Non
 
 
 def check_stages(stages: Sequence[PlannedStage]) -> None:
-    """Raise ConfigError if a stage changes what the checkpoint of the stage before it fixes, such as the model."""
+    """Raise ConfigError if a stage changes something that the previous stage's checkpoint fixes, such as the model."""
     resolved = [stage._replace(config=planned_vocabulary(stage.config, stage.source)[0]) for stage in stages]
     for before, stage in pairwise(resolved):
         check_next_stage(before.config, stage.config, stage.begin, stage.source)
@@ -307,7 +329,10 @@ def check_stages(stages: Sequence[PlannedStage]) -> None:
 def _changes(
     then: Mapping[str, Any], model: ModelSpec, config: Config, step: int, fits: Callable[[], str]
 ) -> list[str]:
-    """Why a run of `config` cannot continue one of config `then` and `model`. `fits`: what of its tensors does not."""
+    """Return the reasons why a run of `config` cannot continue a run of config `then` and `model`.
+
+    `fits` returns a text that names the tensors that do not fit, or an empty text if all fit.
+    """
     problems = [
         *_changed_fixed_keys(then, config),
         *_changed_model(model, then["training"]["seq_length"], config, fits),
@@ -318,7 +343,7 @@ def _changes(
 
 
 def saved_model(reader: CheckpointReader) -> ModelSpec:
-    """The model section of the config of checkpoint `reader`. Raises IncompatibleCheckpoint."""
+    """Return the model in the config of checkpoint `reader`. Raises IncompatibleCheckpoint if it is not valid."""
     try:
         return model_spec((reader.metadata.get("config") or {})["model"])
     except (KeyError, ValidationError) as error:
@@ -326,7 +351,7 @@ def saved_model(reader: CheckpointReader) -> ModelSpec:
 
 
 def _unknown_config(reader: CheckpointReader, error: Exception) -> IncompatibleCheckpoint:
-    """The error for a checkpoint whose metadata.json is undamaged but lacks what this version needs."""
+    """Return the error for a checkpoint with an undamaged metadata.json that lacks a key this version needs."""
     wrong = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
     return IncompatibleCheckpoint(
         f"{reader.path / METADATA_FILE}, written by megafp8 {reader.metadata.get('megafp8_version')}, holds no config "
@@ -338,10 +363,10 @@ _AVERAGES, _OUTER_MOMENTA = (f"optimizer.{key}." for key in (AVERAGE, OUTER_MOME
 
 
 def _can_lack(config: Config, reader: CheckpointReader) -> Callable[[str], bool]:
-    """Return a function that tells whether a run can resume from `reader` without a tensor, which then starts anew.
+    """Return a function that tells whether a tensor may be missing in `reader`. A missing tensor starts anew.
 
-    FP8 state, the moving average of weights, outer momentum, and the moments of a weight that another update of the
-    optimizer updated in the checkpoint: whether AdamW or Muon updates a weight may depend on the version.
+    FP8 state, moving averages and outer momenta may be missing. The moments of a weight may be missing too if another
+    rule updated this weight in the saved run: whether AdamW or Muon updates a weight may depend on the version.
     """
     updates = {frozenset(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)}
     saved = reader.index.state_dict_metadata
@@ -394,16 +419,20 @@ def _changed_fixed_keys(then: Mapping[str, Any], config: Config) -> Iterator[str
 
 
 def _changed_lora(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Iterator[str]:
-    """`old` is None in checkpoints from before there was LoRA."""
+    """Yield a reason if the section lora has changed. `old` is None in checkpoints written before LoRA existed."""
     if old != new:
         back = "leave the section lora out" if old is None else f"set lora={_yaml(dict(old))}"
         yield f"was saved with lora = {old}, this run has {new}, so other weights are trained; {back}, {_ANOTHER}"
 
 
 def _changed_model(then: ModelSpec, seq_length: int, config: Config, fits: Callable[[], str]) -> Iterator[str]:
-    """Changed keys of the model section with which the weights compute something else.
+    """Yield a reason if changed keys of the model section make the same weights compute different results.
 
-    `seq_length`: of the run that saved the checkpoint. `fits`: what of its tensors does not fit.
+    Args:
+        then: Model of the run that saved the checkpoint.
+        seq_length: Sequence length of that run.
+        config: Config of this run.
+        fits: Function that names the tensors that do not fit, or returns an empty text.
     """
     old = with_keys(then, max_position_embeddings=then.stem.max_position_embeddings or seq_length)
     new = with_keys(config.spec, max_position_embeddings=config.position_rows)
@@ -422,7 +451,7 @@ def _changed_model(then: ModelSpec, seq_length: int, config: Config, fits: Calla
 
 
 def _yaml(value: Any) -> str:
-    """A value as it is written in an override on the command line."""
+    """Return a value in the form of an override on the command line."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
@@ -431,11 +460,14 @@ def _yaml(value: Any) -> str:
 def find_checkpoint(
     config: Config, run: Path, parallel: ParallelState, fingerprint: str | None
 ) -> CheckpointReader | None:
-    """The newest undamaged checkpoint of `run`, opened, or None if there is none. Collective.
+    """Open the newest undamaged checkpoint of `run`; return None if there are no checkpoints. Collective.
 
-    `config`: of the run, with all its stages. Removes what a killed save left behind, and renames damaged checkpoints,
-    with a warning. Raises DamagedCheckpoint if all are damaged, and IncompatibleCheckpoint as `check_same_run` does:
-    the checkpoint may be older than that of `check_resume`.
+    Files that a killed save left behind are removed. Damaged checkpoints are renamed, with a warning, so the result
+    may be older than the checkpoint that `check_resume` returned. `config` is the config of the run with all stages.
+
+    Raises:
+        DamagedCheckpoint: If all checkpoints are damaged.
+        IncompatibleCheckpoint: If the run cannot continue from the checkpoint (`check_same_run`).
     """
     folder, group = checkpoint_folder(run, config.checkpoint.folder), parallel.world.group
     if parallel.world.is_first:
@@ -447,9 +479,9 @@ def find_checkpoint(
 
 
 def saved_choice(config: Config, reader: CheckpointReader | None) -> FilterChoice | None:
-    """The choice of fp8.auto_filter when the run of checkpoint `reader` began.
+    """Return the choice of fp8.auto_filter that checkpoint `reader` holds.
 
-    None if there is no checkpoint, the choice was not saved, or a key of the fp8 section has changed.
+    Return None if there is no checkpoint, if it holds no choice, or if a key of the section fp8 has changed.
     """
     if reader is None:
         return None
@@ -462,7 +494,7 @@ def saved_choice(config: Config, reader: CheckpointReader | None) -> FilterChoic
 
 @torch.no_grad()
 def load_state(trainer: RankTrainer, reader: CheckpointReader) -> int:
-    """Load the result of `find_checkpoint` and return its number of steps; log which keys changed. Collective."""
+    """Load a checkpoint, log the config keys that changed since, and return its number of steps. Collective."""
     state = trainer.optimizer.state()
     wanted = tensors(trainer, state)
     saved = load(reader, wanted, optional=_can_lack(trainer.config, reader), verify=False)

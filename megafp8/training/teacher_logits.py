@@ -1,18 +1,20 @@
-"""Logits of a teacher that are computed once: `data.distillation.logits: precomputed`.
+"""Precomputed logits of a teacher (`data.distillation.logits: precomputed`).
 
-They are in a file beside the data, `<prefix>.teacher-<digest>.npy`, of one row for each token of the data set:
+The logits are in a file next to the data, `<prefix>.teacher-<digest>.npy`, with a row for each token of the data set:
 
-    ids       int32 [k], the likeliest next tokens
-    logits    [k], the bits of training.precision, which is what the teacher gives
+    ids       int32 [k], the most likely next tokens
+    logits    [k], the bits of their logits in training.precision, as the teacher computes them
 
-Rows of tokens that no sample has as input are zero. The digest is of what logits depend on: the teacher's weights and
-config, the data set and the documents in use, where these are cut (`training.seq_length`), precision and k. So a file
-is that of a run or there is none; temperature and weight may be others. A run that begins computes it, if there is
-none, by the teacher's forward passes over all samples of an epoch, in the layout of this run; a second run reads it in
-any layout. Samples are packed so that a token sees its document alone (`best_fit`): in later epochs its neighbours in a
-sample are others, and logits differ from live ones by rounding.
+Rows of tokens that are not an input of any sample are zero. The digest covers everything that logits depend on: the
+teacher's weights and config, the data set and the documents in use, the length at which documents are cut
+(`training.seq_length`), the precision and k. A file with the right name therefore always fits the run. Temperature and
+weight of the distillation may change. If the file does not exist, a new run computes it with forward passes of the
+teacher over all samples of an epoch, in the layout of this run. Later runs read it in any layout.
 
-Shapes: b micro-batch, s sequence, k likeliest tokens.
+Samples are packed so that a token sees only its own document (`best_fit`). In later epochs a document has different
+neighbors in its sample, and the stored logits differ from live logits by rounding.
+
+Shapes: b micro-batch, s sequence, k most likely tokens.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def passes(
     trainer: RankTrainer, frozen: RankTrainer, objective: Objective, packed: PackedDataset
 ) -> Iterator[tuple[list[list[int]], list[Batch], list[Tensor]]]:
-    """Forward passes of `frozen` over all samples of an epoch. Collective.
+    """Run forward passes of `frozen` over all samples of an epoch. Collective.
 
-    Yields for each step the numbers of this rank's samples and its tokens, by micro-batch, and on the last stage what
-    the loss of `trainer` makes of the outputs.
+    Yields:
+        For each step, lists over this rank's micro-batches: the numbers of the samples, the tokens, and the reference
+        outputs that the loss of `trainer` keeps (empty on ranks without the last stage).
     """
     assert trainer.loss is not None
     data, b, total = trainer.parallel.data, trainer.config.training.micro_batch_size, packed.samples_per_epoch
@@ -74,11 +77,20 @@ def passes(
 def open_logits(
     trainer: RankTrainer, inputs: RunInputs, members: Mapping[str, Sequence[PackedDataset]], known: str | None
 ) -> str:
-    """Let the loss of `trainer` read the teacher's logits of all data sets; returns the teacher's digest. Collective.
+    """Let the loss of `trainer` read the teacher's logits of all data sets, and return the teacher's digest.
 
-    `members`: what the run reads of each data set. `known`: the digest, if the run resumes; then files must be there,
-    and the teacher need not. Raises TrainingError, ValueError for a damaged file, and ConfigError if the teacher cannot
-    be run in this layout.
+    Missing files are computed first. Collective.
+
+    Args:
+        trainer: Trainer of this rank.
+        inputs: Tokenizer and data of the run.
+        members: Samples that the run reads of each data set, by prefix.
+        known: Digest of the teacher if the run resumes, else None. A resumed run needs the files but not the teacher.
+
+    Raises:
+        TrainingError: If a resumed run lacks a file, or a file cannot be written.
+        ValueError: If a file is damaged.
+        ConfigError: If the teacher cannot run in this layout.
     """
     config, group = trainer.config, trainer.parallel.world.group
     digest = known or _teacher_digest(trainer)
@@ -86,9 +98,9 @@ def open_logits(
     missing = [prefix for prefix in paths if not on_rank0(paths[prefix].is_file, group)]
     if missing and known is not None:
         raise TrainingError(
-            f"{paths[missing[0]]} is missing: the run began with these logits of the teacher, and with the data, "
-            "data.distillation.top_k and training.seq_length that its name stands for; restore them, or choose another "
-            "name"
+            f"{paths[missing[0]]} is missing: the run began with these logits of the teacher, and its name depends on "
+            "the data, data.distillation.top_k and training.seq_length; restore them, or choose another name for a new "
+            "run"
         )
     if missing:
         teacher = _load_teacher(trainer)
@@ -109,7 +121,7 @@ def open_logits(
 
 
 def _teacher_digest(trainer: RankTrainer) -> str:
-    """Digest of the teacher's weights and its config. Collective."""
+    """Return the digest of the teacher's weights and config. Collective."""
     config, distillation = live(trainer.config), trainer.config.data.distillation
     frozen = frozen_config(config)
     assert distillation is not None
@@ -134,7 +146,7 @@ def _load_teacher(trainer: RankTrainer) -> RankTrainer:
     try:
         check_layout(frozen, trainer.parallel.world_size)
     except ConfigError as error:
-        which = f"the teacher, {keys.teacher}, in the layout of the run, which computes its logits as no other run has"
+        which = f"the teacher, {keys.teacher}, in the layout of the run, which must compute its logits first"
         raise ConfigError(which, error.problems) from error
     teacher = RankTrainer(frozen, trainer.parallel, frozen=True)
     load_init(teacher, keys.teacher)
@@ -142,7 +154,7 @@ def _load_teacher(trainer: RankTrainer) -> RankTrainer:
 
 
 class _Format:
-    """How a row of the file is stored, in numpy and in torch."""
+    """Format of the file's rows, and conversion between rows and the loss's reference outputs."""
 
     def __init__(self, config: Config) -> None:
         distillation = config.data.distillation
@@ -153,7 +165,10 @@ class _Format:
         )
 
     def rows(self, batch: Batch, output: Tensor) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The places of the tokens of a micro-batch, and their rows. `output`: `[2, s, b, k]`, logits and ids."""
+        """Return the places of a micro-batch's tokens in the data sets, and their rows.
+
+        `output` is `[2, s, b, k]`, logits and ids.
+        """
         assert batch.places is not None
         logits_bsk, ids_bsk = (x.transpose(0, 1).contiguous() for x in output)
         stored_bsk = logits_bsk.to(self.dtype)
@@ -164,7 +179,7 @@ class _Format:
         return places[places >= 0], rows[places >= 0]
 
     def output(self, rows: NDArray[Any]) -> Tensor:
-        """The `output` of rows `[b, s]`, on the CPU."""
+        """Convert rows `[b, s]` to `[2, s, b, k]`, logits and ids, on the CPU."""
         logits_bsk = torch.from_numpy(np.ascontiguousarray(rows["logits"])).view(self.dtype)
         ids_bsk, compute = torch.from_numpy(np.ascontiguousarray(rows["ids"])), sum_dtype(self.dtype)
         return torch.stack([x.to(compute).transpose(0, 1) for x in (logits_bsk, ids_bsk)])
@@ -173,14 +188,14 @@ class _Format:
 def _compute(
     trainer: RankTrainer, teacher: RankTrainer, objective: Objective, members: Sequence[PackedDataset], path: Path
 ) -> None:
-    """Write the file of a data set, complete or not at all. Collective."""
+    """Compute the logits of a data set and write their file atomically. Collective."""
     logger.info(f"computing the logits of the teacher for {path}")
     group, stored, first_place = trainer.parallel.world.group, _Format(trainer.config), members[0].first_place
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     assert first_place is not None
 
     def on_first(action: Callable[[], Any]) -> Any:
-        """What the first rank gets of `action`; None on others."""
+        """Run `action` on the first rank and return its result there, None on other ranks. Collective."""
         try:
             return on_all_ranks(lambda: action() if trainer.parallel.world.is_first else None, group)
         except RuntimeError as error:
@@ -189,7 +204,7 @@ def _compute(
 
     def create() -> NDArray[Any]:
         file: NDArray[Any] = np.lib.format.open_memmap(temporary, "w+", stored.row, (members[0].dataset.num_tokens,))
-        if hasattr(os, "posix_fallocate"):  # else a full disk would end this process by a signal
+        if hasattr(os, "posix_fallocate"):  # otherwise a full disk would kill this process with a signal later
             with temporary.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, temporary.stat().st_size)
         return file
@@ -209,28 +224,29 @@ def _compute(
 
 
 def _open(path: Path, row: np.dtype[Any], tokens: int) -> NDArray[Any]:
-    """The rows of a file. Raises ValueError."""
+    """Return the rows of a file as a memory map. Raises ValueError if the file is missing or damaged."""
     try:
         file: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if (file.dtype, file.shape) != (row, (tokens,)):
             raise ValueError(f"it has {file.shape} rows of {file.dtype}")
         return file
     except FileNotFoundError:
-        raise ValueError(f"{path} is on the first rank, and not here; copy it beside the data") from None
+        raise ValueError(f"{path} exists on the first rank, but not here; copy it next to the data") from None
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is damaged ({error}); remove it, or restore it if a run began with it") from None
 
 
 class _Logits:
-    """What the teacher says of a micro-batch: `DistillationLoss.of_reference`, from the files of all data sets.
+    """Function from a micro-batch to the teacher's logits and ids, `[2, s, b, k]`, read from the files.
 
-    `files`: by the place of their first row.
+    `files` holds the rows of each data set by the place of their first row.
     """
 
     def __init__(self, stored: _Format, files: Mapping[int, NDArray[Any]], device: torch.device) -> None:
         self._stored, self._files, self._device = stored, files, device
 
     def __call__(self, batch: Batch) -> Tensor:
+        """Return the stored logits and ids of a micro-batch, `[2, s, b, k]`, on the device."""
         assert batch.places is not None
         places = batch.places.cpu().numpy()
         rows = np.zeros(places.shape, self._stored.row)

@@ -1,10 +1,10 @@
-"""The trainer of a rank: model, gradients, optimizer and pipeline, built once from the config, and the training step.
+"""Trainer of one rank: model, gradients, optimizer and pipeline, built once from the config, and the training step.
 
-A step runs all micro-batches forward and backward through the pipeline, sums gradients over data parallelism, and
-updates the weights. What is minimized and reported is in `megafp8.training.loss`.
+A step runs all micro-batches forward and backward through the pipeline, sums the gradients over data-parallel ranks,
+and updates the weights. `megafp8.training.loss` defines the loss that a step minimizes and reports.
 
-If the loss compares the model with a frozen one, the frozen model's forward passes over all micro-batches come before
-those of the model, through the pipeline as in an evaluation; the last stage keeps their result in `Batch.reference`.
+If the loss compares the model with a frozen model, a step first runs the frozen model forward over all micro-batches,
+through the pipeline as in an evaluation. The last stage keeps the result of each micro-batch in `Batch.reference`.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 """
@@ -61,14 +61,14 @@ logger = logging.getLogger(__name__)
 
 
 class Passes(NamedTuple):
-    """Results of a step's forward and backward passes other than gradients.
+    """Results of a step's forward and backward passes, other than the gradients.
 
     Attributes:
-        report: float64 sums of this rank: `[sum of losses, tokens]`, the same pair for each further loss of the model,
-            the z-loss, and the number of layers without room for all rows of experts. An objective with a loss of its
-            own has its metrics in place of further losses and z-loss.
+        report: Sums over this rank's micro-batches, float64: the sum of losses and the number of tokens, the same pair
+            for each further loss of the model, the z-loss, and the number of layers without room for all expert rows.
+            If the objective has its own loss, its metrics replace the further losses and the z-loss.
         statistics: Records of the FP8 report.
-        amaxes: Amaxes to renew FP8 scales from, where they are maxima over more than this model's ranks.
+        amaxes: Amaxes from which FP8 scales are updated, if they are maxima over more ranks than one model has.
     """
 
     report: Tensor
@@ -77,27 +77,33 @@ class Passes(NamedTuple):
 
 
 class RankTrainer:
-    """Model stages of one rank, with optimizer and pipeline engine. Collective: build it on every rank.
+    """Model stages of one rank, with their optimizer and pipeline engine.
+
+    Construction is collective: every rank must build its trainer.
 
     Args:
-        config: Config of the run, or of a stage of it.
+        config: Config of the run, or of one stage of the run.
         parallel: Process groups.
-        choice: Earlier choice of fp8.auto_filter in this run; None lets it choose now.
-        frozen: Train no weight; the model is only for `references`.
+        choice: Layers that fp8.auto_filter chose earlier in this run; None makes it choose now.
+        frozen: Train no weights; the model only computes `references`.
 
     Attributes:
         loss: The objective's own loss; None for cross-entropy.
-        frozen: Model that the loss compares this one with, with the initial values of its config until
-            `megafp8.training.frozen` loads others; None if there is none, or if it is this model without adapters.
-        compared: Config of the model that each step compares this one with; None without one.
-        known_reference: Function that reads what the frozen model says of a micro-batch, if that was computed before.
+        frozen: Trainer of the frozen model that the loss compares this model with. It has the initial values of its
+            config until `megafp8.training.frozen` loads others. None if the loss compares nothing, or compares this
+            model with itself without adapters.
+        compared: Config of the model that each step compares this model with, or None.
+        known_reference: Function that reads the frozen model's outputs for a micro-batch, if they were precomputed.
         stages: Model stages of this rank, one for each chunk of the pipeline placement.
-        stage_functions: Forward passes of `stages` with the loss, as the pipeline engine calls them.
-        model: All stages.
-        strategy: Data parallelism, which has the parameters and gradients of the stages.
-        expert_load, index_loss, max_attention_logit: Of the latest `train_step`.
-        timeline: Timeline of the step `logging.pipeline_trace_step`, once it is done.
-        fp8_records: FP8 health of all stages in the latest `train_step`, on rank 0, if that step was sampled; else [].
+        stage_functions: Forward passes of `stages` with the loss, in the form that the pipeline engine calls.
+        model: All stages in one module.
+        strategy: Data-parallel strategy, which holds the parameters and gradients of the stages.
+        expert_load: Expert load of the latest `train_step`; None without experts.
+        index_loss: Indexer loss of the latest `train_step`; None without indexers.
+        max_attention_logit: Largest attention logit of the latest `train_step`; None without QK-clip.
+        timeline: Timeline of the step `logging.pipeline_trace_step`, once that step is done.
+        fp8_records: FP8 health of all stages in the latest `train_step`. Empty on ranks other than 0, and if the FP8
+            report did not sample the step.
     """
 
     def __init__(
@@ -192,14 +198,14 @@ class RankTrainer:
             wgrads,
         )
         self.timeline: Timeline | None = None
-        self._room = 0  # documents of a sample
+        self._room = 0  # documents per sample that batches have room for
         self.why_no_graphs = why_not(config, parallel.device.type)
         self.graphs: Graphs | None = None
         if not self.why_no_graphs:
             self.graphs = Graphs(parallel.device)
         for module in self.model.modules():
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.weight.requires_grad:
-                # Each graph has FP8 copies of its own in its memory.
+                # Each graph keeps its own FP8 copies in its memory.
                 module.state.freeze_weight(keep_copies=self.graphs is None)
         other = None if self.loss is None else frozen_config(config)
         self.frozen = None if other is None else RankTrainer(other, parallel, frozen=True)
@@ -209,14 +215,14 @@ class RankTrainer:
         self.known_reference: Callable[[Batch], Tensor] | None = None
 
     def _step_loss(self) -> StepLoss:
-        """Return what a step minimizes and reports."""
+        """Return the loss that a step minimizes and reports."""
         head = self.config.spec.head
         if self.loss is not None:
             return OwnLoss(self.loss)
         return LabelLoss(head.extra_losses, head.extra_losses_factor, self.config.training.z_loss > 0)
 
     def _build_update(self) -> OptimizerStep:
-        """Return the optimizer step, with clipping and reductions."""
+        """Return the optimizer step, including gradient clipping and the reductions of norms."""
         parallel, o, strategy = self.parallel, self.config.optimizer, self.strategy
         measures_layers = self.config.logging.layer_norms_interval > 0
         return OptimizerStep(
@@ -229,7 +235,7 @@ class RankTrainer:
                 width=self.config.spec.width_multiplier,
                 released=strategy.released,
                 masters=strategy.masters,
-                matrix_group=parallel.amax.group,  # all ranks that have parts of this rank's stages
+                matrix_group=parallel.amax.group,  # all ranks that hold shards of this rank's stages
                 outer=self.config.outer is not None,
             ),
             tensor_group=parallel.tensor.group,
@@ -246,7 +252,7 @@ class RankTrainer:
         )
 
     def close(self) -> None:
-        """Free CUDA graphs, which must not outlive the process groups whose communication they hold."""
+        """Free the CUDA graphs. They hold communicators, so free them before destroying the process groups."""
         if self.graphs is not None:
             self.graphs.drop()
 
@@ -269,7 +275,7 @@ class RankTrainer:
         return LoadCollector(routers, layers, self.parallel)
 
     def _sum_of_index_losses(self) -> Tensor:
-        """Return the sum over all layers and tokens of a step, float64 `[1]`. Collective."""
+        """Return the sum of the indexer losses over all layers and tokens of a step, float64 `[1]`. Collective."""
         total = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
         for index_loss in self._index_losses:
             total += index_loss
@@ -283,12 +289,12 @@ class RankTrainer:
 
     @property
     def router_shares(self) -> dict[str, Tensor]:
-        """Choices of the previous step that routers remember (`Router.shares`), by global name."""
+        """Shares of the experts in the previous step's choices (`Router.shares`), by global name."""
         return {name: values for stage in self.stages for name, values in stage.router_shares.items()}
 
     @property
     def loss_scale(self) -> dict[str, Tensor]:
-        """State of the loss scale by name, equal on all ranks; empty without one."""
+        """State of the loss scale by name, equal on all ranks; empty without loss scaling."""
         return {} if self.loss_scaler is None else self.loss_scaler.state_dict()
 
     def learning_rate(self, step: int) -> float:
@@ -296,10 +302,10 @@ class RankTrainer:
         return self.schedule.at(step)
 
     def references(self, batches: Sequence[Batch], loss: ObjectiveLoss) -> list[Tensor]:
-        """Run this model forward and return what `loss` keeps of each micro-batch's output; [] before the last stage.
+        """Run this model forward and return the reference outputs of `loss` for each micro-batch. Collective.
 
-        Runs without gradients or dropout. Collective. `batches`: on the device, with this context-parallel rank's
-        tokens.
+        The passes run without gradients and dropout. Ranks without the last stage return an empty list. `batches` are
+        on the device and hold the tokens of this context-parallel rank.
         """
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
@@ -321,10 +327,10 @@ class RankTrainer:
         return [replace(batch, reference=x) for batch, x in zip(shards, references)] if references else shards
 
     def _total(self, report: Tensor) -> Tensor:
-        """Return the sum of all ranks' reports, `[sum of losses, tokens, ...]` of the global batch. Does not wait.
+        """Return the report of the global batch: the sum of all ranks' reports. Does not wait for the device.
 
-        All ranks of a model take part: on none of them does later work begin before all have finished earlier work,
-        which replayed graphs rely on (`cuda_graphs`).
+        All ranks of a model take part. No rank begins later work before all ranks have finished earlier work, and
+        replayed graphs rely on that (`cuda_graphs`).
         """
         total = report.clone()
         if not self.parallel.tensor.is_first:
@@ -333,7 +339,7 @@ class RankTrainer:
         return all_reduce(total, self.parallel.model.group)
 
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Give batches room for as many documents as any batch so far has had, so that shapes hardly ever change."""
+        """Give batches room for the largest number of documents seen so far, so that shapes rarely change."""
         self._room = max([self._room, *(batch.room for batch in batches)])
         return [batch.with_room(self._room) for batch in batches]
 
@@ -345,9 +351,10 @@ class RankTrainer:
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
     ) -> tuple[BatchLoss, StepResult]:
-        """Run one optimizer step on this rank's micro-batches of the global batch.
+        """Run one optimizer step on this rank's micro-batches of the global batch. Collective.
 
-        On return the update is queued, not done: the next step is queued behind it, so that the device does not idle.
+        On return the update is queued on the device but not done. The next step is queued behind it, so the device does
+        not idle.
 
         Args:
             step: Number of the step, counted from 0.
@@ -359,7 +366,7 @@ class RankTrainer:
             Losses of the global batch, and the result of the update.
         """
         if self._needs_samples:
-            assert all(batch.samples is not None for batch in batches), "dropout is a function of samples' indices"
+            assert all(batch.samples is not None for batch in batches), "dropout is a function of the sample indices"
         batches = self._with_room(batches)
         sampled = self.fp8.begin_step(step + 1)
         activity.enter("forward and backward")
@@ -384,14 +391,14 @@ class RankTrainer:
         before_update: Callable[[], None],
         loss_limit: float | None,
     ) -> tuple[BatchLoss, StepResult]:
-        """Update the weights from the gradients of `passes`, whose results are summed over all ranks: see `train_step`.
+        """Update the weights from the gradients of `passes`, and return the results of `train_step`.
 
-        `sampled`: the FP8 report samples this step.
+        `sampled` is True if the FP8 report samples this step.
         """
         total = self._total(passes.report)
         report = total.to("cpu", non_blocking=True)  # complete once the update has waited for the norm
         scale = self.nominal_tokens / total[1].clamp(min=1) if self._varies(batches) else None
-        if self.graphs is not None and self.load_collector is not None:  # what is not finite is skipped
+        if self.graphs is not None and self.load_collector is not None:  # a NaN scale makes the update skip the step
             scale = torch.where(total[-1] > 0, torch.nan, 1.0 if scale is None else scale)
         if loss_limit is not None:
             spikes = total[0] > loss_limit * total[1].clamp(min=1)
@@ -421,11 +428,11 @@ class RankTrainer:
         return self._loss.mean(report.tolist()[:-1]), result
 
     def _varies(self, batches: Sequence[Batch]) -> bool:
-        """Return whether the number of tokens of a global batch may be another than the nominal one."""
+        """Return whether the number of tokens in a global batch may differ from the nominal number."""
         return batches[0].loss_mask is not None
 
     def _plan_of(self, batches: Sequence[Batch]) -> PipelinePlan:
-        """Return the plan of a pipeline with this number of micro-batches."""
+        """Return the plan of the pipeline for the number of micro-batches in `batches`."""
         if len(batches) not in self._plans:
             self._plans[len(batches)] = plan_pipeline(self.config, len(batches))
         return self._plans[len(batches)]
@@ -438,15 +445,18 @@ class RankTrainer:
         return not (self.graphs is None or self.fp8.calibrating or self._is_traced(step))
 
     def _begin_eager(self, step: int) -> Stopwatch | None:
-        """Free the graphs, as two steps' activations may not fit; return the stopwatch of the step that is traced."""
+        """Free the graphs before an eager step, and return a stopwatch if the step is traced.
+
+        The activations of a graph and the activations of an eager step may not fit into memory together.
+        """
         if self.graphs is not None:
             self.graphs.drop()
         return Stopwatch(self.parallel.pipeline, self.parallel.device) if self._is_traced(step) else None
 
     def _replay(self, batches: Sequence[Batch], sampled: bool, before_capture: Callable[[], None]) -> Passes:
-        """Replay a step's passes from their CUDA graph, which is captured first if there is none."""
+        """Replay the passes of a step from their CUDA graph, after capturing the graph if it does not exist yet."""
         assert self.graphs is not None
-        self.strategy.invalidate()  # a graph gathers in every replay, so it must when it is captured
+        self.strategy.invalidate()  # a graph gathers weights in every replay, so the capture must gather them too
         return self.graphs.run(
             "sampled step" if sampled else "step",
             self.run_passes,
@@ -457,39 +467,43 @@ class RankTrainer:
         )
 
     def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
-        """Run the passes of `step`, counted from 0, without a sum over data parallelism and without an update.
+        """Run the passes of `step`, counted from 0, but do not reduce the gradients and do not update the weights.
 
-        Returns this rank's report and the flat gradients of its micro-batches, which stay in the buffer. Leaves
-        FP8 scaling as it was. Not with FSDP, which sums them in the backward pass.
+        FP8 scaling stays unchanged. FSDP is not supported, because it reduces gradients in the backward pass.
+
+        Returns:
+            This rank's report, and the flat gradients of its micro-batches, which stay in the buffer.
         """
         if self.graphs is not None:
-            self.graphs.drop()  # two steps' activations may not fit
+            self.graphs.drop()  # activations of a graph and of an eager step may not fit together
         self.fp8.begin_step(step + 1)
         passes = self.run_passes(self._to_device(self._with_room(batches)), reduce=False)
         self.fp8.discard_step()
         return passes.report, self.strategy.gradients
 
     def _exceeded(self, report: Tensor) -> bool:
-        """Return whether a replayed graph had no room for all rows of experts, and drop all graphs if so.
+        """Return whether a replayed graph had no room for all rows of its experts, and drop all graphs if so.
 
-        `report`: on the host.
+        `report` is on the host.
         """
         if not report[-1]:
             return False
         assert self.graphs is not None
-        logger.info("CUDA graphs: experts had more rows than there was room for; computed again, with room for more")
+        logger.info(
+            "CUDA graphs: experts had more rows than the graph has room for; the step is computed again with more room"
+        )
         self.graphs.restart()
         return True
 
     def run_passes(
         self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
     ) -> Passes:
-        """Zero the gradients, run all micro-batches forward and backward, and sum over data parallelism. Collective.
+        """Zero the gradients, run all micro-batches, and reduce over data-parallel ranks. Collective.
 
         Args:
             batches: Micro-batches `[b, s]` of this data-parallel rank, on the device.
-            stopwatch: Times every action of the pipeline.
-            reduce: Sum gradients over data parallelism.
+            stopwatch: Stopwatch that times every action of the pipeline, or None.
+            reduce: Whether to sum the gradients over data-parallel ranks.
         """
         shards = self._with_reference(self._own_tokens(batches))
         self._begin_passes()
@@ -508,7 +522,7 @@ class RankTrainer:
         return Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 
     def _begin_passes(self) -> None:
-        """Forget the gradients and counts of the step before."""
+        """Zero the gradients and counters of the previous step."""
         self.strategy.clear()
         self.row_bound.exceeded.zero_()
         if self.load_collector is not None:
@@ -519,10 +533,12 @@ class RankTrainer:
             self.qk_clip.zero()
 
     def _set_auxiliary_loss_grad(self, batches: Sequence[Batch]) -> None:
-        """Undo in the gradients of auxiliary losses what all gradients are multiplied by, and apply the loss scale.
+        """Set the gradient of auxiliary losses so that the step's later gradient scaling cancels out.
 
-        These losses are means over all tokens, but where masks leave out some, the step multiplies its gradients by
-        nominal / true tokens. `batches`: this data-parallel rank's, whole. Collective over data parallelism with masks.
+        Auxiliary losses are means over all tokens. If masks leave out some tokens, the step multiplies all gradients by
+        nominal / true tokens, so auxiliary losses get the inverse factor. In fp16 they also get the loss scale.
+        `batches` are the whole micro-batches of this data-parallel rank. With masks, this is a collective over
+        data-parallel ranks.
         """
         grad = self.auxiliary_loss_grad
         if not self._has_auxiliary_loss:
@@ -532,23 +548,26 @@ class RankTrainer:
         if masks:
             counted = torch.stack([self._loss.count(batch) for batch in batches]).sum()
             grad *= all_reduce(counted, self.parallel.data.group).clamp(min=1) / self.nominal_tokens
-            grad *= self.num_microbatches / len(batches)  # sampled texts may fill fewer
+            grad *= self.num_microbatches / len(batches)  # sampled texts may fill fewer micro-batches
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
         return [batch.to(self.parallel.device) for batch in batches]
 
     def own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the tokens of this context-parallel rank of micro-batches, on the device."""
+        """Copy micro-batches to the device and return the tokens of this context-parallel rank."""
         return self._own_tokens(self._to_device(self._with_room(batches)))
 
     def _own_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the tokens of this context-parallel rank, with the labels of all depths."""
+        """Return the tokens of this context-parallel rank, with the labels of all multi-token prediction depths."""
         context, cuts = self.parallel.context, self._cuts_documents
         later = (batch.with_later_labels(self._label_depths) for batch in batches)
         return [batch.shard(context.rank, context.size, cuts_documents=cuts) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """Return the report of this rank's micro-batches, float64; zeros for all losses if no stage has a loss."""
+        """Return the sum of this rank's reports, float64, and the count of layers that lack room for expert rows.
+
+        All losses are zero if no stage of this rank computes the loss.
+        """
         total = torch.zeros(self._loss.report_size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
@@ -556,9 +575,9 @@ class RankTrainer:
         return total
 
     def _gather_fp8_records(self, statistics: Statistics) -> list[Fp8Record]:
-        """Return the records of this step: of all stages on rank 0, none elsewhere."""
+        """Return the FP8 records of this step: records of all stages on rank 0, an empty list on other ranks."""
         assert self.fp8.recorder is not None
-        self.fp8.recorder.observed = statistics  # of the graph that was replayed, else its own
+        self.fp8.recorder.observed = statistics  # a replayed graph has its own statistics
         own_records, parallel = self.fp8.recorder.end_step(), self.parallel
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
             return []
@@ -567,13 +586,13 @@ class RankTrainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> BatchLoss:
-        """Return the loss of a global batch without training or dropout; FP8 statistics stay as they are."""
+        """Return the loss of a global batch, computed without dropout. FP8 statistics stay unchanged. Collective."""
         batches = [replace(batch, samples=None) for batch in batches]
         if self.graphs is None or self.fp8.calibrating:
             report = self._forward_only(self._to_device(batches))
         else:
             self.strategy.wait()  # a graph cannot wait for a gather that began outside it
-            self.fp8.forget_weights()  # a graph makes FP8 copies of its own, and leaves them in its memory
+            self.fp8.forget_weights()  # a graph makes its own FP8 copies and leaves them in its memory
             report = self.graphs.run(
                 "evaluation", self._forward_only, self._with_room(batches), capturing=self.row_bound.fixed
             )
@@ -582,7 +601,7 @@ class RankTrainer:
         return self.evaluate(batches) if self._exceeded(total) else self._loss.mean(total.tolist()[:-1])
 
     def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
-        """Run forward passes and return this rank's report; batches `[b, s]` are on the device."""
+        """Run all micro-batches `[b, s]`, which are on the device, forward only, and return this rank's report."""
         self.row_bound.exceeded.zero_()
         self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]

@@ -37,9 +37,10 @@ _PROBE_BYTES = 1 << 16
 
 
 def validate(config: Config, world_size: int, source: str) -> RunInputs:
-    """Open the inputs of a run that passed `check_layout`, and check all else. Raises ValueError.
+    """Open the inputs of a run that passed `check_layout`, and do all other checks before a run.
 
-    With `deterministic`, switches this process to deterministic algorithms.
+    With `deterministic`, this also switches the process to deterministic algorithms. Raises ValueError if a check
+    fails.
     """
     if config.device != "cpu":
         set_cuda_environment()  # before CUDA is used
@@ -59,7 +60,7 @@ def validate(config: Config, world_size: int, source: str) -> RunInputs:
 
 
 def _check_streams(inputs: RunInputs, world_size: int, source: str) -> None:
-    """Raise ConfigError if ranks would not have the same canonical streams in each step."""
+    """Raise ConfigError if a rank would not read the same canonical streams in each step."""
     if inputs.positions is not None:
         problems = [*canonical_streams_problem(inputs.config, world_size, inputs.positions.canonical_streams)]
         if problems:
@@ -67,7 +68,10 @@ def _check_streams(inputs: RunInputs, world_size: int, source: str) -> None:
 
 
 def newest_step(config: Config) -> int:
-    """The step of the newest checkpoint that the run will resume from; 0 without one. Raises ValueError."""
+    """Return the step of the checkpoint that the run will resume from, or 0 without one.
+
+    Raises ValueError if all checkpoints are damaged.
+    """
     folder = checkpoint_folder(run_folder(config), config.checkpoint.folder)
     reader = newest_readable(folder) if config.checkpoint.resume else None
     return 0 if reader is None else int(reader.metadata["step"])
@@ -76,9 +80,10 @@ def newest_step(config: Config) -> int:
 def _check_later_stages(
     inputs: RunInputs, reader: CheckpointReader | None, world_size: int, device: str, source: str
 ) -> None:
-    """Raise ValueError if a stage that is to come cannot begin after the one before it.
+    """Raise ValueError if a later stage cannot begin after the stage before it.
 
-    `inputs`: of the present stage, which resumes from `reader`. Data sets are opened and go on where they will be then.
+    The data sets of each stage are opened and moved to their positions at the beginning of the stage. `inputs` belong
+    to the present stage, which resumes from `reader`.
     """
     history = History()
     if reader is not None:
@@ -101,7 +106,7 @@ def _check_later_stages(
 
 
 def choose_device(config: Config) -> str:
-    """`cuda` or `cpu`; raises ConfigError if the config needs CUDA and there is none."""
+    """Return the device type, `cuda` or `cpu`. Raises ConfigError if the config needs CUDA and there is none."""
     has_cuda = torch.cuda.is_available()
     needs_cuda = (
         ("device", config.device, config.device == "cuda", "device=cpu or device=auto"),
@@ -122,12 +127,15 @@ def choose_device(config: Config) -> str:
 
 
 def run_folder(config: Config) -> Path:
-    """The folder with all files of a run."""
+    """Return the folder with all files of a run."""
     return Path(config.run_dir) / config.name
 
 
 def check_run(inputs: RunInputs) -> CheckpointReader | None:
-    """Raise ValueError if the run cannot train, or would damage an earlier run. Returns what it resumes from."""
+    """Check that the run can train and will not damage an earlier run; return the checkpoint that it resumes from.
+
+    Raises ValueError if a check fails. Returns None for a new run.
+    """
     config, folder = inputs.config, run_folder(inputs.config)
     needed = (
         ("wandb_project", "wandb", install_command("wandb")),
@@ -162,7 +170,7 @@ def check_run(inputs: RunInputs) -> CheckpointReader | None:
     if config.checkpoint.memory_interval:
         memory, key = memory_folder(config), config.checkpoint.memory_folder
         if "$" in str(memory) or not memory.is_absolute():
-            rule = f"it is no absolute path on this node: {memory}"
+            rule = f"it is not an absolute path on this node: {memory}"
             raise ConfigError("config", [Problem("checkpoint.memory_folder", key, rule, "try /dev/shm")])
         works = "name a folder in the memory of each node, such as /dev/shm"
         _check_writable(memory, "checkpoint.memory_folder", key, "checkpoints cannot be written to", works)
@@ -170,7 +178,7 @@ def check_run(inputs: RunInputs) -> CheckpointReader | None:
 
 
 def _check_replicas(inputs: RunInputs) -> None:
-    """Raise ValueError if this process cannot be of one of the replicas that the config asks for."""
+    """Raise ValueError if the config sets replicas and this process cannot be part of one."""
     replicas = inputs.config.resilience.replicas
     if replicas is None:
         return
@@ -179,14 +187,14 @@ def _check_replicas(inputs: RunInputs) -> None:
         works = f"run {install_command('replicas')}, or leave it out"
         raise ConfigError("config", [Problem(key, value, "torchft is not installed", works)])
     if inputs.positions is not None:
-        rule = "text is packed while it is read, at positions that only the ranks which have read it know"
+        rule = "text is packed while it is read, and only the ranks that read it know the positions"
         works = "pack it first (megafp8 preprocess), or leave resilience.replicas out"
         raise ConfigError("config", [Problem("data.train", list(inputs.config.data.train), rule, works)])
     own_place(inputs.config)
 
 
 def check_writable(config: Config, folder: Path) -> None:
-    """Create `folder`, for checkpoints, and write to it; raises ConfigError of run_dir if that fails."""
+    """Create `folder` for checkpoints and write to it. Raises ConfigError about run_dir if that fails."""
     works = "set run_dir to a folder that this user may write to, on a disk with space for checkpoints"
     _check_writable(folder, "run_dir", config.run_dir, "the run cannot write to", works)
 

@@ -1,7 +1,8 @@
-"""A digest of a model's weights that is the same in any layout.
+"""Digest of a model's weights that does not depend on the layout.
 
-Of each tensor the sum of its elements' bits, each times an odd number of its place, modulo 2⁶⁴. So the sum of a tensor
-is that of its rectangles' sums, wherever these are.
+Each element's bits, read as an integer, are multiplied by an odd number that depends on the element's place in the
+global tensor: 2 · place + 1. The sum of a tensor is the sum of these products modulo 2⁶⁴. The sum of a tensor is
+therefore the sum over its rectangles, whichever ranks hold them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from megafp8.training.state import weights
 from megafp8.training.trainer import RankTrainer
 
 Sums = dict[tuple[str, Shape, Shape], int]
-"""By name, offset and shape of a rectangle."""
+"""Sums of rectangles by name, offset and shape."""
 
 
 def weights_digest(trainer: RankTrainer) -> str:
-    """SHA-256 of the names and sums of all weights, in training.precision. Collective."""
+    """Return the SHA-256 digest of the names and sums of all weights in training.precision. Collective."""
     dtype, group = DTYPES[trainer.config.training.precision], trainer.parallel.world.group
     return _digest(sums_of_bits(weights(trainer), dtype), group)
 
@@ -37,7 +38,10 @@ def weights_digest(trainer: RankTrainer) -> str:
 def source_digest(
     source: CheckpointSource, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None
 ) -> str:
-    """`weights_digest` of the weights of `source`, of which each rank reads some, one after the other. Collective."""
+    """Return the digest that `weights_digest` would give for the weights of `source` in `dtype`. Collective.
+
+    The ranks share the work. Each rank reads its tensors one after the other.
+    """
     sums: Sums = {}
     names = sorted(name for name in source.tensors if name.startswith("model."))
     for name in names[rank(group) :: size(group)]:
@@ -56,7 +60,7 @@ def _digest(sums: Sums, group: ProcessGroup | None) -> str:
 
 
 def sums_of_bits(tensors: Mapping[str, Rectangles], dtype: torch.dtype) -> Sums:
-    """`_sum_of_bits` of each rectangle, by name, offset and shape; of floating-point values in `dtype`."""
+    """Return the sum of each rectangle by name, offset and shape. Floating-point values are converted to `dtype`."""
     return {
         (name, offset, tuple(view.shape)): _sum_of_bits(
             view.to(dtype) if view.is_floating_point() else view, offset, tensor.global_shape
@@ -68,11 +72,11 @@ def sums_of_bits(tensors: Mapping[str, Rectangles], dtype: torch.dtype) -> Sums:
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS = 2**24
-"""Elements of a tensor whose places are in memory at a time."""
+"""Number of elements processed at a time, which limits the memory for their places."""
 
 
 def _sum_of_bits(x: Tensor, offset: Shape, global_shape: Shape) -> int:
-    """Sum of the bits of a rectangle at `offset` of a tensor, each element's times an odd number of its place."""
+    """Return the weighted sum of the bits of a rectangle at `offset` in a tensor (see the module's docstring)."""
     if x.dim() == 0:
         x, offset, global_shape = x.view(1), (0,), (1,)
     strides = [math.prod(global_shape[i + 1 :]) for i in range(x.dim())]

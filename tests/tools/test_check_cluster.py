@@ -106,7 +106,7 @@ def test_what_to_run_next() -> None:
 
 
 FAULTS = {
-    "version": ({"versions": {"torch": "1.0"}}, "versions", "fail", "torch is 1.0 of rank 3 on "),
+    "version": ({"versions": {"torch": "1.0"}}, "versions", "fail", "torch is 1.0 on rank 3 on "),
     "open files": ({"limits": {"open files": 1024}}, "limits", "fail", "1024 open files of rank 3 on "),
     "shared memory": ({"limits": {"/dev/shm": 1 << 26}}, "limits", "warn", "/dev/shm has 64 MiB free for rank 3"),
     "slow GPU": ({"speed": 1e-5}, "GEMMs", "fail", "rank 3 on "),

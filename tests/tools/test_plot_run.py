@@ -146,7 +146,7 @@ def test_numbers_of_the_page_are_those_of_the_metrics(made: tuple[list[dict[str,
     assert heat["Norm of gradients, before clipping"]["rows"] == list(LAYERS)
     assert heat["Norm of gradients, before clipping"]["steps"] == [10, 32, 40]
     assert heat["Norm of gradients, before clipping"]["values"] == [[-2, -1, -2], *[[-2, None, -2]] * 3]
-    assert heat["Norm of updates, divided by that of weights"]["values"] == [[-3, None, -3]] * 4
+    assert heat["Norm of updates, divided by norm of weights"]["values"] == [[-3, None, -3]] * 4
     assert run["axis"]["tokens"] == [r["tokens"] for r in kept]
     assert run["axis"]["hours"] == pytest.approx([(r["step"] + (10 if r["step"] < 21 else 300)) / 3600 for r in kept])
 
@@ -164,7 +164,7 @@ def test_events_goodput_and_texts(made: tuple[list[dict[str, Any]], Path]) -> No
         == "stage long: fp8.recipe delayed -> current; stages unset -> [{'begin': 20, 'name': 'long', 'overrides': {}}]"
     )
     assert texts[4] == "saved: 1.2 s"
-    assert texts[6] == "steps 31 to 32 skipped: gradients not finite"
+    assert texts[6] == "steps 31 to 32 skipped: gradients not finite, or a loss spike"
     assert run["events"][5]["time"] == "2026-01-31T12:05:00"
     assert run["trouble"] == ["[2026-01-31 12:00:26] rank 3: ERROR: connection lost"]
     assert run["samples"] == [{"step": 20, "prompt": "def", "text": HOSTILE}]

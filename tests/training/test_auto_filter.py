@@ -271,7 +271,7 @@ def test_measured_on_a_cpu_and_resumed(world2: World, tmp_path: Path, quickstart
     kinds = ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")
     folder = tmp_path / yaml.safe_load(CONFIG.read_text())["name"]
     lines: list[str] = []
-    for steps, said in ((1, "is measured to be 0."), (2, "as they have in this run so far")):
+    for steps, said in ((1, "is measured to be 0."), (2, "as in this run so far")):
         overrides = [
             *SMALL, *quickstart_data.overrides, *ONE_RANK, f"run_dir={tmp_path}", "fp8.auto_filter=measured",
             f"training.steps={steps}", "optimizer.warmup_steps=0",

@@ -155,9 +155,9 @@ QKV = "model.layers.1.attention.q.weight + model.layers.1.attention.k.weight + m
 EXPERTS = "model." + " + ".join(f"layers.1.mlp.experts.{e}.down.weight" for e in range(4))
 FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the message says of it
     "dp4": [
-        (2, "model.layers.0.mlp.down.weight", 77, "nan", f"rank 2 on {HOST}: other than ranks 0, 1, 3 in "),
-        (0, "model.final_norm.weight", 5, "0", f"rank 0 on {HOST}: other than ranks 1, 2, 3 in "),
-        (3, "optimizer.exp_avg_sq.final_norm.weight", 63, "7", f"rank 3 on {HOST}: other than ranks 0, 1, 2 in "),
+        (2, "model.layers.0.mlp.down.weight", 77, "nan", f"rank 2 on {HOST}: different from ranks 0, 1, 3 in "),
+        (0, "model.final_norm.weight", 5, "0", f"rank 0 on {HOST}: different from ranks 1, 2, 3 in "),
+        (3, "optimizer.exp_avg_sq.final_norm.weight", 63, "7", f"rank 3 on {HOST}: different from ranks 0, 1, 2 in "),
     ],
     "tp2-sp-gpt2": [
         (1, "model.layers.1.attention_norm.bias", 0, "3", "rank 0 on {h}, rank 1 on {h}: no majority "),
@@ -169,16 +169,16 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
     ],
     "pp2-v-tied": [(0, "model.embedding.word.weight", 100, "5", "rank 0 on {h}, rank 0 on {h} (last stage): no ")],
     "tp2-dp2-zero-delayed": [  # four ranks hold it: a majority, though each group has two
-        (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: other than ranks 1, 2 in "),
-        (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: other than ranks 0, 3 in "),
+        (3, "model.final_norm.weight", 3, "2", "rank 3 on {h}: different from ranks 1, 2 in "),
+        (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: different from ranks 0, 3 in "),
     ],
     "dp4-hsdp-param-gather": [  # ranks 0 and 2 hold the upper halves
         (2, "optimizer.exp_avg.layers.0.mlp.down.weight[0, 0]", 700, "2", "rank 0 on {h}, rank 2 on {h}: no majority "),
-        (1, "fp8.layers.0.mlp.down.input.scale", 0, "0", "rank 1 on {h}: other than ranks 0, 2, 3 in "),
+        (1, "fp8.layers.0.mlp.down.input.scale", 0, "0", "rank 1 on {h}: different from ranks 0, 2, 3 in "),
     ],
     "tp2-dp2-ep2-experts": [  # ranks 0 and 2, and 1 and 3, hold the same experts
         (2, EXPERTS, 4000, "nan", "rank 0 on {h}, rank 2 on {h}: no majority "),
-        (3, "model.layers.1.mlp.router.bias", 2, "0", "rank 3 on {h}: other than ranks 1, 2 in "),
+        (3, "model.layers.1.mlp.router.bias", 2, "0", "rank 3 on {h}: different from ranks 1, 2 in "),
     ],
     "dp2-fp16": [(1, "loss_scale.growth_tracker", 0, "0", "rank 0 on {h}, rank 1 on {h}: no majority ")],
     "dp2-zero-param-gather": [
@@ -197,6 +197,6 @@ def test_a_fault_on_one_rank_is_found_and_its_rank_named(world4: World, case: st
         assert len(messages) == len(faults)
         for message, (_, name, _, _, expected) in zip(messages, faults):
             first, verdict, *_ = message.splitlines()
-            assert first == "after step 1 ranks hold different bits of tensors that must be equal on all of them."
+            assert first == "after step 1 ranks hold different bits of tensors that must be equal on all ranks."
             assert verdict.startswith(expected.format(h=HOST)), message
             assert verdict.endswith(f" {name}."), message

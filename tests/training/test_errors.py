@@ -211,7 +211,7 @@ def test_a_host_with_too_many_open_files_is_told_from_the_limit_of_a_process(
     for one in (cause, error):
         assert raising(one) == FAILED
         printed = capsys.readouterr().err
-        assert "the host has as many open files as it allows" in printed
+        assert "the host has reached its limit of open files" in printed
         assert "this process may open" not in printed
 
 

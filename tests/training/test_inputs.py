@@ -257,7 +257,7 @@ def test_one_data_set_under_two_paths_is_one(tmp_path: Path) -> None:
     then = open_inputs(config({one: 0.5, str(tmp_path / "link"): 0.25}, tmp_path / "cache"), "test")
     assert [(entry.prefix, entry.weight) for entry in then.progress.active] == [(one, 0.75)]
     table = describe_data(then.config, then.data_sets, then.progress, {}, 40)
-    assert f"{tmp_path}/link has the same files as {one}: they are one data set, of both weights" in table
+    assert f"{tmp_path}/link has the same files as {one}: they are one data set, with the sum of both weights" in table
     assert resume(then, 40, config({str(tmp_path / "link"): 1.0}, tmp_path / "cache"))[1] == []
 
 
@@ -358,7 +358,7 @@ def test_a_checkpoint_without_a_data_record_continues(tmp_path: Path) -> None:
         assert f"{b} removed after" in changes[-1]
         back, _ = resume(fewer, 501, config({b: 1.0, a: 1.0}, cache))
         assert counts(back, 501) == [500 - given, given + 1]
-        with pytest.raises(ConfigError, match=rf"data\.train = '{c}'.*its {b} is not listed any more.*list it as {b}"):
+        with pytest.raises(ConfigError, match=rf"data\.train = '{c}'.*its {b} is no longer listed.*list it as {b}"):
             open_inputs(config([a, c], cache), "test").resumed(about)
         with pytest.raises(ConfigError, match=r"data\.split = '80,20'.* set data.split=90,10"):
             open_inputs(config(listed, cache, split="80,20"), "test").resumed(about)
@@ -412,7 +412,7 @@ def test_a_list_weighs_by_size(tmp_path: Path) -> None:
         assert len(inputs.train.datasets) == 2
 
     text, _, merged = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40).rpartition("\n")
-    assert merged == f"{tmp_path}/copy is a copy of {a}: they are one data set, of both weights"
+    assert merged == f"{tmp_path}/copy is a copy of {a}: they are one data set, with the sum of both weights"
     _, *rows = [line.split() for line in text.splitlines()]
     assert [row[0] for row in rows] == [a, b, a, b]
     share = 2 * tokens[0] / (2 * tokens[0] + tokens[1])
@@ -515,7 +515,7 @@ def test_ranks_that_would_read_other_data_are_named(world2: World, tmp_path: Pat
         return str(one)
 
     host = socket.gethostname()
-    there = f"is not on rank 1 ({host}) what it is on rank 0 ({host}); copy the data sets"
+    there = f"differs on rank 1 ({host}) from rank 0 ({host}); copy the data sets"
     assert said(folders[1], ["a", "b"]) == ""
     assert f"would not train on the same data: a {there}" in said(folders[2], ["a", "b"])
     assert f": the order of the data sets {there}" in said(folders[1], ["b", "a"])

@@ -111,9 +111,9 @@ def test_a_faulty_rank_ends_the_job_before_it_is_saved(
     answers = world2.run(_jobs, [job], {kind: {5: 1}})
     ((message,), (other,)) = answers
     assert message == other
-    assert message.startswith("after step 6 ranks hold different bits of tensors that must be equal on all of them.")
+    assert message.startswith("after step 6 ranks hold different bits of tensors that must be equal on all ranks.")
     host = socket.gethostname()
-    assert f"rank 0 on {host}, rank 1 on {host}: no majority of them agrees on model.{name}." in message
+    assert f"rank 0 on {host}, rank 1 on {host}: no majority agrees on model.{name}." in message
     run = tmp_path / "quickstart"
     assert saved(run) == [4]
     assert log_of(run)[-len(message.splitlines()) :] == ("ERROR: " + message).splitlines()
@@ -137,7 +137,7 @@ def test_skipped_steps_are_logged_and_replace_no_checkpoint(
         "step      8/10 ... validation x",
         "WARNING: step     10/10 ... SKIPPED: gradients not finite",
     ]
-    assert "WARNING: step 6 was skipped and is not saved; the next step that is not skipped is" in lines
+    assert "WARNING: step 6 was skipped and is not saved; the next step that is not skipped will be" in lines
     assert [re.search(r"step_0*(\d+)", line).group(1) for line in lines if line.startswith("saved ")] == [
         "3", "8", "9", "10",
     ]  # type: ignore[union-attr]  # fmt: skip
@@ -197,7 +197,7 @@ def test_stopped_early_and_continued_is_one_run(world2: World, tmp_path: Path, q
         assert [r[key] for r in found[:10]] == [r[key] for r in expected], key
     assert {r["learning_rate"] for r in found[10:]} == {2e-4}  # the config's min_learning_rate
     lines = log_of(runs[1])
-    assert sum(line.startswith("stopped after step 6 of 10, as training.stop_after says; ") for line in lines) == 1
+    assert sum(line.startswith("stopped after step 6 of 10 because of training.stop_after; ") for line in lines) == 1
     assert lines.count("resumed from step 6") == lines.count("resumed from step 10") == 1
     for record in expected:
         assert 0 < record["data_seconds"] < record["step_seconds"]

@@ -43,7 +43,7 @@ def test_facts_are_variables_and_json_and_never_part_of_the_command(tmp_path: Pa
     ("command", "said"),
     [
         ("echo no such channel >&2; exit 3", "resilience.notify, for finish: exit code 3: no such channel"),
-        ("sleep 60 & sleep 60", "resilience.notify, for finish: ended after 0.3 s without an end of its own"),
+        ("sleep 60 & sleep 60", "resilience.notify, for finish: killed after 0.3 s, because it did not end"),
         ("/no/such/program", "exit code 127"),
         ("exec <&-; true", ""),
     ],

@@ -115,7 +115,7 @@ def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     second.close()
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings == [
-        f"logging.metrics_port = {first.port}: Address already in use; metrics are not served, training goes on"
+        f"logging.metrics_port = {first.port}: Address already in use; training continues without this server"
     ]
     assert "first" in get(first)
     first.close()

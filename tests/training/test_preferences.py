@@ -341,8 +341,8 @@ def test_a_run_does_not_resume_with_another_reference(world2: World, tmp_path: P
         world2.run(_job, [*overrides, *stop], ranks=1)
     (path,) = tmp_path.glob("pairs.reference-*.npz")
     path.unlink()
-    world2.run(_refused, precomputed, "is missing, or of other data: the run began with", ranks=1)
-    world2.run(_refused, [*live, "data.dpo.reference=precomputed"], "is missing, or of other data", ranks=1)
+    world2.run(_refused, precomputed, "is missing, or belongs to other data: the run began with", ranks=1)
+    world2.run(_refused, [*live, "data.dpo.reference=precomputed"], "is missing, or belongs to other data", ranks=1)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     tensors[sorted(tensors)[0]] = tensors[sorted(tensors)[0]] + 1e-3

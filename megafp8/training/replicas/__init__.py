@@ -1,8 +1,9 @@
-"""A training job as one of several replicas: whole copies of the model that may leave and rejoin
-(`megafp8.parallel.replicas`).
+"""Training job as one of several replicas, which are whole copies of the model that may leave and rejoin.
 
-job           the training loop, which forms a quorum before each step
-trainer       the training step, which combines gradients with the other replicas
-membership    this replica's place, the state that a peer copies, the check that all replicas hold the same
-rounds        steps between outer steps, for replicas that are joined by slow links
+`megafp8.parallel.replicas` has the communication between replicas. The modules here are:
+
+job           training loop, which forms a quorum before each step
+trainer       training step, which combines gradients with the other replicas
+membership    place of this replica, state that a peer copies, and the check that all replicas hold the same state
+rounds        steps between outer steps, for replicas connected by slow links
 """

@@ -1,4 +1,4 @@
-"""The training loop of one of several replicas: a quorum before each step, or before each round of steps."""
+"""Training loop of one of several replicas, with a quorum before each step or before each round of steps."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ from megafp8.training.state import checkpoint_folder, metadata_of
 logger = logging.getLogger(__name__)
 
 _LOOP_STATE = ("skipped_in_a_row", "save_postponed", "saved_step")
-"""Attributes of a `Job` that a replica which rejoins takes over from a peer."""
+"""Attributes of a `Job` that a rejoining replica copies from a peer, in addition to `step`."""
 
 
 class ReplicaJob(Job):
-    """The training loop of one replica. Collective: build it on every rank of the replica.
+    """Training loop of one replica.
+
+    Construction is collective: every rank of the replica must build its job.
 
     Attributes:
-        membership: This replica's part in the quorum and in exchanges.
+        membership: Membership of this replica in quorums and exchanges.
         rounds: Rounds between outer steps; None if replicas exchange gradients in each step.
         writes: Whether this replica writes the checkpoints.
     """
@@ -79,7 +81,7 @@ class ReplicaJob(Job):
         return ReplicaTrainer(self.config, self.parallel, self.membership.exchange)
 
     def _begin(self, reader: CheckpointReader | None, memory: NodeMemory | None) -> None:
-        # Or later: `_enter` asks the other replicas, one of which may be saving now.
+        # A preliminary value: `_enter` asks the other replicas, and one of them may be saving a newer step now.
         self.step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), self.parallel.world.group)
 
     @contextlib.contextmanager
@@ -101,28 +103,25 @@ class ReplicaJob(Job):
     def _is_done(self) -> bool:
         try:
             return self._has_done_all()
-        except StopAsked:  # there are too few replicas to go on
+        except StopAsked:  # there are too few replicas to continue
             self._save(ends=True)
             self.stopped = True
             return True
 
     def _has_done_all(self) -> bool:
-        """Begin the next quorum, unless a round is running, and return whether its members have done all steps.
-
-        Collective.
-        """
+        """Begin the next quorum unless a round is running, and return whether all steps are done. Collective."""
         if self.rounds is not None and self.rounds.running:
             return False
         quorum = self.membership.begin(self.step) if self.entered else self._enter()
         self.entered = True
-        if self.rounds is not None and self.rounds.running:  # copied from a replica at the end of its round
+        if self.rounds is not None and self.rounds.running:  # the state was copied from a peer at the end of its round
             self._end_round()
             return self._has_done_all()
-        while self.step >= self.last_step and quorum.sources:  # somebody still copies the state
+        while self.step >= self.last_step and quorum.sources:  # a replica still copies the state
             self.membership.wait_copied()
             quorum = self.membership.begin(self.step)
         self._choose_writer(quorum)
-        if self.step >= self.last_step and self.writes:  # the writer before may have been lost while it saved this step
+        if self.step >= self.last_step and self.writes:  # the previous writer may have been lost while saving this step
             self.saved_step = on_rank0(lambda: newest_on_disk(self.config, self.run_folder), self.parallel.world.group)
             self._save(ends=True)
         if self.rounds is not None and self.step < self.last_step:
@@ -130,9 +129,9 @@ class ReplicaJob(Job):
         return self.step >= self.last_step
 
     def _enter(self) -> Quorum:
-        """Take part in the first quorum: copy the state of replicas that train, or begin with a checkpoint as all do.
+        """Join the first quorum: copy the state of training replicas, or load a checkpoint if all replicas start.
 
-        Collective over all replicas that begin.
+        This is collective over all replicas that start together.
         """
         membership, r, began = self.membership, self.replicas, time.monotonic()
         quorum = membership.begin(NEW)
@@ -151,7 +150,10 @@ class ReplicaJob(Job):
         return membership.begin(self.step)
 
     def _training_batches(self) -> Iterator[list[Batch]]:
-        """Yield this replica's share of the batch of each step to come: none in steps in which it has no state."""
+        """Yield this replica's share of the micro-batches of each following step.
+
+        The share is empty in a step in which the replica still copies the state of a peer.
+        """
         share, position = None, -1
         stream: Iterator[list[Batch]] = iter(())
         while True:
@@ -163,7 +165,7 @@ class ReplicaJob(Job):
             count = micro_batches(self.replicas, count, members)
             if self.consumed_samples != position or share != share_of(count, members, rank):
                 share, position = share_of(count, members, rank), self.consumed_samples
-                # In this process: members change at any step, and new ones would take seconds to start.
+                # Read in this process: members may change at any step, and loader processes take seconds to start.
                 stream = self.inputs.batches(
                     self.inputs.train, self.parallel, self.consumed_samples, self.spikes.position_of, 0, share
                 )
@@ -171,7 +173,7 @@ class ReplicaJob(Job):
             yield next(stream)
 
     def _do_step(self, after_step: Callable[[int], None]) -> None:
-        with contextlib.suppress(ReplicaLost):  # the step does not count, and is done again by the next quorum
+        with contextlib.suppress(ReplicaLost):  # the step does not count; the next quorum repeats it
             super()._do_step(after_step)
 
     def _one_step(self) -> StepMetrics:
@@ -190,17 +192,17 @@ class ReplicaJob(Job):
         return samples, ranks * members
 
     def _wait_copied(self) -> None:
-        if self.rounds is not None:  # in each step, the exchange has waited
+        if self.rounds is not None:  # without rounds, the exchange of the step has already waited
             self.membership.wait_copied()
         super()._wait_copied()
 
     @property
     def _in_round(self) -> bool:
-        """Whether this replica has trained by itself since the latest outer step."""
+        """Whether this replica has trained steps since the latest outer step."""
         return self.rounds is not None and self.rounds.running and self.step > self.rounds.start
 
     def _end_round(self) -> None:
-        """Make the outer step, with the other replicas. Collective."""
+        """Do the outer step with the other replicas, and choose the writer of checkpoints. Collective."""
         assert self.rounds is not None
         self.rounds.finish()
         self._choose_writer(self.membership.quorum)
@@ -212,7 +214,7 @@ class ReplicaJob(Job):
     # --- the state that a peer copies ---------------------------------------------------------------------------------
 
     def _as_metadata(self) -> dict[str, Any]:
-        """Return what a peer must know of this replica's state in addition to its tensors. Collective."""
+        """Return the state that a peer needs in addition to the tensors: progress, counters and round. Collective."""
         data, metadata = self._records()
         saved = metadata_of(self.trainer, self.step, self.inputs.fingerprint, data, self.history, metadata)
         loop = {name: getattr(self, name) for name in ("step", *_LOOP_STATE)}
@@ -220,7 +222,7 @@ class ReplicaJob(Job):
         return {"saved": saved | {"step": self.step}, "updates": updates, "loop": loop, "round": rounds}
 
     def _restore(self, metadata: Mapping[str, Any]) -> None:
-        """Go on with the state of a peer, whose tensors have been received. Collective."""
+        """Continue with the state of a peer, after its tensors have been received. Collective."""
         mark_state_received(self.trainer, metadata["updates"])
         for name, value in metadata["loop"].items():
             setattr(self, name, value)
@@ -231,12 +233,12 @@ class ReplicaJob(Job):
     # --- checkpoints, which one replica writes ------------------------------------------------------------------------
 
     def _choose_writer(self, quorum: Quorum) -> None:
-        """Begin to write checkpoints if `quorum` says so, or cease to. Collective over this replica."""
+        """Start or stop writing checkpoints according to `quorum`. Collective over this replica."""
         writes = quorum.writer == quorum.rank
         if writes == self.writes:
             return
         self.writes = writes
-        if not writes:  # it was lost for a while
+        if not writes:  # this replica was lost for a while, and another replica has replaced it
             self._cease_to_write()
             return
         folder = checkpoint_folder(self.run_folder, self.config.checkpoint.folder)
@@ -251,15 +253,16 @@ class ReplicaJob(Job):
         return super()._open_saver() if self.writes else None
 
     def _cease_to_write(self) -> None:
-        """Leave the folder of checkpoints to another replica."""
+        """Stop writing checkpoints, because another replica writes them now."""
         self.writes, self.savers, self.saver = False, [], None
-        with contextlib.suppress(RuntimeError):  # the folder is another replica's by now
+        with contextlib.suppress(RuntimeError):  # another replica holds the lock of the folder now
             self.writing.close()
 
     def _unless_replaced(self, write: Callable[[], None]) -> None:
-        """Write checkpoints; if that fails because another replica does so by now, cease to. Collective.
+        """Call `write`. If it fails because another replica writes the checkpoints now, stop writing. Collective.
 
-        Others replace this replica without its knowledge if the lighthouse was lost, too, and heard of them first.
+        Other replicas can replace this replica without its knowledge if the lighthouse was lost too and heard from the
+        other replicas first after its restart.
         """
         try:
             write()
@@ -279,5 +282,5 @@ class ReplicaJob(Job):
             self.saved_step = self.step
 
     def _write(self, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> AnyPath:
-        with self.lock.busy():  # the others may go on without this replica
+        with self.lock.busy():  # the other replicas may continue without this replica and choose another writer
             return super()._write(data, metadata)

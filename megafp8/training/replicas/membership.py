@@ -1,7 +1,8 @@
-"""A training job as one of several replicas: its state as peers copy it, the check that all hold the same, its place.
+"""Training job as one of several replicas: its place, the state that peers copy, and the check that all are equal.
 
-What a replica holds besides the tensors of its ranks is what a checkpoint's metadata has, and some counters of the
-training loop. A replica that has copied both from a peer goes on as if it had trained all steps itself.
+The state of a replica consists of the tensors of its ranks, the metadata that a checkpoint would have, and some
+counters of the training loop. A replica that has copied this state from a peer continues as if it had trained all steps
+itself.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from megafp8.training.trainer import RankTrainer
 
 
 def own_place(config: Config) -> ReplicaEndpoint | None:
-    """The place of this process among the replicas that `config` asks for; None where it asks for none.
+    """Return the endpoint of this process among the replicas of `config`, or None without replicas.
 
-    Raises ValueError where the environment does not say.
+    Raises ValueError if the environment variables do not define the endpoint.
     """
     replicas = config.resilience.replicas
     return None if replicas is None else place_of(os.environ, replicas.count)
 
 
 def check_shares(config: Config, micro_batches: int) -> None:
-    """Raise ConfigError if a share of the `micro_batches` of a rank's batch cannot run through the pipeline.
+    """Raise ConfigError if the pipeline cannot run a replica's share of the `micro_batches` of a rank.
 
-    Whatever replicas may be lost: those of any number of them from `min` to `count`.
+    Checks the shares for every number of replicas from `resilience.replicas.min` to `count`.
     """
     r = config.resilience.replicas
     if r is None:
@@ -59,13 +60,13 @@ def check_shares(config: Config, micro_batches: int) -> None:
 
 
 def log_folder(config: Config, run: Path) -> Path:
-    """Return the folder of this process's log and metrics: the folder of the run, or of the replica below it."""
+    """Return the folder of this process's log and metrics: the run folder, or the replica's folder inside it."""
     place = own_place(config)
     return run if place is None else run / f"replica-{place.replica}"
 
 
 def state_tensors(trainer: ReplicaTrainer) -> StateTensors:
-    """Return all tensors that a peer of this rank must have to continue as this rank does. Collective."""
+    """Return all tensors that a peer of this rank needs to continue exactly as this rank does. Collective."""
     trainer.strategy.wait()
     state = rank_state(trainer)
     recorded = [x.values for x in state if x.name.startswith("fp8.")]
@@ -74,22 +75,27 @@ def state_tensors(trainer: ReplicaTrainer) -> StateTensors:
 
 
 def mark_state_received(trainer: RankTrainer, updates: int) -> None:
-    """Forget what was derived from the state, since `state_tensors` now hold a peer's, after so many updates."""
+    """Invalidate values derived from the state, after `state_tensors` have received the state of a peer.
+
+    `updates` is the number of optimizer steps of the peer.
+    """
     trainer.optimizer.step_count = updates
     trainer.fp8.invalidate_weights()
     trainer.strategy.invalidate()
 
 
 def micro_batches(replicas: ReplicasConfig, count: int, members: int) -> int:
-    """Return how many of a data-parallel rank's `count` micro-batches `members` replicas share."""
+    """Return the number of micro-batches, out of a data-parallel rank's `count`, that `members` replicas share."""
     return count // replicas.count * members if replicas.batch == "shrink" else count
 
 
 def check_peers(trainer: ReplicaTrainer, membership: Membership, step: int) -> None:
-    """Compare the state after `step` steps bit for bit with the state of all members of the quorum. Collective.
+    """Compare the state after `step` steps bitwise with the state of all members of the quorum. Collective.
 
-    Raises StateDiffers on the ranks of replicas that hold other bits than the majority, so that these are started
-    anew and copy it; on all of them where there is no majority. Raises ReplicaLost where a replica does not answer.
+    Raises:
+        StateDiffers: On the ranks of replicas that differ from the majority, or on all replicas if there is no
+            majority. These replicas are then restarted and copy the state of another replica.
+        ReplicaLost: If a replica does not answer.
     """
     trainer.strategy.wait()
     state = compared_state(trainer)
@@ -111,24 +117,25 @@ def check_peers(trainer: ReplicaTrainer, membership: Membership, step: int) -> N
         others = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise StateDiffers(
             f"after step {step} replica {members[rank].index} on {socket.gethostname()} holds other bits than most of "
-            f"the {len(members)} replicas in {', '.join(names[:3])}{others} of rank {', '.join(map(str, ranks))}. This "
-            "state is given up: the replica is started anew and copies that of another. The cause may be a faulty GPU, "
+            f"the {len(members)} replicas in {', '.join(names[:3])}{others} on rank {', '.join(map(str, ranks))}. This "
+            "state is discarded: the replica restarts and copies the state of another. The cause may be a faulty GPU, "
             "memory or link: test that host (nvidia-smi -q -d ECC; dcgmi diag -r 3)"
         )
 
 
 _EQUAL_BETWEEN_ROUNDS = ("model.", "optimizer.master.", f"optimizer.{OUTER_MOMENTUM}.")
-"""What replicas with outer steps have in common: weights and outer state."""
+"""Prefixes of the tensors that replicas with outer steps have in common: weights and outer state."""
 
 
 class PeerCheck(Observer):
-    """Run `check_peers` every `interval` steps, and before the checkpoints of every `save_interval` steps."""
+    """Observer that runs `check_peers` every `interval` steps, and before the checkpoint at every `save_interval`."""
 
     def __init__(self, trainer: ReplicaTrainer, membership: Membership, interval: int, save_interval: int) -> None:
         self._trainer, self._membership = trainer, membership
         self._intervals = [x for x in (interval, save_interval) if x]
 
     def write(self, metrics: StepMetrics, records: Sequence[Fp8Record] = ()) -> None:
+        """Compare the replicas if a check is due. Collective over all replicas."""
         if any(metrics.step % interval == 0 for interval in self._intervals):
-            with suppress(ReplicaLost):  # the step is done; the members of the next one are others
+            with suppress(ReplicaLost):  # the step is done; the next quorum has other members
                 check_peers(self._trainer, self._membership, metrics.step)

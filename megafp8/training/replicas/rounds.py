@@ -1,13 +1,13 @@
-"""Rounds of a replica joined to others by slow links: steps by itself, then an outer step with the others.
+"""Rounds of replicas connected by slow links: each replica trains steps alone, then all do an outer step together.
 
-The members of a round are those of the quorum that is asked for before its first step. A replica that has joined copies
-the state of another before it, and trains in the round as all do. After the last step the members exchange weights. If
-one is lost before or meanwhile, the others ask for a new quorum and exchange again without it: its samples of the round
-have trained nothing, and no step is repeated. A replica that joins in that quorum copies the state of one that has
-trained, with the start of its round, takes part in the exchange without weights of its own, and has the result.
+The quorum before the first step of a round determines its members. A replica that joins copies the state of another
+replica before this step, and trains in the round like all others. After the last step the members exchange weights. If
+a member is lost during the round or the exchange, the others form a new quorum and exchange again without it. The lost
+member's samples of the round then have no effect, and no step is repeated. A replica that joins in the new quorum
+copies the state of a replica that has trained, including the start of its round. It takes part in the exchange without
+contributing weights, and receives the result.
 
-Weights and outer momentum are equal in all replicas between rounds. Moments, FP8 state and the loss scale are each
-replica's own.
+Weights and outer momentum are equal in all replicas between rounds. Moments, FP8 state and the loss scale differ.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """The rounds of this replica's training. Collective over its ranks.
+    """Rounds of this replica's training. All methods are collective over the replica's ranks.
 
-    Attributes: `start`: number of steps before the round. `running`: the round has its members, and has not ended; if
-    it is false, the next one has not begun.
+    Attributes:
+        start: Number of steps before the round.
+        running: Whether the round has begun and has not ended. Between two rounds this is False.
     """
 
     def __init__(
@@ -40,25 +41,25 @@ class Rounds:
         self._trainer, self._outer, self._membership = trainer, trainer.outer, membership
         self._replicas, self._inner_steps = replicas, outer.inner_steps
         self._last_step = 0
-        self._members: dict[str, tuple[int, int]] = {}  # of a round that this replica has trained: see `begin`
+        self._members: dict[str, tuple[int, int]] = {}  # index and samples per step by id; empty after a copied state
         self.start, self.running = 0, False
 
     @property
     def end(self) -> int:
-        """Number of steps after the round, which the last step of the run ends early."""
+        """Number of steps after the round. The last step of the run ends a round early."""
         return min((self.start // self._inner_steps + 1) * self._inner_steps, self._last_step)
 
     def state(self) -> Sequence[Any]:
-        """Return what a replica that copies this one's state must know of its round."""
+        """Return the state of the round, for a replica that copies this replica's state."""
         return [self.start, self.running, self._last_step]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Take over the `state` of a peer."""
+        """Continue with the `state` of a peer's round."""
         self.start, self.running, self._last_step = state
         self._members = {}
 
     def begin(self, step: int, last_step: int) -> None:
-        """Begin the round after `step` steps of `last_step`, with all members of the latest quorum."""
+        """Begin the round after `step` steps with all members of the latest quorum. The run ends at `last_step`."""
         quorum = self._membership.quorum = self._membership.quorum.after_copies()
         self.start, self.running, self._last_step = step, True, last_step
         self._outer.begin()
@@ -68,11 +69,14 @@ class Rounds:
         self._members = {
             member.id: (member.index, len(share(shared, count, rank)) * samples)
             for rank, member in enumerate(quorum.members)
-        }  # index and samples of a step
+        }  # index and number of samples per step
 
     def finish(self) -> None:
-        """The outer step after the last step of the round. Another round may have begun when this returns: where the
-        others have made the outer step without this replica, it copies their state and goes on with them."""
+        """Do the outer step after the last step of the round.
+
+        If the others have done the outer step without this replica, it copies their state and continues with them. In
+        this case the next round may have begun on return.
+        """
         membership, outer = self._membership, self._outer
         while self.running:
             quorum = membership.quorum
@@ -91,7 +95,7 @@ class Rounds:
             self._log_lost({quorum.members[rank].id for rank in quorum.trainers})
             self.start, self.running = self.end, False
             if self._trainer.config.training.consistency_check_interval:
-                with suppress(ReplicaLost):  # the members of the next round are others
+                with suppress(ReplicaLost):  # the next quorum has other members
                     check_peers(self._trainer, membership, self.start)
 
     def _log_lost(self, trained: set[str]) -> None:
@@ -100,6 +104,6 @@ class Rounds:
             indices = ", ".join(str(index) for index, _ in lost)
             samples = (self.end - self.start) * sum(samples for _, samples in lost)
             logger.warning(
-                f"steps {self.start + 1} to {self.end}: the outer step is without replica {indices}, which was lost; "
-                f"the {samples} samples of its share have trained nothing"
+                f"steps {self.start + 1} to {self.end}: the outer step does not include replica {indices}, which was "
+                f"lost; the {samples} samples of its share had no effect"
             )

@@ -1,7 +1,7 @@
-"""The trainer of one of several replicas, which trains on its share of each global batch.
+"""Trainer of one of several replicas, which trains on its share of each global batch.
 
-Replicas exchange the gradients of each step, or with outer steps their weights after a round of steps. With outer steps
-each replica trains by itself: its losses and tokens are the losses and tokens of its share.
+Replicas exchange gradients in each step, or weights after a round of steps (outer steps). With outer steps each replica
+trains alone, and its losses and tokens are the losses and tokens of its share.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from megafp8.training.loss import BatchLoss
 from megafp8.training.trainer import Passes, RankTrainer
 
 Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""Sums the first tensors and maximizes the others over all replicas of the model, in place. Raises where one is lost;
-then their values are undefined."""
+"""Function that sums the first tensors and takes the maximum of the second tensors over all replicas, in place.
+
+It raises an error if a replica is lost; the values of the tensors are then undefined.
+"""
 
 
 class ReplicaTrainer(RankTrainer):
-    """Trainer of a rank of one replica. Collective: build it on every rank of the replica.
+    """Trainer of one rank of a replica.
+
+    Construction is collective: every rank of the replica must build its trainer.
 
     Args:
         config: Config of the run.
         parallel: Process groups of the replica.
-        exchange: Combines a step with the other replicas; not called with outer steps, in which a replica is alone.
+        exchange: Function that combines tensors of a step with the other replicas. Not called with outer steps.
 
     Attributes:
         outer: Outer steps; None if replicas exchange gradients in each step.
@@ -53,15 +57,15 @@ class ReplicaTrainer(RankTrainer):
         before_update: Callable[[], None] = lambda: None,
         loss_limit: float | None = None,
     ) -> tuple[BatchLoss, StepResult]:
-        """Run one optimizer step on this replica's share of the global batch, with the other replicas.
+        """Run one optimizer step on this replica's share of the global batch, together with the other replicas.
 
-        See `RankTrainer.train_step`. There are no `batches` while a peer sends this replica its state
-        (`Membership.begin`).
+        Arguments and results are described at `RankTrainer.train_step`. `batches` is empty while a peer sends its state
+        to this replica (`Membership.begin`).
         """
         if self._has_auxiliary_loss and any(batch.loss_mask is not None for batch in batches):
             raise ValueError(
-                "resilience.replicas: auxiliary losses of experts are divided by the number of tokens that count in "
-                "the global batch, which no replica knows before the backward pass where masks leave out some; set "
+                "resilience.replicas: auxiliary losses of experts are divided by the number of unmasked tokens in "
+                "the global batch, which no replica knows before the backward pass if masks leave out tokens; set "
                 "model.moe.aux_loss=0 and balance by moe.bias_update_rate, or train on all tokens"
             )
         if batches:
@@ -84,13 +88,13 @@ class ReplicaTrainer(RankTrainer):
         return super()._finish_step(step, batches, passes, **options)
 
     def _varies(self, batches: Sequence[Batch]) -> bool:
-        # Replicas may train on fewer samples than the batch has, and one without samples must scale as the others do.
+        # Replicas may train on fewer samples than the batch has. A replica without samples must scale like the others.
         return True
 
     def _combined(self, passes: Passes) -> Passes:
-        """Combine what the passes of all replicas have left, in place.
+        """Combine gradients, reports and statistics of the passes over all replicas, in place.
 
-        Nothing else has been changed when this raises; then the step may be begun again.
+        If this raises an error, nothing else has been changed, and the step can be repeated.
         """
         amaxes = self.fp8.newest_amaxes()
         counts = [passes.report, *self._index_losses]

@@ -1,7 +1,7 @@
-"""Faults that a run injects into itself, for tests: `resilience.inject` in the config.
+"""Faults that a run injects into itself for tests (`resilience.inject`).
 
-Each happens once in a run, also if the job is restarted: `faults/<number>.json` in the run folder says that it has, and
-when. Kinds are described at `config.FaultConfig`.
+Each fault happens once in a run, even if the job is restarted: `faults/<number>.json` in the run folder records that
+the fault has happened, and when. `config.FaultConfig` describes the kinds of faults.
 """
 
 from __future__ import annotations
@@ -31,21 +31,28 @@ from megafp8.training.trainer import RankTrainer
 
 FOLDER = "faults"
 _LARGEST_FILLER = 1 << 30
-_FILE_LIMIT = 16384  # bytes; messages are shorter, checkpoints are longer
+_FILE_LIMIT = 16384  # bytes; messages are smaller, checkpoints are larger
 
 
 class Faults(Observer):
-    """The faults of this rank in the run in folder `run`."""
+    """Observer that injects the faults of this rank.
+
+    Args:
+        run: Run folder.
+        faults: All faults of the config.
+        trainer: Trainer of this rank.
+        rank: Global rank.
+        memory: Folder of this node's checkpoints in memory, or None.
+    """
 
     def __init__(
         self, run: Path, faults: Sequence[FaultConfig], trainer: RankTrainer, rank: int, memory: Path | None = None
     ) -> None:
-        """`memory`: the folder of this node's checkpoints in memory."""
         self._run, self._trainer, self._memory = run, trainer, memory
         self._own = [(i, fault) for i, fault in enumerate(faults) if fault.rank == rank]
 
     def happens(self, kind: str, step: int) -> bool:
-        """Whether the fault `kind` happens in `step`, counted from 1; it is then recorded as done."""
+        """Return whether the fault `kind` happens in `step`, counted from 1, and record it as done if so."""
         return any(fault.kind == kind and fault.step == step and self._begins(i, fault) for i, fault in self._own)
 
     def _begins(self, number: int, fault: FaultConfig) -> bool:
@@ -59,7 +66,7 @@ class Faults(Observer):
         return True
 
     def before_step(self, step: int) -> None:
-        """Faults of the process."""
+        """Inject faults of the process, such as a kill, a full disk or a damaged checkpoint."""
         if not self._own:
             return
         for kind, act in _PROCESS_FAULTS.items():
@@ -74,7 +81,7 @@ class Faults(Observer):
         if self.happens("damage_checkpoint", step):
             folders = [x for x in (checkpoint_folder(self._run), self._memory) if isinstance(x, Path)]
             while any(list(folder.glob(".step_*.incomplete")) for folder in folders):
-                time.sleep(0.05)  # what is being saved would be newer
+                time.sleep(0.05)  # wait, because a running save would become the newest checkpoint
             newest = latest(checkpoint_folder(self._run))
             assert isinstance(newest, Path), "there is no checkpoint to damage"
             in_memory = None if self._memory is None else latest(self._memory)
@@ -88,7 +95,7 @@ class Faults(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def before_passes(self, step: int, batches: list[Batch]) -> list[Batch]:
-        """Labels that no text has in the fault loss_spike."""
+        """Inject nan_gradient and loss_spike. For loss_spike, return micro-batches with meaningless labels."""
         if self._own and self.happens("nan_gradient", step):
             self._spoil_gradient()
         if not self._own or not self.happens("loss_spike", step):
@@ -96,25 +103,26 @@ class Faults(Observer):
         return [replace(batch, labels=torch.zeros_like(batch.labels)) for batch in batches]
 
     def _spoil_gradient(self) -> None:
-        """The first gradient that is added up next on this rank is NaN."""
+        """Make the first gradient of the next accumulation on this rank NaN."""
         strategy, clear = self._trainer.strategy, self._trainer.strategy.clear
 
         def clear_and_spoil() -> None:
             clear()
-            strategy.complete()  # gradients are added to what is there from here on
+            strategy.complete()  # later gradients are added to the buffer instead of overwriting it
             strategy.owned[0][0] = torch.nan
             strategy.clear = clear  # type: ignore[method-assign]
 
         strategy.clear = clear_and_spoil  # type: ignore[method-assign]
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        """Inject the fault flip_weight: flip a bit of a weight after the update."""
         if self._own and self.happens("flip_weight", step):
             self._trainer.strategy.wait()
             flip_bit(self._trainer.strategy.params[0].detach())
         return {}
 
     def in_recomputed(self, step: int) -> None:
-        """Between the second computation of `step` and its comparison."""
+        """Inject the fault flip_gradient, after the second computation of `step` and before the comparison."""
         if self._own and self.happens("flip_gradient", step):
             flip_bit(self._trainer.strategy.owned[0])
 
@@ -125,20 +133,20 @@ def flip_bit(x: torch.Tensor) -> None:
 
 
 def fill_disk(folder: Path, free_bytes: int) -> Path:
-    """Make a file in `folder` that takes all space of its disk but `free_bytes`; returns its path."""
+    """Create a file in `folder` that leaves only `free_bytes` of its disk free, and return the file's path."""
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     assert free < _LARGEST_FILLER, f"{free:,} bytes are free in {folder}: not a small disk made for tests"
     path = folder / "filler"
     with path.open("wb") as file:
         while free > free_bytes:
-            with contextlib.suppress(OSError):  # other ranks have written since
+            with contextlib.suppress(OSError):  # other ranks may have written in the meantime
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size + free - free_bytes)
             free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     return path
 
 
 def _remove_later(path: Path, seconds: float) -> None:
-    """Remove a file after `seconds`, even if this process has ended by then."""
+    """Remove a file after `seconds`, even if this process has ended before."""
     subprocess.Popen(["sh", "-c", f'sleep {seconds}; rm -f "$0"', str(path)], start_new_session=True)
 
 

@@ -1,19 +1,20 @@
-"""Watches a rank for progress; ends the job with a message that names the rank at fault if there is none.
+"""Hang watch: end the job with a message that names the rank at fault if a rank makes no progress.
 
-Problem: if one rank stops, hangs or leaves a collective out, all others wait in collectives, whose time limit ends all
-of them with the same error. Which rank is at fault, and where it is, is lost with the processes.
+Problem: if one rank stops, hangs or leaves out a collective, all other ranks wait in collectives until the time limit
+of the collectives ends them all with the same error. The ended processes no longer show which rank was at fault, and
+where it was.
 
 Idea: on each rank a thread looks at the marks of `parallel.activity`. After `seconds` without a mark it creates the
-folder `hangs/<launch>/` in the run folder and writes its report there: step, section, calls begun and waited for, and
-the stacks of all threads, and what torch's flight recorder has. The threads of the other ranks see the folder and write
-theirs. Once all reports are there, or some have not come in time, the lowest rank that has reported writes the verdict
-(`verdict.decide`), and all ranks exit with code HUNG, so that the agent restarts the job. A rank that cannot report is
-thereby named.
+folder `hangs/<launch>/` in the run folder and writes a report there: step, section, calls begun and waited for, the
+stacks of all threads, and the record of torch's flight recorder. The threads of the other ranks see the folder and
+write their reports. When all reports have arrived, or the time to wait is over, the lowest rank with a report writes
+the verdict (`verdict.decide`), and all ranks exit with code HUNG, so that the agent restarts the job. The verdict also
+names ranks that could not report.
 
-While training goes on nothing is sent or written, so a run of any number of ranks costs each of them one look at a
-counter and at one path a poll. The run folder must be shared by all hosts, as it must for checkpoints.
+While training makes progress, nothing is sent or written. The cost on each rank is a look at a counter and at a path
+per poll, for any number of ranks. All hosts must share the run folder, as they must for checkpoints.
 
-A whole job that is suspended and continued is not taken for a hang: time counts only while the thread runs.
+A job that is suspended as a whole and continued later does not count as a hang: time counts only while the thread runs.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from megafp8.training.resilience.verdict import CollectiveCall, ProcessLocation,
 FOLDER = "hangs"
 VERDICT_FILE = "verdict.txt"
 ELSEWHERE = 0.9
-"""Part of timeout_seconds that a rank may spend without progress outside of steps, and in its first one."""
+"""Fraction of timeout_seconds that a rank may spend without progress outside of steps, and in its first step."""
 LONG_SECTIONS = frozenset({"start", "evaluation", "save", "rewind", "profile"})
-"""Sections in which ranks may wait long for one that reads, writes or evaluates."""
+"""Sections in which ranks may wait long for a rank that reads, writes or evaluates."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent.parent)
 
 
@@ -60,8 +61,10 @@ def progress_watched(
     """Record this process's activity, and end the job if it makes no progress for `config.hang_seconds`. Collective.
 
     Args:
+        config: Config of the run.
         run: Folder for the reports of a hang.
-        write_error: Writes the message of a hang to the log.
+        parallel: Process groups.
+        write_error: Function that writes the message of a hang to the log.
     """
     with activity.recorded() as record:
         if not config.hang_seconds:
@@ -80,23 +83,33 @@ def progress_watched(
 
 
 class StepMarks(Observer):
-    """Marks the steps of the training loop in the record of this process's activity."""
+    """Observer that marks the steps of the training loop in the record of this process's activity."""
 
     def before_step(self, step: int) -> None:
+        """Mark the beginning of `step`."""
         activity.begin_step(step)
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        """Mark the beginning of the section after the step."""
         activity.enter("after the step")
         return {}
 
 
 class HangWatch:
-    """A thread that ends this process if it makes no progress. Collective; a context manager, entered on every rank.
+    """Context manager that runs a thread, which ends this process if the process makes no progress.
 
-    `seconds`: time without progress within a step after which the job is ended. Elsewhere, as in evaluations, saves,
-    the first step and all that comes before it, it is `seconds_elsewhere`, and only time in which this rank waits in a
-    collective or for data counts: a large save or a long evaluation in which no rank waits for another is no hang.
-    `record`: writes the message to the log. `end`: ends the process.
+    Construction is collective: every rank must build its watch and enter it.
+
+    Args:
+        run: Folder for the reports of a hang.
+        parallel: Process groups.
+        activity: Record of this process's activity.
+        seconds: Time without progress within a step after which the job is ended.
+        seconds_elsewhere: The same limit outside of steps, as in evaluations and saves, and in the first step and
+            before it. There, time counts only while this rank waits in a collective or for data: a large save or a long
+            evaluation in which no rank waits for another is not a hang.
+        record: Function that writes the message to the log.
+        end: Function that ends the process with an exit code.
     """
 
     def __init__(
@@ -134,12 +147,12 @@ class HangWatch:
 
     def _within_step(self) -> bool:
         activity = self._activity
-        # The first step of a process compiles and connects.
+        # The first step of a process compiles kernels and opens connections, so it may take long.
         is_warm = activity.first_step is not None and activity.step > activity.first_step
         return is_warm and activity.section not in LONG_SECTIONS
 
     def _waits(self) -> bool:
-        """Return whether this rank waits for others, for the device or for data."""
+        """Return whether this rank waits for other ranks, for the device or for data."""
         activity = self._activity
         return bool(activity.waits() or activity.device_waits) or activity.section == "data"
 
@@ -160,7 +173,7 @@ class HangWatch:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write_report(idle)
             message = self._message(self._wait_for_reports())
-        except OSError as error:  # the disk may be why there is no progress
+        except OSError as error:  # a faulty disk may be the reason for the hang
             message = f"no progress for {idle:.0f} s, and {self._folder} cannot be written: {error}"
         if self._rank == 0:
             self._record(message)
@@ -172,11 +185,11 @@ class HangWatch:
         with name.with_suffix(".stacks.txt").open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         replace_text(name.with_suffix(".json"), json.dumps(asdict(self.report(idle))))
-        with suppress(Exception):  # whatever is wrong with it, the job must end
+        with suppress(Exception):  # the job must end even if the flight recorder fails
             write_collectives(self._folder, self._rank)
 
     def report(self, idle: float) -> Report:
-        """What this rank is doing."""
+        """Return a report of this rank's present activity, after `idle` seconds without progress."""
         activity = self._activity
         calls = activity.calls()
         waits = [
@@ -202,7 +215,7 @@ class HangWatch:
         )
 
     def _wait_for_reports(self) -> dict[int, Report]:
-        """The reports of all ranks or, after several polls, those that are there."""
+        """Return the reports of all ranks by rank, or after a time limit only the reports that have arrived."""
         deadline = time.monotonic() + 2 * self._interval + min(5.0, self._seconds)
         while True:
             reports = {}
@@ -214,7 +227,7 @@ class HangWatch:
             time.sleep(min(0.2, self._interval))
 
     def _message(self, reports: Mapping[int, Report]) -> str:
-        """The verdict, which the lowest rank that has reported writes."""
+        """Return the verdict. The lowest rank with a report decides it and writes it to a file for the others."""
         path = self._folder / VERDICT_FILE
         if self._rank == min(reports):
             self._print_stacks([rank for rank in range(len(self._places)) if rank not in reports])
@@ -229,7 +242,10 @@ class HangWatch:
         return decide(reports, self._places, str(self._folder)).message
 
     def _print_stacks(self, silent: Sequence[int]) -> None:
-        """Let ranks on this host print their stacks on stderr (`errors.run_and_report`), even if Python is blocked."""
+        """Make the ranks `silent` on this host print their stacks on stderr, even if Python is blocked.
+
+        `errors.run_and_report` installs the signal handler for this.
+        """
         for rank in silent:
             if self._places[rank].host == socket.gethostname():
                 with suppress(OSError):
@@ -244,7 +260,7 @@ def _report_of(fields: dict[str, object]) -> Report:
 
 
 def _process_state(pid: int) -> str:
-    """The state of a process of this host as Linux names it, e.g. `T (stopped)`; `gone` if there is none."""
+    """Return the state of a process on this host as Linux names it, such as `T (stopped)`, or `gone` if it ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -253,7 +269,7 @@ def _process_state(pid: int) -> str:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost line of this package in a stack, as `training/job.py:12 in run`."""
+    """Return the innermost line of this package in a stack, such as `training/job.py:12 in run`."""
     innermost = frame
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,11 +1,11 @@
-"""Checkpoints in the memory of nodes (`checkpoint.memory_interval`): whose they are, and which one a run resumes from.
+"""Checkpoints in the memory of nodes (`checkpoint.memory_interval`): owner, and choice of the one to resume from.
 
-`node_memory.json` in the run folder names the job and a random token, which is in the name of the folder on each node.
-An attempt of the same job, as its agent restarts it, keeps the token; any other start has another one, so it never
-loads what an earlier job has left. The job is known by TORCHELASTIC_RUN_ID.
+`node_memory.json` in the run folder holds the job's id and a random token. The folder on each node has the token in its
+name. When the agent restarts a job, the new attempt keeps the token. Any other start has a new token, so it never loads
+the checkpoints of an earlier job. TORCHELASTIC_RUN_ID identifies the job.
 
-A checkpoint from before a rewind is not loaded either: samples that the run leaves out are in its metadata, and in the
-run folder as soon as the run is rewound.
+Checkpoints in memory from before a rewind are not loaded either. The ranges of samples that a run leaves out are in a
+checkpoint's metadata, and in the run folder as soon as the run is rewound; both must be equal.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 def memory_folder(config: Config) -> Path:
-    """`checkpoint.memory_folder` on this node."""
+    """Return `checkpoint.memory_folder` on this node, with environment variables expanded."""
     return Path(os.path.expandvars(config.checkpoint.memory_folder))
 
 
 def open_memory(config: Config, run: Path, parallel: ParallelState, *, first: bool) -> NodeMemory | None:
-    """The memory of the nodes for the run in folder `run`; None without `checkpoint.memory_interval`. Collective.
+    """Return the checkpoint storage in the nodes' memory, or None without `checkpoint.memory_interval`. Collective.
 
-    `first`: this is the first stage of the process.
+    Args:
+        config: Config of the run.
+        run: Run folder.
+        parallel: Process groups.
+        first: Whether this is the first stage of the process.
     """
     if not config.checkpoint.memory_interval:
         return None
@@ -51,12 +55,12 @@ def open_memory(config: Config, run: Path, parallel: ParallelState, *, first: bo
 
 
 def folder_name(run: Path) -> str:
-    """A name of the run folder `run`, without the separators of a path."""
+    """Return a name for the run folder `run` without path separators: a hash of the absolute path."""
     return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
 
 
 def _token(run: Path, keeps: bool) -> str:
-    """The token of this job; `keeps`: that of an earlier attempt."""
+    """Return the token of this job. If `keeps` is True, keep the token of an earlier attempt of the same job."""
     file, job = run / FILE_NAME, os.environ.get("TORCHELASTIC_RUN_ID", "none")
     token = _known_token(file, job) if keeps and job != "none" else None
     if token is None:
@@ -66,7 +70,7 @@ def _token(run: Path, keeps: bool) -> str:
 
 
 def _known_token(file: Path, job: str) -> Any:
-    """The token in `file` if it is of the same job; None where there is none, or it is damaged."""
+    """Return the token in `file` if it belongs to `job`, or None if there is no such token or the file is damaged."""
     try:
         known = parse_json(file.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -75,16 +79,16 @@ def _known_token(file: Path, job: str) -> Any:
 
 
 def newest_on_disk(config: Config, run: Path) -> int:
-    """The step of the newest checkpoint of `run` on disk or in object storage; 0 without one."""
+    """Return the step of the newest checkpoint of `run` on disk or in object storage, or 0 without checkpoints."""
     return max((step for step, _ in complete_checkpoints(checkpoint_folder(run, config.checkpoint.folder))), default=0)
 
 
 def find_newest(
     config: Config, run: Path, parallel: ParallelState, fingerprint: str | None, memory: NodeMemory | None
 ) -> CheckpointReader | None:
-    """The newest checkpoint of `run` in `memory` or on disk, or None if there is none. Collective.
+    """Open the newest checkpoint of `run` in `memory` or on disk; return None if there is none. Collective.
 
-    See `find_checkpoint`, which opens that on disk.
+    `find_checkpoint` opens checkpoints on disk and describes the errors.
     """
     if memory is None:
         return find_checkpoint(config, run, parallel, fingerprint)
@@ -99,7 +103,7 @@ def find_newest(
     if newest is None:
         newest = find_checkpoint(config, run, parallel, fingerprint)
         step = 0 if newest is None else int(newest.metadata["step"])
-        newer = memory.find(step + 1, accepts) if step < listed else None  # that on disk was damaged
+        newer = memory.find(step + 1, accepts) if step < listed else None  # newer ones on disk were damaged
         if newer is None:
             return newest
         newest = newer
@@ -109,7 +113,7 @@ def find_newest(
 
 
 def free_memory(memory: NodeMemory, run: Path, parallel: ParallelState) -> None:
-    """The job ends and is not restarted: remove what it has in memory."""
+    """Remove the job's checkpoints from memory, when the job ends and is not restarted."""
     memory.close()
     if parallel.rank == 0:
         (run / FILE_NAME).unlink(missing_ok=True)

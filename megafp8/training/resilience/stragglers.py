@@ -1,15 +1,15 @@
-"""Slow ranks: the time that each rank spends in each section of its steps, without waiting for others.
+"""Slow ranks: comparison of the time that ranks spend in the sections of their steps, without waiting for others.
 
-In synchronous training all ranks take as long as the slowest. Their steps are equally long, so it shows only in what a
-rank does itself: the time of a section minus the time in which it waits in collectives, which `parallel.activity`
-sums up. At an interval all ranks gather these sums; a rank is compared with the ranks of its pipeline stage, which do
-the same work. A slow disk, a busy or throttled CPU are found this way.
+In synchronous training all ranks are as slow as the slowest rank, so their steps are equally long. A slow rank shows
+only in the work that it does itself: the time of a section minus the time spent waiting in collectives, which
+`parallel.activity` sums up. At an interval all ranks gather these sums. Each rank is compared with the other ranks of
+its pipeline stage, which do the same work. This finds slow disks and busy or throttled CPUs.
 
-Times of a few steps vary, most on a busy host. There is a warning only if the same rank is slow in two comparisons in a
-row, and, where it is not its device, loses at least 10 ms a step. Metrics have all comparisons.
+Times of a few steps vary, especially on a busy host. A warning is therefore logged only if the same rank is slow in two
+comparisons in a row and, unless its GPU is slow, loses at least 10 ms per step. The metrics have all comparisons.
 
-On CUDA the host only queues work, so its times say nothing about the device. There each rank also times the
-same matrix products at the interval: a GPU whose clock is throttled is slow at these.
+On CUDA the host only queues work, so host times say nothing about the device. At the interval each rank therefore also
+times some matrix products, which are equal on all ranks. A GPU with a throttled clock is slow at these.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 SECTIONS = frozenset({"data", "forward and backward", "update"})
 WARN_RATIO = 1.2
 WARN_SECONDS = 0.01
-"""Least time that a rank loses in a step; in shorter ones times are mostly those of the interpreter."""
+"""Minimum time that a slow rank loses per step. Smaller differences are mostly due to the Python interpreter."""
 GPU_TEST = "matrix products"
 _SIZE, _PRODUCTS = 4096, 8
 
 
 @dataclass(frozen=True)
 class SectionTimes:
-    """Seconds of a rank by section since the last report."""
+    """Seconds that a rank spent in each section since the last comparison."""
 
     rank: int
     host: str
@@ -51,9 +51,14 @@ class SectionTimes:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank with the largest ratio of its time to the median of its stage's ranks.
+    """Rank with the largest ratio of its time to the median of its stage's ranks.
 
-    `section`: the one in which it loses most; `lost_seconds`: there, against the median.
+    Attributes:
+        rank: Global rank.
+        host: Name of its host.
+        ratio: Its time divided by the median.
+        section: Section in which it loses most.
+        lost_seconds: Time that it loses in this section, compared with the median.
     """
 
     rank: int
@@ -63,12 +68,12 @@ class Slowest:
     lost_seconds: float
 
     def is_slow(self, steps: int) -> bool:
-        """Whether a comparison of `steps` steps is worth a warning if the next one is alike."""
+        """Return whether the rank counts as slow in a comparison over `steps` steps."""
         return self.ratio >= WARN_RATIO and (self.section == GPU_TEST or self.lost_seconds >= WARN_SECONDS * steps)
 
 
 def slowest(times: Sequence[SectionTimes]) -> Slowest | None:
-    """The slowest rank; None if no stage has several ranks."""
+    """Return the slowest rank, or None if no stage has several ranks."""
     slowest_of_stages = [
         one for stage in {t.stage for t in times} if (one := _slowest([t for t in times if t.stage == stage]))
     ]
@@ -99,9 +104,10 @@ def _total(times: SectionTimes) -> float:
 
 
 class Stragglers(Observer):
-    """Compares the ranks every `interval` steps; rank 0 has the result in its metrics, and warns of a slow rank.
+    """Observer that compares the ranks every `interval` steps. Rank 0 adds the result to its metrics and may warn.
 
-    `slowest`: of the latest comparison, on rank 0.
+    Attributes:
+        slowest: Slowest rank of the latest comparison, on rank 0; else None.
     """
 
     def __init__(self, interval: int, parallel: ParallelState) -> None:
@@ -109,6 +115,7 @@ class Stragglers(Observer):
         self.slowest: Slowest | None = None
 
     def after_step(self, step: int, loss: float, skipped: bool) -> Mapping[str, Any]:
+        """Return the slowest rank on rank 0 if a comparison is due, and warn if it was slow twice. Collective."""
         if step % self._interval or activity.record is None:
             return {}
         parallel, steps, before = self._parallel, self._interval, self.slowest
@@ -130,7 +137,7 @@ class Stragglers(Observer):
 
 
 def _time_products(device: torch.device) -> float:
-    """Seconds of some matrix products on `device`, without those that warm it up."""
+    """Return the seconds that some matrix products take on `device`, after a warm-up."""
     x = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
     x @ x
     torch.cuda.synchronize(device)

@@ -1,14 +1,16 @@
-"""Which rank is at fault when a job makes no progress, from a report of every rank that can still write one.
+"""Verdict on the rank at fault when a job makes no progress, from the reports of all ranks that can still write one.
 
-    no report             its process is stopped, or blocked in native code, or its host is lost
-    waited for, waits not it hangs, or computes for too long, outside of collectives
-    all wait in a circle  ranks have begun different collectives; those at fault are in the minority
-    a call that all have  its members are all there: the link between them, or one of their devices
-    begun does not end
+    case                              cause
+    a rank does not report            its process is stopped or blocked in native code, or its host is lost
+    ranks wait for a rank that does   this rank hangs, or computes for too long, outside of collectives
+    not wait
+    ranks wait for each other         they have begun different collectives; the ranks in the minority are at fault
+    all members have begun a call,    the link between them, or one of their devices, is faulty
+    and it does not end
 
-A rank waits for another if it waits for call n of a group, or message n, of which the other has begun fewer. On a
-device the host does not wait in the collective itself, so a host that waits for the device waits for all that are
-behind it in any group.
+Rank A waits for rank B if A waits for call n of a group, or for message n, and B has begun fewer than n. On a GPU the
+host does not wait in the collective itself. A host that waits for the device therefore waits for all ranks that have
+begun fewer calls in any of its groups.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Where a rank runs."""
+    """Host and process id of a rank."""
 
     host: str
     pid: int
@@ -27,7 +29,15 @@ class ProcessLocation:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Call `number` of those that `key` names, and what its other members count (`activity.Calls`)."""
+    """Call of a collective or message.
+
+    Attributes:
+        op: Name of the operation.
+        key: Key under which this rank counts such calls (`activity.Calls`).
+        number: Number of the call, counted by this rank.
+        peer_key: Key under which the other members count these calls.
+        others: Other member ranks.
+    """
 
     op: str
     key: str
@@ -41,9 +51,20 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank was doing. `begun`: calls by key; `others`: their other members, for those of groups. `waits`: calls
-    that a thread of it waits for; `waits_for_device`: so does the host. `idle_seconds`: since it made progress.
-    `where`: the innermost line of the main thread in this package. `process_states`: of the ranks on its host."""
+    """Report of a rank's activity.
+
+    Attributes:
+        rank: Global rank.
+        step: Step of the rank.
+        section: Section of the training loop.
+        idle_seconds: Time since the rank made progress.
+        begun: Number of calls begun, by key.
+        others: Other member ranks, by key, for calls of groups.
+        waits: Calls that threads of the rank wait for.
+        waits_for_device: Whether the host waits for the device.
+        where: Innermost line of the main thread's stack in this package.
+        process_states: Process states of the other ranks on the same host.
+    """
 
     rank: int
     step: int
@@ -59,14 +80,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks at fault, and the message that says why."""
+    """Ranks at fault, and a message with the reasons."""
 
     ranks: list[int]
     message: str
 
 
 def decide(reports: Mapping[int, Report], places: Sequence[ProcessLocation], folder: str) -> Verdict:
-    """The verdict on `reports`, by rank, of the ranks at `places`; `folder` has the stacks."""
+    """Return the verdict on the reports.
+
+    Args:
+        reports: Reports by rank. Ranks that could not report are missing.
+        places: Locations of all ranks.
+        folder: Folder with the stacks, for the message.
+    """
     waited = {rank: _waited_for(report, reports, len(places)) for rank, report in reports.items()}
     waiting = {rank for rank, others in waited.items() if others}
     silent = [rank for rank in range(len(places)) if rank not in reports]
@@ -94,7 +121,7 @@ def decide(reports: Mapping[int, Report], places: Sequence[ProcessLocation], fol
 
 
 def _waited_for(report: Report, reports: Mapping[int, Report], ranks: int) -> set[int]:
-    """The ranks that this one waits for."""
+    """Return the ranks that the rank of `report` waits for."""
 
     def begun(rank: int, key: str) -> int:
         return reports[rank].begun.get(key, 0) if rank in reports else -1
@@ -123,7 +150,7 @@ def _of_silent(rank: int, reports: Mapping[int, Report]) -> str:
 def _of_free(report: Report) -> str:
     if report.waits:
         calls = ", ".join(map(str, report.waits))
-        return f"waits in {calls}, which all members have begun: the link between them, or a device"
+        return f"waits in {calls}, which all members have begun: the link between them or a device is faulty"
     return f"hangs in step {report.step}, {report.section}, outside of collectives: {report.where}"
 
 
@@ -133,7 +160,10 @@ def _place_in(report: Report) -> str:
 
 
 def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
-    """The ranks that wait for what the fewest wait for, among those that wait for each other; all in a draw."""
+    """Return the ranks in the minority: the smallest group of ranks in `waiting` that wait for the same calls.
+
+    If several groups are equally small, return the ranks of all of them.
+    """
     by_call: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(waiting):
         report = reports[rank]
@@ -143,7 +173,7 @@ def _minority(reports: Mapping[int, Report], waiting: set[int]) -> list[int]:
 
 
 def _others(reports: Mapping[int, Report], at_fault: Sequence[int]) -> dict[str, list[int]]:
-    """What the ranks that are not at fault do, and which do it."""
+    """Return the activities of the ranks that are not at fault, each with its ranks."""
     ranks_by_state: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank not in at_fault:

@@ -152,5 +152,5 @@ def test_tokens_belong_to_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("folder", ["memory", "$NOT_SET_ANYWHERE/memory"])
 def test_a_folder_that_is_no_path_is_refused(quickstart_data: QuickstartData, tmp_path: Path, folder: str) -> None:
     keys = ["checkpoint.memory_interval=2", f"checkpoint.memory_folder={folder}", *ONE_RANK]
-    with pytest.raises(ConfigError, match=r"checkpoint\.memory_folder = .*: it is no absolute path"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.memory_folder = .*: it is not an absolute path"):
         inputs_of(options(quickstart_data, tmp_path, *keys))

@@ -67,5 +67,5 @@ def test_a_wrong_gradient_is_found(world4: World, preset: Preset) -> None:
         assert own["message"] == found[0]["message"]
         lines = own["message"].splitlines()
         assert [int(line.split()[1]) for line in lines if line.startswith("rank ")] == named
-        assert "other gradients" in lines[1]
+        assert "different gradients" in lines[1]
         assert own["flips"] == 1
