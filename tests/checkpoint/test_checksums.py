@@ -256,7 +256,10 @@ def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
     sizes = [{"bytes": size, "crc32": "0" * 8} for size in ("1", True, -1, 1.0, None)]
     for entry in (None, [], {}, *sizes, {"bytes": 1, "crc32": 0}, {"bytes": 1, "crc32": "0x000000"}):
         write_listing(path, {"metadata.json": entry})
-        assert _refusal(path) == f"{path}/checksums.json is damaged: its entry for metadata.json is not a size and a CRC-32"
+        assert (
+            _refusal(path)
+            == f"{path}/checksums.json is damaged: its entry for metadata.json is not a size and a CRC-32"
+        )
 
 
 def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: Path) -> None:

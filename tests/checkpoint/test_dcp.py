@@ -97,7 +97,10 @@ def cut(offsets: list[int], sizes: list[int]) -> Callable[[Metadata], None]:
         (lambda i: setattr(tensor(i), "size", torch.Size([4, -3])), "sizes that are not up to 64 numbers"),
         (lambda i: setattr(tensor(i), "size", torch.Size([1] * 65)), "sizes that are not up to 64 numbers"),
         (lambda i: setattr(tensor(i), "size", [4, 3]), "the entry of w has no valid size and rectangles"),
-        (lambda i: tensor(i).chunks.extend(tensor(i).chunks), "more rectangles than it has locations|no valid size and"),
+        (
+            lambda i: tensor(i).chunks.extend(tensor(i).chunks),
+            "more rectangles than it has locations|no valid size and",
+        ),
         (lambda i: setattr(tensor(i).properties, "dtype", "float32"), "the entry of w has no dtype"),
         (lambda i: i.state_dict_metadata.update({"x": Path("/")}), "the entry of x is not a TensorStorageMetadata"),
         (lambda i: i.storage_data.update({"x": 1}), "a key of storage_data is not a MetadataIndex"),

@@ -200,7 +200,9 @@ def test_an_interrupted_save_is_never_loaded(s3: ObjectServer) -> None:
         load(newest, tensors(0))
     assert clean_incomplete(folder) == [newest]
     assert not newest.exists()
-    with pytest.raises(ValueError, match=f"there is no checkpoint {newest}; newest complete checkpoints in {folder}: step_0"):
+    with pytest.raises(
+        ValueError, match=f"there is no checkpoint {newest}; newest complete checkpoints in {folder}: step_0"
+    ):
         read_metadata(newest)
 
 

@@ -89,7 +89,9 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     data, place = path / "__0_0.distcp", source.rectangles["model.layers.1.q"][0]
     content = data.read_bytes()
     data.write_bytes(content[: place.start] + bytes(place.length) + content[place.start + place.length :])
-    with pytest.raises(ValueError, match=rf"{data} is damaged at model.layers.1.q \(which begins at byte {place.start}\)"):
+    with pytest.raises(
+        ValueError, match=rf"{data} is damaged at model.layers.1.q \(which begins at byte {place.start}\)"
+    ):
         source.read("model.layers.1.q")
     assert torch.equal(source.read("model.embedding"), toy.truth("embedding", (16, 4), torch.float32))
     data.write_bytes(content[:-1])

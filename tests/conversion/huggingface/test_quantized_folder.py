@@ -400,7 +400,7 @@ def test_files_that_end_early_or_lie_about_offsets(tmp_path: Path) -> None:
         read_header(file)
     begin, end = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["a.weight"]["data_offsets"]
     file.write_bytes(content.replace(f"[{begin},{end}]".encode(), f"[{begin},{end - 1}]".encode()))
-    with pytest.raises(ValueError, match=r"a\.weight is F8_E4M3 \[16, 24\] and has 383 bytes"):
+    with pytest.raises(ValueError, match=r"a\.weight is F8_E4M3 \[16, 24\], but has 383 bytes"):
         read_header(file)
 
 

@@ -205,7 +205,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     make_theirs("qwen2").save_pretrained(other)
     save = ["--load", str(adapter), "--save", str(tmp_path / "x"), "--to", "peft"]
     assert convert_checkpoint.main([*save, "--base", str(other)]) == 2
-    assert "describes another model than" in capsys.readouterr().err
+    assert "describes a different model than" in capsys.readouterr().err
     base.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"base_model_name_or_path = '.*base' is no folder here; set it to that of"):
         open_source(adapter)
