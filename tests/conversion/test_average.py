@@ -64,7 +64,7 @@ def test_what_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--load", run], "1 checkpoint to average: give two or more"),
         (["--load", first, first], "is given twice"),
         (["--load", first, tmp_path / "theta"], "has a different model than"),
-        (["--load", first, tmp_path / "words"], "was trained with another vocabulary"),
+        (["--load", first, tmp_path / "words"], "was trained with a different vocabulary"),
     ]:
         assert average(*arguments, "--save", tmp_path / "mean") == 2
         assert message in capsys.readouterr().err
