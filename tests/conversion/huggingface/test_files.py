@@ -245,7 +245,7 @@ def _truncate(folder: Path) -> str:
 def _remove(folder: Path) -> str:
     file = _file(folder, 1)
     file.unlink()
-    return f"{file} is missing; model.safetensors.index.json says that it holds model."
+    return f"{file} is missing; by model.safetensors.index.json it holds model."
 
 
 def _empty(folder: Path) -> str:
@@ -272,7 +272,7 @@ def _only_bin(folder: Path) -> str:
 
 def _no_config(folder: Path) -> str:
     (folder / "config.json").unlink()
-    return f"{folder} is no Hugging Face model: it has no config.json"
+    return f"{folder} is not a Hugging Face model: it has no config.json"
 
 
 def _config_is_no_json(folder: Path) -> str:
@@ -294,7 +294,7 @@ def _unlisted(folder: Path) -> str:
     file = content["weight_map"].pop("model.norm.weight")
     assert file in content["weight_map"].values()
     index.write_text(json.dumps(content))
-    return f"{folder / file} holds model.norm.weight, and {index.name} does not say so"
+    return f"{folder / file} holds model.norm.weight, which {index.name} does not list there"
 
 
 def _two_models(folder: Path) -> str:
@@ -318,10 +318,10 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "header": _overwrite(8, b"?", "the header of {file} is damaged: "),
     "header length": _overwrite(0, b"\xff" * 8, "{file} is damaged or not a safetensors file"),
     "another shape": _set(
-        "model.layers.0.mlp.gate_proj.weight has shape [48, 32], and [56, 32] by config.json", intermediate_size=56
+        "model.layers.0.mlp.gate_proj.weight has shape [48, 32], but [56, 32] by config.json", intermediate_size=56
     ),
     "more layers": _set(
-        "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json promises", num_hidden_layers=4
+        "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json requires", num_hidden_layers=4
     ),
     "fewer layers": _set(
         "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
