@@ -74,7 +74,7 @@ class Journal:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._stream.close()
-            raise ValueError(f"another process is writing {self.folder}; wait for it, or end it") from None
+            raise ValueError(f"{self.folder} is being written by another process; wait for it, or end it") from None
         self._pending: list[str] = []
         self._flushed = time.monotonic()
         self._stream.seek(0)

@@ -202,7 +202,7 @@ def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         sink._journal._stream.close()  # as at the end of its process
         assert not target.exists()
         left = left[done:]
-    with pytest.raises(ValueError, match=r"half done by another conversion: dtype was None and is fp32\. Repeat that"):
+    with pytest.raises(ValueError, match=r"another unfinished conversion: dtype was None and is fp32\. Repeat that"):
         FORMATS[format].sink(target).begin(source, {"dtype": "fp32"})
     sink = FORMATS[format].sink(target)
     assert list(sink.begin(source, {"dtype": None})) == left

@@ -36,8 +36,8 @@ _NESTED, _LISTS = "linear_attn_config", {"kda_layers": _LINEAR, "full_attn_layer
 def _types(hf: HfConfig) -> list[str]:
     """Return the kind of each layer.
 
-    It comes from layer_types, or from two lists of layer numbers that count from 1. By default, layers 4, 8, ... counted
-    from 0 have full attention.
+    It comes from layer_types, or from two lists of layer numbers that count from 1. By default, layers 4, 8, ...
+    (counted from 0) have full attention.
     """
     layer_types, layers, nested = layer_list(hf, "layer_types", (FULL, _LINEAR)), num_layers(hf), hf.get(_NESTED) or {}
     if layer_types is not None:
