@@ -66,11 +66,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
         D | {"rms_norm_eps": 1e-5},
-        "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers uses for the norms of the latents",
+        "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers always uses for the norms of the latents",
     ),
     "scores scaled without rotated channels": (
         D | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}},
-        "rope_scaling.mscale = None: .*a number beside mscale_all_dim",
+        "rope_scaling.mscale = None: .*a number with mscale_all_dim",
     ),
     "rotated channels scaled alone": (
         D | {"rope_scaling": YARN | {"mscale": 0.7}},
@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     "mixed layers": (
         M | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        r"layer_types = \['full_attention', 'sliding_attention'\]: .*sliding_attention for all layers, because the window is",
+        r"layer_types = \['full_attention', 'sliding_attention'\]: .*sliding_attention for all layers, because the win",
     ),
     "layers of another kind": (
         Q3 | {"layer_types": ["chunked_attention"] * 3},
