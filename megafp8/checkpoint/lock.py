@@ -98,7 +98,7 @@ def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
 
 
 def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Return whether `owner` may be an earlier attempt of this job on a host that is gone."""
+    """Return whether `owner` may be an earlier attempt of this job, on a host that is gone."""
     return bool(us["job"]) and owner.get("job") == us["job"] and not _is_here(owner, us)
 
 

@@ -375,7 +375,7 @@ def copied_state(staged: Iterable[Staged], original: dict[str, Rectangles]) -> d
 
 
 def _with_own_storage(memory: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the shape and dtype of `like`, whose storage is exactly the bytes of `memory`."""
+    """Return a tensor with the shape and dtype of `like`, with exactly the bytes of `memory` as its storage."""
     if not memory.numel():
         return torch.empty_like(like, device="cpu")
     return torch.frombuffer(memory.numpy().data, dtype=like.dtype).view(like.shape)

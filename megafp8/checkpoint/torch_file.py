@@ -367,5 +367,5 @@ def _find_record(stream: RawFile, archive_start: int, info: zipfile.ZipInfo) -> 
     at = archive_start + info.header_offset
     header = read_at(stream, at, 30)
     if header[:4] != _LOCAL_HEADER or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"its record {info.filename[:80]} is not where the directory says, or compressed")
+        raise ValueError(f"its record {info.filename[:80]} is compressed, or is not where the directory states")
     return _Record(at + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size, info.CRC)

@@ -108,12 +108,12 @@ def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **op
 
 
 def equal_parts(parts: int) -> Callable[[int], Rows]:
-    """Return the rows of each part, if parts of equal size are stored one after the other."""
+    """Return a function from a part's number to its rows, if parts of equal size are stored one after the other."""
     return lambda part: lambda mixer, n: (torch.arange(parts * n).view(parts, n)[part], parts * n)
 
 
 def alternating(parts: int) -> Callable[[int], Rows]:
-    """Return the rows of each part, if the rows of all parts alternate."""
+    """Return a function from a part's number to its rows, if the rows of all parts alternate."""
     return lambda part: lambda mixer, n: (torch.arange(parts * n).view(n, parts)[:, part], parts * n)
 
 
@@ -155,7 +155,7 @@ FUSED_GATE_UP = fused("mlp.gate_up_proj", equal_parts(2), ("mlp.gate", "mlp.up")
 
 
 class Location(NamedTuple):
-    """Location of one of our tensors in a HF tensor.
+    """Location of one of our tensors in an HF tensor.
 
     Attributes:
         name: Name of the HF tensor.
@@ -247,11 +247,11 @@ class TensorNames(NamedTuple):
         return self._place("output", "weight").name
 
     def is_of_head(self, name: str) -> bool:
-        """Return whether a HF tensor belongs to the module that contains the output layer."""
+        """Return whether an HF tensor belongs to the module that contains the output layer."""
         return name.partition(".")[0] == self.output.partition(".")[0]
 
     def is_of_other_head(self, name: str) -> bool:
-        """Return whether a HF tensor belongs to a head that a folder may have although its model does not use it."""
+        """Return whether an HF tensor belongs to a head that a folder may have although its model does not use it."""
         return self.other_heads is not None and re.fullmatch(self.other_heads, name) is not None
 
 
@@ -282,7 +282,7 @@ _BUFFERS = re.compile(
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a HF tensor is a constant, not a weight."""
+    """Return whether an HF tensor is a constant, not a weight."""
     return _BUFFERS.search(name) is not None
 
 
@@ -297,12 +297,12 @@ def present_name(name: str) -> str:
 
 
 def is_copy(name: str) -> bool:
-    """Return whether a HF tensor is a copy of the embedding or the output layer for multi-token prediction."""
+    """Return whether an HF tensor is a copy of the embedding or the output layer for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
 
 
 def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
-    """Return whether a HF tensor projects keys or values for a layer that reads the keys of another layer."""
+    """Return whether an HF tensor projects keys or values for a layer that reads the keys of another layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
     layers = (
         [] if match is None else model.layers[int(match[1]) :][:1]

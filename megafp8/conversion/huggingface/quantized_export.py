@@ -10,7 +10,7 @@ in training if the form can hold the scales. One scale per tensor fits every for
 is cast by the rule `amax`: scale_inv is amax / 448 of the values that share a scale (a block, a row, or a layer's
 matrix, so that q, k and v or gate and up share a scale), and data = x / scale_inv, rounded to nearest even.
 
-Shapes: n rows and k columns of a HF weight.
+Shapes: n rows and k columns of an HF weight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _KEYS = re.compile(r"model\.layers\.(\d+)\.attention\.k\.weight")
 
 
 class WeightSlice(NamedTuple):
-    """One of our weights in a HF tensor.
+    """Location of one of our weights in an HF tensor.
 
     Attributes:
         name: Name of our weight.
@@ -86,7 +86,7 @@ class ExportedWeight(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Values to write to a HF tensor: to `rows`, or to all rows if `rows` is None."""
+    """Values to write to an HF tensor: to `rows`, or to all rows if `rows` is None."""
 
     name: str
     rows: Tensor | None
@@ -94,7 +94,7 @@ class Write(NamedTuple):
 
 
 class QuantizedExport:
-    """Plan for writing the FP8 layers of a run to a HF folder.
+    """Plan for writing the FP8 layers of a run to an HF folder.
 
     Args:
         source: Source of the weights.
@@ -202,7 +202,7 @@ class QuantizedExport:
             )
 
     def _weight(self, theirs: str, parts: list[tuple[str, Location]]) -> ExportedWeight:
-        """Plan the cast of a HF tensor: as in training, by the rule for each part, or by the rule as a whole."""
+        """Plan the cast of an HF tensor: as in training, by the rule for each part, or by the rule as a whole."""
         layers = [self._layers[name] for name, _ in parts]
         input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
         one_layer = all(layer is layers[0] for layer in layers)
@@ -252,7 +252,7 @@ class QuantizedExport:
         return ""
 
     def _overlap(self, casts: Sequence[WeightCast], parts: list[tuple[str, Location]], one_layer: bool) -> str:
-        """Return why the parts of a HF tensor cannot have separate scales; an empty string if they can."""
+        """Return why the parts of an HF tensor cannot have separate scales; an empty string if they can."""
         if len(parts) == 1 or self.granularity is ROW:
             return ""
         if one_layer and all(cast.granularity is TENSOR for cast in casts):
@@ -314,7 +314,7 @@ class QuantizedExport:
         return Write(name, blocks[firsts], scale_inv)
 
     def _whole(self, weight: ExportedWeight) -> ScaledTensor:
-        """Read all parts of a HF tensor, and cast it as a whole by the rule `amax`."""
+        """Read all parts of an HF tensor, and cast it as a whole by the rule `amax`."""
         parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
         w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
         for rows, values in parts:

@@ -120,7 +120,7 @@ def _read_yarn(key: str, rope: Mapping[str, Any]) -> Fields:
     if yarn.get("mscale", 1) != 1 and not yarn.get("mscale_all_dim"):
         refuse(f"{key}.mscale", yarn["mscale"], "1 without mscale_all_dim, because transformers then ignores it")
     if yarn.get("mscale_all_dim") and not yarn.get("mscale"):
-        refuse(f"{key}.mscale", rope.get("mscale"), "a number with mscale_all_dim, as the default is not universal")
+        refuse(f"{key}.mscale", rope.get("mscale"), "a number with mscale_all_dim: programs differ in its default")
     return yarn
 
 
