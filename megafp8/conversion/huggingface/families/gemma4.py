@@ -70,7 +70,7 @@ def _write_heads(ours: Fields) -> Keys:
 
 
 def _read_widths(hf: HfConfig) -> Fields:
-    """Read the widths of MLPs, which may be doubled in layers without their own keys, or of experts and shared expert."""
+    """Read the widths of MLPs, perhaps doubled in layers without their own keys, or of experts and shared expert."""
     width, sources = hf.get("intermediate_size", 9216), kv_sources(hf, _types(hf))
     double = flag(hf, "use_double_wide_mlp") and any(source is not None for source in sources)
     if not flag(hf, "enable_moe_block"):
