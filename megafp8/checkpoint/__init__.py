@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints: tensors as rectangles under global names, so one checkpoint fits every layout."""
+"""Save and load checkpoints. Tensors are stored as rectangles under global names, so a checkpoint fits every layout."""
 
 from megafp8.checkpoint.errors import DamagedCheckpoint, FolderInUse, IncompatibleCheckpoint, SaveFailed
 from megafp8.checkpoint.loading import load, misfits, newest_good

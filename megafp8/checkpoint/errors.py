@@ -1,7 +1,7 @@
-"""Errors of checkpoints, and collectives that raise one error on every rank.
+"""Checkpoint errors, and collectives that raise the same error on every rank.
 
-If one rank raised alone, the others would wait for it until the collective timeout. So each stage of a save or load
-gathers the outcome of every rank before the next stage begins; the gathering is the barrier too.
+If only one rank raised, the other ranks would wait for it until the collective timeout. So each stage of a save or load
+gathers the outcome of every rank before the next stage begins. The gathering also serves as the barrier.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class IncompatibleCheckpoint(ValueError):
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written: a full disk, another error of the file system, a rank that failed."""
+    """A checkpoint could not be written: the disk is full, the file system raised another error, or a rank failed."""
 
 
 class FolderInUse(ValueError):
-    """Another job writes to the folder."""
+    """Another job is writing to the folder."""
 
 
 _KINDS = (DamagedCheckpoint, IncompatibleCheckpoint, FolderInUse, ValueError)
 
 
 def on_all_ranks(action: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run `action` on every rank and return its value; where it raised on some rank, all ranks raise. Collective.
+    """Run `action` on every rank and return this rank's value. If any rank raised, all ranks raise. Collective.
 
-    All ranks raise the same message. Its type is the common type of the failures, or RuntimeError where a rank met
-    anything but a ValueError.
+    All ranks raise the same message. The error has the common type of the failures, or is a RuntimeError if any rank
+    raised something other than a ValueError.
     """
     failure: Exception | None = None
     try:
@@ -64,11 +64,11 @@ def on_all_ranks(action: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def on_rank0(action: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run `action` on rank 0 of `group` and return its value (picklable) on all; all raise where it raised."""
+    """Run `action` on rank 0 of `group` and return its picklable value on all ranks. If it raises, all ranks raise."""
     value = on_all_ranks(lambda: action() if collectives.rank(group) == 0 else None, group)
     return collectives.broadcast_object(value, group)
 
 
 def group_or_world(group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """`group`, or the world where it is None; None where torch.distributed is not initialised."""
+    """Return `group`, or the world group if it is None; None if torch.distributed is not initialized."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -1,15 +1,16 @@
-"""Files of a checkpoint: written with a CRC-32 and fsync, and verified before they are read.
+"""Checkpoint files, written with a CRC-32 and fsync, and verified before they are parsed.
 
     checksums.json   {"algorithm": "crc32", "files": {"<name>": {"bytes": 123, "crc32": "89abcdef"}, ...},
                       "crc32_of_files": "..."}
 
-Storage sometimes returns other bytes than were written, and training would go on with a wrong weight. So the CRC-32 of
-each file is computed while it is written, and compared before anything is loaded. `crc32_of_files` is the CRC-32 of
-`files` as `_canonical` spells it; it tells a damaged checksums.json from damaged data. The format of checksums.json
-does not depend on the checkpoint's format version, because metadata.json is verified before its version is read.
+Storage sometimes returns bytes other than the ones that were written, and training would continue with wrong weights.
+So the CRC-32 of each file is computed while it is written, and compared before anything is loaded. `crc32_of_files` is
+the CRC-32 of `files` in canonical form (`_canonical`); it distinguishes a damaged checksums.json from damaged data. The
+format of checksums.json does not depend on the checkpoint's format version, because metadata.json is verified before
+its version is read.
 
-CRC-32 is in the standard library, runs at 3.5 GB/s a core without the interpreter's lock, and misses one accidental
-damage in 4 billion, and no burst of up to 32 bits. It does not protect against forgery.
+CRC-32 is in the standard library and runs at 3.5 GB/s per core without the interpreter's lock. It misses one in 4
+billion accidental changes, and detects every burst error of up to 32 bits. It does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ ALGORITHM = "crc32"
 BUFFER_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 25
 MAX_FILE_BYTES = 1 << 28
-"""Largest size of a file that is read whole: an index, a description, a tokenizer."""
-_MAX_IO_BYTES = 1 << 30  # Linux transfers at most 2 GiB a call
+"""Largest size in bytes of a file that is read in one piece: an index, a description, or a tokenizer."""
+_MAX_IO_BYTES = 1 << 30  # Linux transfers at most 2 GiB per call
 
 
 class Checksum(NamedTuple):
@@ -53,6 +54,7 @@ class Checksum(NamedTuple):
 
     @classmethod
     def from_content(cls, content: bytes) -> Checksum:
+        """Return the checksum of a file with this content."""
         return cls(len(content), zlib.crc32(content))
 
 
@@ -63,18 +65,20 @@ EMPTY = Checksum(0, 0)
 
 
 class ChecksummedFile(io.FileIO):
-    """A file written from beginning to end that keeps the checksum of its content.
+    """File that is written sequentially and keeps the checksum of its content.
 
-    `checksum`: of what the file holds already, where it is opened to append.
+    When a file is opened to append, `checksum` is the checksum of its existing content.
     """
 
     failure: OSError | None = None
+    """Error of the last failed write."""
 
     def __init__(self, path: str | os.PathLike, mode: str = "wb", checksum: Checksum = EMPTY) -> None:
         super().__init__(path, mode)
         self.checksum = checksum
 
     def write(self, data: Any) -> int:
+        """Write `data`, update the checksum, and return the number of bytes written."""
         view = memoryview(data).cast("B")
         try:
             written = super().write(view)
@@ -88,19 +92,20 @@ class ChecksummedFile(io.FileIO):
 
     @contextmanager
     def raising_failure(self) -> Iterator[None]:
-        """Raise the OSError of a failed write in place of the error that torch.save makes of it."""
+        """Raise the OSError of a failed write instead of the error into which torch.save converts it."""
         try:
             yield
         except Exception as error:
             if self.failure is None or error is self.failure:
                 raise
-            raise self.failure from None  # torch.save's error says no more, and may have this one as its cause
+            raise self.failure from None  # torch.save's error adds no information, and may have this one as its cause
 
 
 class _SyncedStream(io.BufferedWriter):
-    """Flushed to disk when it is closed, which DCP does itself."""
+    """Buffered stream that is flushed to disk when it is closed. DCP closes the streams that it writes."""
 
     def close(self) -> None:
+        """Write the buffer, flush the file to disk, and close it."""
         if not self.closed:
             try:
                 self.flush()
@@ -110,9 +115,9 @@ class _SyncedStream(io.BufferedWriter):
 
 
 class ChecksummedObject(io.RawIOBase):
-    """An object in object storage, written from beginning to end, that keeps the checksum of its content.
+    """Object in object storage that is written sequentially and keeps the checksum of its content.
 
-    It appears when it is closed; `abandon` leaves nothing.
+    The object becomes visible when it is closed. `abandon` leaves no object behind.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -120,25 +125,29 @@ class ChecksummedObject(io.RawIOBase):
         self.checksum = EMPTY
 
     def writable(self) -> bool:
+        """Return True: the object can be written."""
         return True
 
     def tell(self) -> int:
+        """Return the number of bytes written so far."""
         return self.checksum.size
 
     def write(self, data: Any, /) -> int:
+        """Write `data`, update the checksum, and return the number of bytes written."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), BLOCK_BYTES):  # the stream copies what it has not sent
+        for start in range(0, len(view), BLOCK_BYTES):  # the stream copies data that it has not sent
             self._stream.write(view[start : start + BLOCK_BYTES])
         self.checksum = Checksum(self.checksum.size + len(view), zlib.crc32(view, self.checksum.crc32))
         return len(view)
 
     def close(self) -> None:
+        """Complete the object, which makes it visible."""
         if not self.closed:
             super().close()
             self._stream.close()
 
     def abandon(self) -> None:
-        """Write nothing."""
+        """Discard the data written so far; no object is created."""
         super().close()
         with suppress(Exception):
             self._stream.discard()
@@ -147,7 +156,7 @@ class ChecksummedObject(io.RawIOBase):
 
 
 class ChecksummedFiles(FileSystem):
-    """The file system that DCP writes through; `sums` holds the checksum of each closed file by name."""
+    """File system through which DCP writes; `sums` holds the checksum of each closed file by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +164,7 @@ class ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        """Open a file or object for writing, and store its checksum in `sums` once it is written without an error."""
         assert mode == "wb", mode
         if isinstance(path, ObjectPath):
             written = ChecksummedObject(path)
@@ -172,12 +182,15 @@ class ChecksummedFiles(FileSystem):
         self.sums[Path(path).name] = file.checksum
 
     def concat_path(self, path: Any, suffix: str) -> Any:
+        """Return the path of `suffix` in the folder `path`."""
         return as_path(path) / suffix
 
     def exists(self, path: Any) -> bool:
+        """Return whether a file or object exists."""
         return bool(path.exists())
 
     def rename(self, path: Any, new_path: Any) -> None:
+        """Rename a file (an object is copied and then deleted), and its checksum with it."""
         if isinstance(path, ObjectPath):
             path.copy_to(new_path)
             path.unlink()
@@ -187,7 +200,7 @@ class ChecksummedFiles(FileSystem):
 
 
 def write_file(path: AnyPath, content: bytes) -> Checksum:
-    """Write a file, flushed to disk, or an object; returns its checksum."""
+    """Write a file and flush it to disk, or write an object; return its checksum."""
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
         return Checksum.from_content(content)
@@ -198,12 +211,12 @@ def write_file(path: AnyPath, content: bytes) -> Checksum:
 
 
 def to_json(content: Mapping[str, Any], **options: Any) -> bytes:
-    """`content` as a JSON file holds it."""
+    """Return `content` as indented JSON, UTF-8, with a newline at the end."""
     return (json.dumps(content, indent=2, **options) + "\n").encode()
 
 
 def allocate(path: Path, size: int, start: int = 0) -> None:
-    """Reserve disk space for `size` bytes of a file from byte `start` on. Raises OSError where there is too little."""
+    """Reserve disk space for `size` bytes of a file from byte `start` on. Raises OSError if there is too little."""
     with path.open("r+b") as stream:
         try:
             os.posix_fallocate(stream.fileno(), start, size)
@@ -219,12 +232,16 @@ def write_at(stream: BinaryIO, start: int, data: memoryview) -> None:
 
 
 class DropBehind:
-    """Removes parts of files from the page cache soon after they were read or written.
+    """Removal of file ranges from the page cache soon after they were read or written.
 
-    Else a conversion fills it with gigabytes that are not read again, and pushes out what other processes read. On
-    virtual machines, whose host has to find memory for each new page, this takes ten times as long as the copy of the
-    data. `bytes`: how much of the newest parts stays. `written`: parts are written to disk meanwhile; without a flush
-    it is not certain that they are.
+    Without it, a conversion fills the page cache with gigabytes that are not read again, and evicts the data of other
+    processes. On virtual machines, where the host must find memory for each new page, this takes ten times as long as
+    copying the data.
+
+    Args:
+        bytes: Number of bytes that stay in the cache; these are the newest ranges.
+        written: Whether the ranges were written. Their writing to disk is then started early, but without a flush it is
+            not guaranteed to complete.
     """
 
     def __init__(self, bytes: int, *, written: bool) -> None:
@@ -235,7 +252,7 @@ class DropBehind:
         self._lock = Lock()
 
     def add(self, file: Path, start: int, size: int) -> None:
-        """`size` bytes from byte `start` of a file on were read or written. Neighbouring parts become one."""
+        """Record that `size` bytes from byte `start` of a file on were read or written. Adjacent ranges are merged."""
         with self._lock:
             self._add(file, start, size)
 
@@ -264,22 +281,22 @@ class DropBehind:
             self._advise(*oldest)
 
     def _advise(self, file: Path, start: int, size: int) -> None:
-        """Remove pages that are on disk; others are sent there, and stay."""
+        """Drop the pages that are on disk. Start writing the other pages to disk; these stay in the cache."""
         if not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError), file.open("rb", buffering=0) as stream:  # it is advice, and the file may be gone
+        with suppress(OSError), file.open("rb", buffering=0) as stream:  # this is advice, and the file may be gone
             os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 WRITTEN_BYTES = 1 << 27
-"""Usual `bytes` of a `DropBehind` of what is written: enough for the disk to be busy."""
-_READ_BYTES = 1 << 30  # the weights of a layer, which a conversion may read a second time for their amax
+"""Usual `bytes` of a `DropBehind` for written files: enough to keep the disk busy."""
+_READ_BYTES = 1 << 30  # the weights of one layer, which a conversion may read a second time for their amax
 _read: ContextVar[DropBehind | None] = ContextVar("_read", default=None)
 
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Within it, what `read_into` has read of files is removed from the page cache soon after."""
+    """Return a context in which data that `read_into` reads from files is soon removed from the page cache."""
     token = _read.set(DropBehind(_READ_BYTES, written=False))
     try:
         yield
@@ -288,7 +305,7 @@ def reading_once() -> Iterator[None]:
 
 
 def sync(path: str | Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or a folder's directory entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -297,7 +314,7 @@ def sync(path: str | Path) -> None:
 
 
 def rename_synced(old: Path, new: Path) -> None:
-    """Rename within one folder, flushed to disk. A file system does it completely or not at all."""
+    """Rename a file or folder within its parent folder, and flush the rename to disk. The rename is atomic."""
     os.rename(old, new)
     sync(new.parent)
 
@@ -317,9 +334,9 @@ def write_checksums(path: AnyPath, sums: Mapping[str, Checksum]) -> None:
 
 
 def read_checksums(path: AnyPath) -> dict[str, Checksum] | None:
-    """The checksums of the checkpoint folder `path` by file name; None where it has none.
+    """Return the checksums of the checkpoint folder `path` by file name; None if it has no checksums.json.
 
-    Raises DamagedCheckpoint where checksums.json is damaged.
+    Raises DamagedCheckpoint if checksums.json is damaged.
     """
     file = path / CHECKSUMS_FILE
     if not file.is_file():
@@ -333,29 +350,32 @@ def read_checksums(path: AnyPath) -> dict[str, Checksum] | None:
     for name, entry in files.items():
         size, crc = (entry.get("bytes"), _parse_crc32(entry.get("crc32"))) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or crc is None:
-            raise DamagedCheckpoint(f"{file} is damaged: its entry of {name} is no size and CRC-32")
+            raise DamagedCheckpoint(f"{file} is damaged: its entry for {name} is not a size and a CRC-32")
         sums[name] = Checksum(size, crc)
     return sums
 
 
 def _parse_crc32(text: Any) -> int | None:
-    """The number that eight hexadecimal digits are; None for anything else."""
+    """Parse eight hexadecimal digits; return None for anything else."""
     return int(text, 16) if isinstance(text, str) and re.fullmatch("[0-9a-fA-F]{8}", text) else None
 
 
 def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None) -> bytes:
-    """The content of the small file `name` in the checkpoint folder `path`, compared with its checksum in `sums`.
+    """Return the content of the small file `name` in the checkpoint folder `path`, compared with its checksum.
 
-    The bytes that a caller parses are those that were verified. `sums` None: the checkpoint has no checksums. Raises
-    DamagedCheckpoint where the file is missing, is not in `sums`, or is not what was written.
+    The file is read once, so the caller parses exactly the bytes that were verified. If `sums` is None, the checkpoint
+    has no checksums and the content is not verified.
+
+    Raises:
+        DamagedCheckpoint: The file is missing, is not in `sums`, or differs from its checksum.
     """
     file = path / name
     if not file.is_file():
-        raise DamagedCheckpoint(f"{path} is no checkpoint: it has no {name}")
+        raise DamagedCheckpoint(f"{path} is not a checkpoint: it has no {name}")
     content = read_file(file)
     if sums is not None:
         if name not in sums:
-            raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} has no checksum of {name}")
+            raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} has no checksum for {name}")
         problem = _difference(file, Checksum.from_content(content), sums[name])
         if problem is not None:
             raise DamagedCheckpoint(problem)
@@ -363,13 +383,16 @@ def read_verified(path: AnyPath, name: str, sums: Mapping[str, Checksum] | None)
 
 
 def read_file(file: AnyPath) -> bytes:
-    """The content of a small file. Raises DamagedCheckpoint where the disk cannot read it, else ValueError.
+    """Return the content of a small file.
 
-    ObjectStoreError where object storage cannot be reached.
+    Raises:
+        DamagedCheckpoint: The disk cannot read the file.
+        ValueError: The file is too large, or cannot be read for another reason.
+        ObjectStoreError: Object storage cannot be reached.
     """
     try:
         if (size := file.stat().st_size) > MAX_FILE_BYTES:
-            raise ValueError(f"{file} has {size:,} bytes, and such a file at most {MAX_FILE_BYTES:,}")
+            raise ValueError(f"{file} has {size:,} bytes; files of its kind may have at most {MAX_FILE_BYTES:,}")
         return file.read_bytes()
     except OSError as error:
         if is_transient(error):
@@ -379,24 +402,24 @@ def read_file(file: AnyPath) -> bytes:
 
 
 def parse_object(file: AnyPath | str, content: bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """The JSON object in `content`, UTF-8, of `file`. Raises DamagedCheckpoint for anything else, NaN included.
+    """Parse `content`, the UTF-8 bytes of `file`, as a JSON object. `constant` is passed to `parse_json`.
 
-    `constant`: as for `parse_json`.
+    Raises DamagedCheckpoint if the content is anything else; by default NaN is refused, too.
     """
     try:
         content_object = parse_json(content, constant)
     except ValueError as error:
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
     if not isinstance(content_object, dict):
-        raise DamagedCheckpoint(f"{file} is damaged: it holds no JSON object")
+        raise DamagedCheckpoint(f"{file} is damaged: it does not contain a JSON object")
     return content_object
 
 
 def find_damage(file: AnyPath, expected: Checksum) -> str | None:
-    """Read `file` once, in blocks, and describe how it differs from what was written; None where it does not."""
+    """Read `file` once, in blocks, and describe how it differs from `expected`; return None if it does not."""
     try:
         size, crc = file.stat().st_size, 0
-        if size == expected.size:  # else there is no need to read it
+        if size == expected.size:  # a file of another size need not be read
             with open_raw(file) as stream:
                 crc = crc32_of(stream, 0, size)
     except FileNotFoundError:
@@ -413,34 +436,34 @@ def _difference(file: AnyPath, actual: Checksum, expected: Checksum) -> str | No
         what = "truncated" if actual.size < expected.size else "too long"
         return f"{file} is {what}: {actual.size} bytes of {expected.size}"
     if actual.crc32 != expected.crc32:
-        return f"{file} is damaged: its CRC-32 is {actual.crc32:08x}, and {expected.crc32:08x} was written"
+        return f"{file} is damaged: its CRC-32 is {actual.crc32:08x}, but {expected.crc32:08x} was written"
     return None
 
 
 RawFile = BinaryIO | ObjectReader
-"""A file without a buffer, or an object."""
+"""An unbuffered file, or an object in object storage."""
 
 
 def open_raw(path: AnyPath) -> RawFile:
-    """Open a file, without a buffer, or an object, to be read."""
+    """Open a file (unbuffered) or an object for reading."""
     return ObjectReader(path) if isinstance(path, ObjectPath) else cast(BinaryIO, path.open("rb", buffering=0))
 
 
 def read_some(stream: RawFile, start: int, view: memoryview) -> int:
-    """Fill the beginning of `view`, of bytes, from byte `start` of a file on; returns how much of it, 0 at its end."""
+    """Read from byte `start` of a file on into the beginning of `view`; return the bytes read, 0 at the file's end."""
     if isinstance(stream, ObjectReader):
         return stream.read_some(start, view)
     return os.preadv(stream.fileno(), [view], start)
 
 
 def read_at(stream: RawFile, start: int, size: int) -> bytes:
-    """Up to `size` bytes, a few, from byte `start` of a file on."""
+    """Read up to `size` bytes, a small number, from byte `start` of a file on."""
     content = bytearray(size)
     return bytes(content[: read_some(stream, start, memoryview(content))])
 
 
 def read_into(stream: RawFile, start: int, view: memoryview) -> None:
-    """Fill `view`, of bytes, from byte `start` of a file on. Raises EOFError where the file ends before."""
+    """Fill `view` with the bytes of a file from `start` on. Raises EOFError if the file ends too early."""
     done = 0
     while done < len(view):
         got = read_some(stream, start + done, view[done : done + _MAX_IO_BYTES])
@@ -453,7 +476,7 @@ def read_into(stream: RawFile, start: int, view: memoryview) -> None:
 
 
 def crc32_of(stream: RawFile, start: int, size: int) -> int:
-    """The CRC-32 of `size` bytes of a file. Raises EOFError where the file ends before."""
+    """Return the CRC-32 of `size` bytes of a file from byte `start` on. Raises EOFError if the file ends too early."""
     crc = 0
     if isinstance(stream, ObjectReader):
         for content in stream.blocks(start, size):

@@ -1,10 +1,10 @@
-"""Load a checkpoint on all ranks together, and find the newest one that is intact.
+"""Load a checkpoint on all ranks together, and find the newest intact checkpoint.
 
-Loading is strict. Before a tensor is read, every file is compared with its checksum, and the names, shapes and dtypes
-of the checkpoint with those that all ranks together ask for (under pipeline parallelism each asks for others). A load
-that raises at this stage has changed nothing.
+Loading is strict. Before any tensor is read, every file is compared with its checksum, and the names, shapes and dtypes
+in the checkpoint are compared with the tensors that all ranks together request. (Under pipeline parallelism, each rank
+requests other tensors.) A load that raises at this stage has changed nothing.
 
-Verification reads the files a second time, each on one rank, as many at a time as there are ranks.
+Verification reads the files an additional time. Each file is read by one rank, and the ranks read in parallel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megafp8.parallel import collectives
 from megafp8.parallel.sharding import Shape
 
 _REQUESTS = 16
-"""Rectangles that a rank reads from object storage at a time."""
+"""Number of rectangles that a rank reads from object storage in parallel."""
 _MISSING, _UNEXPECTED = "missing in the checkpoint", "in the checkpoint but not in this model"
 _MISMATCH, _INCOMPLETE = "of another shape or dtype", "only partly in the checkpoint"
 _PROBLEMS = (_MISSING, _UNEXPECTED, _MISMATCH, _INCOMPLETE)
@@ -55,15 +55,23 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into `tensors`, in place, and return its metadata. Collective.
 
-    `checkpoint`: a folder, whose files are verified first (`verify` false: all but the data files); or one that
-    `newest_good` has opened and verified. The layout may differ from that of the save in any way. A name for which
-    `optional` is true may be missing in the checkpoint, or be there in another shape or dtype (its tensor then keeps
-    its values), or be in the checkpoint alone (it is then not read).
+    The layout may differ from the saving run's layout in any way. Errors are raised on every rank, before any tensor
+    has changed. There is one exception: without checksums, damage may only be noticed while tensors are read; this
+    raises a ValueError when some tensors have already been loaded.
 
-    Raises, on all ranks alike and before a tensor has changed, DamagedCheckpoint (a ValueError) where one of its files
-    is not as it was written, IncompatibleCheckpoint (a ValueError) where names, global shapes or dtypes differ, and
-    ValueError where there is no such folder. Damage that is found only while reading, as there are no checksums, is a
-    ValueError with tensors partly loaded.
+    Args:
+        checkpoint: Folder of the checkpoint, whose files are verified first; or a checkpoint that `newest_good` has
+            opened and verified.
+        tensors: Tensors to fill, by global name. A plain tensor is not sharded.
+        optional: Returns whether a tensor of this name may differ. If it is missing in the checkpoint, or has another
+            shape or dtype there, the tensor in `tensors` keeps its values. If it is only in the checkpoint, it is not
+            read.
+        verify: Whether to verify the content of the data files. The small files are always verified.
+
+    Raises:
+        DamagedCheckpoint: A file differs from its checksum, is truncated, or is missing.
+        IncompatibleCheckpoint: Names, global shapes or dtypes differ.
+        ValueError: The folder does not exist or cannot be read.
     """
     group = group_or_world()
     state = as_rectangles(tensors)
@@ -85,7 +93,7 @@ def load(
             for one in wanted:
                 read_one(*one)
             return
-        _ = opened.rectangles  # found once, before threads ask for it
+        _ = opened.rectangles  # computed once, before the threads use it
         with ThreadPoolExecutor(_REQUESTS) as executor:
             for done in [executor.submit(read_one, *one) for one in wanted]:
                 done.result()
@@ -99,7 +107,10 @@ def load(
 
 
 def misfits(wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, optional: Callable[[str], bool]) -> str:
-    """What `load` would refuse if all ranks together hold the tensors `wanted`, by name; empty where nothing."""
+    """Describe why `load` would refuse the checkpoint; return an empty string if it would not.
+
+    `wanted` holds the global shape and dtype of the tensors of all ranks together, by name.
+    """
     unexpected = [name for name in sorted(index.state_dict_metadata) if name not in wanted and not optional(name)]
     return _describe([_differences(wanted, index, optional), {_UNEXPECTED: unexpected}])
 
@@ -107,14 +118,14 @@ def misfits(wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, op
 def newest_good(
     folder: AnyPath | str, *, verify: bool = True, group: ProcessGroup | None = None
 ) -> CheckpointReader | None:
-    """The newest checkpoint under `folder` that is as it was written, or None where there is none. Collective.
+    """Return the newest intact checkpoint under `folder`, or None if the folder has no checkpoints. Collective.
 
-    Damaged newer ones are renamed, with a warning that names the damage, and never deleted. Raises DamagedCheckpoint,
-    with nothing renamed, where all are damaged. `verify` false: of data files only presence and size are checked; the
-    small files are verified in any case.
+    Newer checkpoints that are damaged are renamed, with a warning that describes the damage, and never deleted. If all
+    checkpoints are damaged, this raises DamagedCheckpoint and renames nothing. If `verify` is False, only the presence
+    and size of the data files are checked. The small files are always verified.
     """
     group = group_or_world(group)
-    # One rank lists the folder for all: on a lagging network file system they might see different ones.
+    # One rank lists the folder for all ranks: on a lagging network file system, ranks might see different checkpoints.
     checkpoints = on_rank0(lambda: store.complete_checkpoints(folder), group)
     opened, damaged = first_intact([path for _, path in reversed(checkpoints)], lambda path: _open(path, verify, group))
     if opened is not None:
@@ -126,11 +137,11 @@ def newest_good(
 
 
 def _open(path: AnyPath, verify: bool, group: ProcessGroup | None) -> CheckpointReader:
-    """Open a checkpoint on all ranks of `group`; `verify`: verify its data files too. Collective."""
+    """Open a checkpoint on all ranks of `group`. If `verify` is True, verify its data files, too. Collective."""
     rank = collectives.rank(group)
     opened = on_all_ranks(lambda: CheckpointReader(path, check_sizes=rank == 0), group)
     if len(set(collectives.all_gather_objects(opened.identity, group))) > 1:
-        raise ValueError(f"ranks see different files in {path}; all hosts must share the file system that it is on")
+        raise ValueError(f"ranks see different files in {path}; all hosts must share the file system of this folder")
     if opened.sums is None and rank == 0:
         logger.warning("%s has no %s: only the sizes of its files were checked", path, CHECKSUMS_FILE)
     if verify and opened.sums is not None:
@@ -142,7 +153,7 @@ def _open(path: AnyPath, verify: bool, group: ProcessGroup | None) -> Checkpoint
 
 
 def _verify_files(path: AnyPath, sums: dict[str, Checksum], index: Metadata) -> None:
-    """Raise DamagedCheckpoint where one of the files `sums` is not what was written, naming the tensors lost."""
+    """Raise DamagedCheckpoint, with the names of the lost tensors, if a file differs from its checksum in `sums`."""
     problems = []
     for name, expected in sums.items():
         problem = find_damage(path / name, expected)
@@ -157,7 +168,7 @@ def _verify_files(path: AnyPath, sums: dict[str, Checksum], index: Metadata) -> 
 def _differences(
     wanted: Mapping[str, tuple[Shape, torch.dtype]], index: Metadata, optional: Callable[[str], bool]
 ) -> dict[str, list[str]]:
-    """What this rank wants and the checkpoint does not have, by problem."""
+    """Return the tensors in `wanted` that the checkpoint cannot provide, by problem."""
     differences: dict[str, list[str]] = {}
     for name, info in wanted.items():
         entry, stored = index.state_dict_metadata.get(name), _stored_info(index, name)
@@ -166,7 +177,7 @@ def _differences(
         if entry is None:
             differences.setdefault(_MISSING, []).append(name)
         elif not isinstance(entry, TensorStorageMetadata) or stored is None:
-            differences.setdefault(_MISMATCH, []).append(f"{name} (no tensor in the checkpoint)")
+            differences.setdefault(_MISMATCH, []).append(f"{name} (not a tensor in the checkpoint)")
         elif stored != info:
             differences.setdefault(_MISMATCH, []).append(
                 f"{name} ({stored} in the checkpoint, {TensorInfo(*info)} here)"
@@ -182,7 +193,7 @@ def _stored_info(index: Metadata, name: str) -> TensorInfo | None:
 
 
 def _wanted_by_no_rank(wanted_here: Collection[str], index: Metadata, group: ProcessGroup | None) -> list[str]:
-    """Tensors of the checkpoint that no rank asks for. Collective; one byte a tensor is communicated."""
+    """Return the tensors of the checkpoint that no rank requests. Collective; it communicates one byte per tensor."""
     names = sorted(index.state_dict_metadata)
     asked = torch.tensor([name in wanted_here for name in names], dtype=torch.uint8)
     collectives.all_reduce(asked, group, "max")
@@ -190,7 +201,7 @@ def _wanted_by_no_rank(wanted_here: Collection[str], index: Metadata, group: Pro
 
 
 def _describe(differences: list[dict[str, list[str]]]) -> str:
-    """Names by problem, of all `differences`, in one line."""
+    """Return one line that lists the tensors of all `differences` by problem."""
     names = {problem: sorted({name for one in differences for name in one.get(problem, ())}) for problem in _PROBLEMS}
     return "; ".join(
         f"{len(wrong)} {'tensor' if len(wrong) == 1 else 'tensors'} {problem}: {join_first(wrong)}"

@@ -3,26 +3,27 @@
     <folder>/.lock   {"host": ..., "pid": ..., "pid_namespace": ..., "process_start": ..., "job": ...,
                       "replicas": ..., "restart": ..., "since": ..., "token": ...}
 
-Two jobs in one folder would delete each other's incomplete checkpoints. So rank 0 creates this file before anything
-else is changed, with O_EXCL, which is exclusive on local disks and on NFS (since version 3).
+Two jobs in one folder would delete each other's incomplete checkpoints. So rank 0 creates this file before it changes
+anything else. It uses O_EXCL, which is exclusive on local disks and on NFS (since version 3).
 
-A killed job leaves the file behind. While a job lives, a thread touches the file every 15 seconds, so the file's age
-tells whether its owner lives. The age is measured by the file system's clock (the server's on NFS), so clocks of hosts
-may differ. A lock is taken over
+A killed job leaves the file behind. While a job is alive, a thread touches the file every 15 seconds, so the file's age
+tells whether its owner is alive. The age is measured by the file system's clock (the server's clock on NFS), so the
+clocks of the hosts may differ. A job takes over a lock
 
-- at once where the owner ran on this host and its process is gone (process numbers are reused, so the start time is
-  compared too; they are valid within their PID namespace only, e.g. that of a container);
-- at once where the owner was an earlier attempt of this very job, restarted by Slurm or torchrun;
-- at once where the owner was a replica that the others have lost (`takes_over`), unless it writes before it leaves
-  (`busy`);
-- otherwise when its heartbeat is 2 minutes old. An attempt of the same job on another host waits for that: it may have
-  been started, with restarts counted anew, because the owner's host is gone.
+- immediately, if the owner ran on this host and its process is gone. Process numbers are reused, so start times are
+  compared, too. Process numbers are only valid within their PID namespace, for example within a container;
+- immediately, if the owner was an earlier attempt of this job, which Slurm or torchrun has restarted;
+- immediately, if the owner was a replica that the other replicas have lost (`takes_over`), unless that replica is still
+  writing before it leaves (`busy`);
+- otherwise, once the owner's last heartbeat is 2 minutes old. An attempt of the same job on another host waits for
+  this: the job may have been started anew, with its restarts counted from 0, because the owner's host is gone.
 
-In object storage the file is created by a conditional PUT, which one of several writers succeeds in, and is touched by
-writing it again. A job that takes over a lock there, without renames, checks after 3 seconds that it still has it.
+In object storage, the file is created by a conditional PUT, which succeeds for only one of several writers, and is
+touched by writing it again. Object storage has no renames, so a job that takes over a lock there checks after 3 seconds
+that it still owns the lock.
 
-Limit: an owner that hangs for longer (a suspended process, a stalled file system) may lose the lock while it lives. It
-detects that by the token in the file before it next changes the folder, and stops.
+Limit: an owner that hangs for more than 2 minutes (a suspended process, a stalled file system) may lose the lock while
+it is alive. It notices this by the token in the file before it next changes the folder, and stops.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ _SETTLING_SECONDS = 3.0
 
 
 def describe_this_process() -> dict[str, Any]:
-    """Content of the lock file that this process writes."""
+    """Return the content of the lock file that this process writes."""
     environment = os.environ
-    token = environment.get("MEGAFP8_LIGHTHOUSE_TOKEN")  # of all replicas of this job, and of no other
+    token = environment.get("MEGAFP8_LIGHTHOUSE_TOKEN")  # shared by all replicas of this job, and by no other job
     elastic = environment.get("TORCHELASTIC_RUN_ID", "")
     job = environment.get("SLURM_JOB_ID") or ("" if elastic == "none" else elastic)
     restarts = (environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
@@ -79,30 +80,30 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def is_over(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether process `us` knows that `owner`, both as lock files describe them, has ended."""
+    """Return whether process `us` knows that `owner` has ended. Both are given as a lock file describes them."""
     if us["job"] and owner.get("job") == us["job"] and owner.get("restart", us["restart"]) < us["restart"]:
         return True
     return _is_here(owner, us) and process_start(owner["pid"]) != owner.get("process_start")
 
 
 def is_replica(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether `owner` and `us` are of replicas of one job."""
+    """Return whether `owner` and `us` belong to replicas of the same job."""
     return us["replicas"] is not None and owner.get("replicas") == us["replicas"]
 
 
 def _is_here(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether `owner` runs on the host and in the PID namespace of `us`."""
+    """Return whether `owner` runs on the host and in the PID namespace of `us`."""
     this_host = (us["host"], us["pid_namespace"])
     return us["pid_namespace"] is not None and (owner.get("host"), owner.get("pid_namespace")) == this_host
 
 
 def may_be_restarted(owner: dict[str, Any], us: dict[str, Any]) -> bool:
-    """Whether `owner` may be an attempt of this job whose host is gone."""
+    """Return whether `owner` may be an earlier attempt of this job, on a host that is gone."""
     return bool(us["job"]) and owner.get("job") == us["job"] and not _is_here(owner, us)
 
 
 def _read(file: AnyPath) -> dict[str, Any]:
-    """The owner that a lock file names; empty where it is unreadable. FileNotFoundError where there is no file."""
+    """Return the owner that a lock file names; empty if unreadable. Raises FileNotFoundError if there is no file."""
     try:
         owner = parse_json(file.read_bytes())
     except (FileNotFoundError, ObjectStoreError):
@@ -113,7 +114,7 @@ def _read(file: AnyPath) -> dict[str, Any]:
 
 
 def _age(file: AnyPath) -> float:
-    """Seconds since `file` was touched, both by the file system's clock."""
+    """Return the seconds since `file` was last touched, measured by the file system's clock."""
     if isinstance(file, ObjectPath):
         probe_object = file.with_name(f".now-{uuid.uuid4().hex}")
         probe_object.write_bytes(b"")
@@ -126,15 +127,23 @@ def _age(file: AnyPath) -> float:
 
 
 class FolderLock:
-    """Context manager that holds the lock of `folder`. Collective over the world; rank 0 locks.
+    """Context manager that holds the lock of a folder. Collective over the world; rank 0 locks.
 
-    Entering raises FolderInUse where another job holds it, naming owner and age, with nothing changed; ValueError where
-    what has the lock's name is no file; RuntimeError where the folder cannot be written to.
+    Entering the context raises
+
+    - FolderInUse, with the owner and the lock's age, if another job holds the lock. Nothing is changed;
+    - ValueError if the lock's path exists and is not a regular file;
+    - RuntimeError if the folder is not writable.
     """
 
     def __init__(self, folder: AnyPath | str, *, takes_over: bool = False) -> None:
-        """`takes_over`: from another replica of this job, which has been lost (`megafp8.parallel.replicas`), at
-        once."""
+        """Describe the lock without taking it.
+
+        Args:
+            folder: Folder to lock.
+            takes_over: Whether to take over, without waiting, the lock of another replica of this job that has been
+                lost (`megafp8.parallel.replicas`).
+        """
         self._takes_over = takes_over
         self.file = as_path(folder) / LOCK_FILE
         self._group = group_or_world()
@@ -156,7 +165,7 @@ class FolderLock:
                     self.file.unlink()
 
     def check(self) -> None:
-        """Raise RuntimeError on rank 0 if the lock was taken over or removed; called before the folder is changed."""
+        """Raise RuntimeError on rank 0 if the lock was taken over or removed. Call this before changing the folder."""
         if not self._is_rank0 or self.is_ours():
             return
         try:
@@ -170,7 +179,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Context in which no replica takes the lock over while this process lives: it writes."""
+        """Return a context for writing, in which no replica takes over the lock while this process is alive."""
         self._describe(busy=True)
         try:
             yield
@@ -188,7 +197,7 @@ class FolderLock:
             os.replace(new, self.file)
 
     def is_ours(self) -> bool:
-        """Whether the lock file is still the one that this process, rank 0, made."""
+        """Return whether the lock file is still the one that this process created. Rank 0 only."""
         try:
             return bool(_read(self.file).get("token") == self._us["token"])
         except FileNotFoundError:
@@ -199,7 +208,7 @@ class FolderLock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         deadline, taken_over = None, False
         while not self._create() or (taken_over and not self._is_settled()):
-            with contextlib.suppress(FileNotFoundError):  # released in between
+            with contextlib.suppress(FileNotFoundError):  # the owner may release the lock at any time
                 self._check_is_file()
                 owner, age = _read(self.file), _age(self.file)
                 replaces = self._takes_over and is_replica(owner, self._us)
@@ -220,22 +229,22 @@ class FolderLock:
                     raise FolderInUse(self._refusal(owner, age))
 
     def _check_is_file(self) -> None:
-        """ValueError where the lock's name is that of a folder or a symlink, which no job has made.
+        """Raise ValueError if the lock's path is a folder or a symlink, which no job has created.
 
-        A symlink to nothing exists, and yet has no owner or age: it would be waited for without end.
+        A dangling symlink exists but has no owner or age, so the job would wait for it forever.
         """
         if isinstance(self.file, Path) and not stat.S_ISREG(self.file.lstat().st_mode):
-            kind = "a symbolic link" if self.file.is_symlink() else "no file"
-            raise ValueError(f"{self.file} is {kind}, and a lock is a file that a job has made; remove it")
+            kind = "a symbolic link" if self.file.is_symlink() else "not a regular file"
+            raise ValueError(f"{self.file} is {kind}, but jobs create locks as regular files; remove it")
 
     def _is_settled(self) -> bool:
-        """Wait until no competitor that saw the former owner can remove the lock; whether it is ours then."""
+        """Wait until no competitor that saw the former owner can still remove the lock; return whether it is ours."""
         time.sleep(_SETTLING_SECONDS)
         return self.is_ours()
 
     def _create(self) -> bool:
         if isinstance(self.file, ObjectPath):
-            # An attempt without an answer, which is made again, may have written it.
+            # A request that got no response is repeated, and may have written the file the first time.
             return self.file.create(to_json(self._us)) or self.is_ours()
         try:
             handle = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -248,7 +257,7 @@ class FolderLock:
         return True
 
     def _remove(self, owner: dict[str, Any]) -> None:
-        """Remove the lock of `owner`: renamed first, in which one of several competitors succeeds."""
+        """Remove the lock of `owner`. The file is first renamed, which succeeds for only one of several competitors."""
         if isinstance(self.file, ObjectPath):
             if _read(self.file).get("token") == owner.get("token"):
                 self.file.unlink()
@@ -256,14 +265,14 @@ class FolderLock:
         aside = self.file.with_name(f"{LOCK_FILE}.{self._us['token']}")
         os.rename(self.file, aside)
         try:
-            if _read(aside).get("token") != owner.get("token"):  # somebody else took it over before: restore it
+            if _read(aside).get("token") != owner.get("token"):  # another job has taken it over: restore its lock
                 with contextlib.suppress(FileExistsError):
                     os.link(aside, self.file)
         finally:
             aside.unlink()
 
     def _refusal(self, owner: dict[str, Any], age: float) -> str:
-        who = "an owner that it does not name"
+        who = "an unknown owner"
         if owner:
             job = f" of job {owner['job']}" if owner.get("job") else ""
             who = f"process {owner['pid']} on {owner['host']}{job}, since {owner.get('since')}"
@@ -275,7 +284,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the next attempt may succeed; check() reports a lost lock
+            with contextlib.suppress(OSError):  # the next heartbeat may succeed; check() reports a lost lock
                 if not self.is_ours():
                     continue
                 if isinstance(self.file, ObjectPath):

@@ -1,25 +1,26 @@
-"""The newest checkpoint of a run in the memory of its nodes, each file on two of them.
+"""Checkpoints of a run in the memory of its nodes, with each file on two nodes.
 
 Problem: a job that loses a rank or a node repeats all steps since the newest checkpoint on disk. Saves to memory take
-little time and can be made often, but a lost node takes its memory with it.
+little time and can be made often, but the memory of a lost node is lost, too.
 
     <root>/megafp8-<run>/<token>/        on each node, in a file system in its memory
-        node                             a random name; ranks that read the same one share the folder
-        step_00000010/                   a checkpoint: small files, the data files of this node and of the one before
+        node                             a random name; ranks that read the same name share the folder
+        step_00000010/                   a checkpoint: small files, and the data files of this and the previous node
         .step_00000015.incomplete/       a running or interrupted save
-        loading/step_00000010/           a checkpoint that is loaded: links to files of this node, and parts of others
+        loading/step_00000010/           a checkpoint being loaded: links to this node's files, and parts of other files
 
-Save. Ranks share out the rectangles as for a checkpoint on disk (`saving`), and write the same files into the folder of
-their node. Each rank then sends its files to a rank of the next node. metadata.json, index and checksums.json are those
-of the whole checkpoint, on every node. A save is complete on a node once its hidden folder is renamed. All nodes rename
-before one removes the checkpoint before, so at any time all nodes have all their files of one and the same step.
+Save. Rectangles are assigned to ranks as for a checkpoint on disk (`saving`), and each rank writes the same files into
+its node's folder. Each rank then sends its files to a rank of the next node. Every node has metadata.json, the index
+and checksums.json of the whole checkpoint. A save is complete on a node once its hidden folder is renamed. All nodes
+rename before any node removes the previous checkpoint. So at any time, there is a step for which all nodes have all
+their files.
 
-Load. The folder outlives the rank and its agent. Ranks verify the checksums of what their nodes have, and agree on the
-newest checkpoint of which all data files are left. Each rank names the rectangles that it needs and its node does not
-have; these bytes are sent, and written to their place in files that are otherwise empty (holes need no memory). The
-reader for files on disk then reads them, in any layout.
+Load. The folder outlives the rank and its agent. Ranks verify the checksums of the files on their nodes, and agree on
+the newest checkpoint that still has all data files. Each rank lists the rectangles that it needs and that are not on
+its node. The bytes of these rectangles are sent, and written at their position in otherwise empty files, which are
+sparse and so need no further memory. The reader for files on disk then reads them, in any layout.
 
-Memory: on each node two checkpoints, each with the files of two nodes, while a save runs; else one.
+Memory: each node holds one checkpoint, or two while a save runs, each with the files of two nodes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ NODE_FILE = "node"
 LOADING = "loading"
 GENERATIONS = 2
 _ARCHIVE_BYTES = 2048
-"""Bound of the bytes of a rectangle's archive beside its values."""
+"""Upper bound of the bytes that a rectangle's archive needs in addition to its values."""
 _SMALL_FILES = (store.METADATA_FILE, dcp.INDEX_FILE, CHECKSUMS_FILE)
 _BLOCK_BYTES = 1 << 26
 _AT_ONCE = 256  # blocks
@@ -74,7 +75,7 @@ logger = getLogger(__name__)
 
 
 class FileTransfer(NamedTuple):
-    """Bytes `[start, start + length)` of the file `name`, which rank `source` sends to rank `target`."""
+    """Byte range `[start, start + length)` of the file `name`, which rank `source` sends to rank `target`."""
 
     source: int
     target: int
@@ -84,16 +85,19 @@ class FileTransfer(NamedTuple):
 
 
 class NodeMemory:
-    """The checkpoints of a run in the memory of its nodes; a destination of `BackgroundSaver`. Collective.
+    """Checkpoints of a run in the memory of its nodes; a destination of `BackgroundSaver`. All methods are collective.
 
-    `root`: a folder that exists on each node. `run`: a name of the run; folders of the run with another `token` are
-    removed. `group`: of all ranks, on the host, not used for anything else while a save runs.
+    Args:
+        root: Folder that exists on each node, in a file system in memory.
+        run: Name of the run.
+        token: Name of this job. Folders of the run with another token are removed.
+        group: Process group of all ranks, on the host. Nothing else may use it while a save runs.
     """
 
     group: ProcessGroup | None
     folder: Path
     nodes: list[list[int]]
-    """Ranks that share a folder, in the order of their first ranks."""
+    """Ranks of each node (ranks that share a folder are one node), in the order of the nodes' first ranks."""
 
     def __init__(self, root: Path, run: str, token: str, group: ProcessGroup | None) -> None:
         self.group, self.folder = group, root / f"megafp8-{run}" / token
@@ -104,7 +108,7 @@ class NodeMemory:
         self._local_rank = self.nodes[self._node].index(self._rank)
 
     def _open(self) -> str:
-        """Make the folder, and return the name of the node."""
+        """Create the folder, and return the name of the node."""
         for path in (self.folder.parent, self.folder):
             make_own_folder(path, private=True)
         for other in self.folder.parent.iterdir():
@@ -118,15 +122,15 @@ class NodeMemory:
         return (self.folder / NODE_FILE).read_text()
 
     def _on_node(self, action: Callable[[], object]) -> None:
-        """Run `action` on the first rank of each node. Collective; raises on all ranks alike."""
+        """Run `action` on the first rank of each node. If it raises on any, all ranks raise. Collective."""
         on_all_ranks(lambda: action() if not self._local_rank else None, self.group)
 
     # --- save ---
 
     def check_space(self, rectangles: Sequence[int]) -> int:
-        """Raise ValueError on all ranks if a node has too little memory; `rectangles`: bytes of those this rank writes.
+        """Return the bytes that checkpoints need on this rank's node; raise ValueError if a node has too little memory.
 
-        Returns the bytes that are needed on this rank's node.
+        `rectangles` holds the bytes of each rectangle that this rank writes. The error is raised on all ranks.
         """
         sizes = collectives.all_gather_objects(sum(rectangles) + _ARCHIVE_BYTES * len(rectangles), self.group)
         before = self.nodes[self._node - 1] if len(self.nodes) > 1 else []
@@ -137,8 +141,8 @@ class NodeMemory:
             if free < needed:
                 raise ValueError(
                     f"{self.folder.parent.parent} on {os.uname().nodename} has {free / 2**20:,.0f} MiB of free memory, "
-                    f"and {GENERATIONS} checkpoints of what this node and the one before hold need "
-                    f"{needed / 2**20:,.0f} MiB; make it larger (containers: --shm-size), or set another folder or "
+                    f"but {GENERATIONS} checkpoints of the files of this node and the previous one need "
+                    f"{needed / 2**20:,.0f} MiB; make it larger (containers: --shm-size), set another folder, or set "
                     "no interval for checkpoints in memory"
                 )
 
@@ -146,7 +150,7 @@ class NodeMemory:
         return needed
 
     def write(self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]) -> Path:
-        """Write the rectangles of this rank's plan, send them to the next node, and remove the checkpoint before."""
+        """Write the rectangles of this rank's plan, send them to the next node, and remove the previous checkpoint."""
         final, hidden = (place(self.folder, step) for place in (store.step_folder, store.incomplete_folder))
 
         def begin() -> None:
@@ -189,7 +193,7 @@ class NodeMemory:
         results: list[list[WriteResult]],
         sums: Sequence[Mapping[str, Checksum]],
     ) -> dict[str, bytes]:
-        """Write the small files of the checkpoint to `folder`, and return them. On rank 0."""
+        """Write the small files of the checkpoint to `folder`, and return their contents by name. Rank 0 only."""
         assert plans.index is not None
         content = store.metadata_json(store.step_folder(self.folder, step), step, {**plans.contents(), **metadata})
         all_sums = {name: checksum for one in sums for name, checksum in one.items()}
@@ -198,7 +202,7 @@ class NodeMemory:
         return {name: (folder / name).read_bytes() for name in _SMALL_FILES}
 
     def _copies(self, sums: Sequence[Mapping[str, Checksum]]) -> Iterator[FileTransfer]:
-        """Transfers of all files to the next node; `sums`: of the files that each rank has written."""
+        """Yield the transfers of all files to the next node. `sums` holds the checksums of the files of each rank."""
         if len(self.nodes) == 1:
             return
         for ranks, targets in zip(self.nodes, [*self.nodes[1:], self.nodes[0]]):
@@ -207,7 +211,10 @@ class NodeMemory:
                     yield from _blocks(rank, targets[i % len(targets)], name, 0, checksum.size)
 
     def _reserve(self, folder: Path, transfers: Sequence[FileTransfer]) -> None:
-        """Reserve space for what this rank receives: writing to a map of a file that has none ends the process."""
+        """Reserve space for the data that this rank receives.
+
+        Without space, writing to the memory map of a file would kill the process.
+        """
         for transfer in transfers:
             if transfer.target == self._rank:
                 (folder / transfer.name).touch()
@@ -216,9 +223,9 @@ class NodeMemory:
     # --- load ---
 
     def find(self, at_least: int, accepts: Callable[[Mapping[str, Any]], bool]) -> MemoryReader | None:
-        """The newest checkpoint of which no data file is lost, of step `at_least` or newer; None if there is none.
+        """Return the newest checkpoint, of step `at_least` or later, that has all its data files, or None.
 
-        `accepts`: whether a checkpoint with this metadata may be loaded.
+        `accepts` returns whether a checkpoint with the given metadata may be loaded.
         """
         own_checkpoints = on_all_ranks(lambda: self._own(at_least, accepts), self.group)
         listed = collectives.all_gather_objects(list(own_checkpoints), self.group)
@@ -230,7 +237,7 @@ class NodeMemory:
         return None
 
     def _own(self, at_least: int, accepts: Callable[[Mapping[str, Any]], bool]) -> dict[tuple[int, int], Path]:
-        """The checkpoints on this node by step and a checksum of all their files' checksums."""
+        """Return the checkpoints on this node by step and by a checksum of all files' checksums."""
         checkpoints = {}
         for step, path in store.complete_checkpoints(self.folder):
             try:
@@ -244,9 +251,9 @@ class NodeMemory:
         return checkpoints
 
     def _assemble(self, key: tuple[int, int], path: Path | None, holder: int) -> MemoryReader | None:
-        """Open the checkpoint `key`, of which this node has files in `path`, and rank `holder` the description.
+        """Open the checkpoint `key`, or return None if one of its data files is lost.
 
-        None if a data file is lost.
+        This node has files of the checkpoint in `path` (None: it has no files), and rank `holder` has the small files.
         """
 
         def describe() -> tuple[dict[str, bytes], list[str]]:
@@ -285,7 +292,7 @@ class NodeMemory:
         return on_all_ranks(lambda: MemoryReader(loading, self, holders), self.group)
 
     def _good_files(self, path: Path) -> list[str]:
-        """The data files in `path` that this rank verifies and that are as they were written."""
+        """Verify this rank's part of the data files in `path`, and return the names of the intact files."""
         sums = CheckpointReader(path, check_sizes=False).sums
         assert sums is not None
         present = sorted(name for name in sums if name not in _SMALL_FILES and (path / name).exists())
@@ -299,7 +306,7 @@ class NodeMemory:
         return good
 
     def fetch(self, reader: MemoryReader, state: Mapping[str, Rectangles]) -> None:
-        """Get the bytes of `reader` that are needed to load `state` and are on other nodes only."""
+        """Get the bytes of `reader` that are needed to load `state` and are only on other nodes."""
         needed = {
             (rectangle.file.name, rectangle.start, rectangle.start + rectangle.length)
             for name, rectangles in state.items()
@@ -315,7 +322,11 @@ class NodeMemory:
     def _fetches(
         self, holders: Mapping[str, Sequence[int]], needed: Sequence[set[tuple[str, int, int]]]
     ) -> Iterator[FileTransfer]:
-        """Transfers of what each rank needs, spread over the ranks of the nodes that have it and that need it."""
+        """Yield transfers of the byte ranges that each node needs.
+
+        The transfers are spread over the ranks of the nodes that have the data and over the ranks of the receiving
+        node.
+        """
         number = 0
         for ranks in self.nodes:
             wanted = sorted(set().union(*(needed[rank] for rank in ranks)))
@@ -330,7 +341,7 @@ class NodeMemory:
     # --- remove ---
 
     def remove_newer(self, step: int) -> None:
-        """Remove the checkpoints of later steps, and what an interrupted save or a load has left."""
+        """Remove the checkpoints of steps later than `step`, and the files of an interrupted save or a load."""
 
         def remove() -> None:
             store.clean_incomplete(self.folder)
@@ -342,15 +353,15 @@ class NodeMemory:
         self._on_node(remove)
 
     def close(self) -> None:
-        """Give the memory back: remove the folder. Not before the last save is done."""
+        """Free the memory by removing the folder. Call this after the last save is done."""
         if not self._local_rank:
             shutil.rmtree(self.folder.parent, ignore_errors=True)
 
 
 class MemoryReader(CheckpointReader):
-    """A checkpoint in `memory`, in a folder with the files of this node; `holders`: nodes by data file.
+    """Checkpoint in the memory of several nodes, read from a folder with the files of this node.
 
-    `prepare` completes the folder for what is read.
+    `holders` maps each data file to the nodes that have it. `prepare` gets the missing data from other nodes.
     """
 
     def __init__(self, path: Path, memory: NodeMemory, holders: Mapping[str, Sequence[int]]) -> None:
@@ -358,15 +369,16 @@ class MemoryReader(CheckpointReader):
         self.folder, self.holders, self._memory = path, holders, memory
 
     def prepare(self, state: Mapping[str, Rectangles]) -> None:
+        """Get the data for `state` that is only on other nodes. Collective."""
         self._memory.fetch(self, state)
 
     def read_into(self, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
-        """`CheckpointReader.read_into`, which always compares checksums here, since parts of a file were sent."""
+        """Fill `target` like `CheckpointReader.read_into`, but always compare checksums: parts of files were sent."""
         super().read_into(name, low, target, verify=True)
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted ranges, those that touch as one."""
+    """Merge overlapping and adjacent ranges of a sorted list."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and start <= joined[-1][1]:
@@ -377,15 +389,15 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _blocks(source: int, target: int, name: str, start: int, length: int) -> Iterator[FileTransfer]:
-    """A transfer in blocks that can be sent at once."""
+    """Split a transfer into blocks of at most `_BLOCK_BYTES`."""
     for at in range(0, length, _BLOCK_BYTES):
         yield FileTransfer(source, target, name, start + at, min(_BLOCK_BYTES, length - at))
 
 
 def _exchange(transfers: Sequence[FileTransfer], folder: Path, group: ProcessGroup | None) -> None:
-    """Send and receive bytes between files in the folder of each rank. Space for them is reserved before.
+    """Send and receive bytes between files in the folder of each rank. Space must have been reserved. Collective.
 
-    `transfers`: of all ranks, in the same order on all. Collective.
+    `transfers` holds the transfers of all ranks, in the same order on every rank.
     """
     me = collectives.rank(group)
     for first in range(0, len(transfers), _AT_ONCE):
@@ -403,12 +415,12 @@ def _exchange(transfers: Sequence[FileTransfer], folder: Path, group: ProcessGro
 
 
 def _mapped(folder: Path, where: FileTransfer, mode: Literal["c", "r+"]) -> Tensor:
-    """Bytes of a file in `folder`; writing to them changes the file in mode `r+` only."""
+    """Map a byte range of a file in `folder` as a uint8 tensor. Writing to it changes the file only in mode `r+`."""
     return torch.from_numpy(np.memmap(folder / where.name, np.uint8, mode, where.start, (where.length,)))
 
 
 def _free_bytes(folder: Path) -> int:
-    """Bytes that can be written to `folder`, at most what the host has of memory if it is in memory."""
+    """Return the bytes that can be written to `folder`; at most the host's free memory if the folder is in memory."""
     free = shutil.disk_usage(folder).free
     with contextlib.suppress(OSError):
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]

@@ -1,18 +1,19 @@
-"""Reading of pickles without running code: an interpreter of the opcodes that build plain data.
+"""Read pickles without running code, by interpreting the opcodes that build plain data.
 
-A pickle is a program that imports classes, calls them and sets their attributes. Python's unpickler does all of this
-even where its `find_class` admits few names: BUILD sets attributes of whatever class was named, and an index of the
-memo is the size of an array. This interpreter imports nothing and calls nothing that a file names. A name of a file is
-a `Global`, and an object of it a `PickledObject` with its arguments and its state, which do nothing. Callers make
-values of them, with checks (`dcp`), or give functions of their own for a few names (`torch_file`).
+A pickle is a program that imports classes, calls them and sets their attributes. Python's unpickler is unsafe even if
+its `find_class` admits only a few names: BUILD sets attributes of any admitted class, and a large memo index makes it
+allocate an array of that size. The interpreter in this module imports nothing and calls nothing that a file names. A
+name in the file becomes a `Global`. An object becomes a `PickledObject`, an inert record of its arguments and state.
+Callers convert these records to values after checking them (`dcp`), or pass their own functions for a few names
+(`torch_file`).
 
-What a file can cost is bounded by its length: sizes are compared with the bytes that follow, the memo is a dictionary,
-and keys of dictionaries and members of sets are those that Python hashes in constant time. Values may be shared, so a
-caller that walks through them recursively first calls `check_tree`: a list that holds another one twice, which holds
-another one twice, thirty times over, has a billion items.
+The time and memory to read a file are bounded by its length. Sizes are compared with the bytes that follow, the memo is
+a dictionary, and dictionary keys and set members must be values that Python hashes in constant time. Values may be
+shared: if a list holds another list twice, which holds another list twice, and so on for thirty levels, the tree has a
+billion items. So a caller that walks through values recursively first calls `check_tree`.
 
-Opcodes: those of protocols 2 to 5 for data (`pickletools` describes them). Protocols 0 and 1, in which torch writes
-nothing by default, have others, which are refused, as are extension registries and out-of-band buffers.
+The interpreter knows the data opcodes of protocols 2 to 5 (`pickletools` describes them). It refuses the other opcodes
+of protocols 0 and 1, which torch does not use by default, extension registries and out-of-band buffers.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Any, NamedTuple, NoReturn
 
 MAX_DEPTH = 200
 _LONGEST_INTEGER = 255  # in bytes
-_LARGEST_KEY = 1 << 60  # the hashes of larger integers can be made to collide
-_LONGEST_KEY = 8  # of a tuple, whose hash Python computes at each use
-_LARGEST_TREE = 10  # items, with those that are shared counted each time, per byte of the file
+_LARGEST_KEY = 1 << 60  # an attacker can make the hashes of larger integers collide
+_LONGEST_KEY = 8  # length of a tuple; Python computes its hash at each use
+_LARGEST_TREE = 10  # items per byte of the file; a shared item is counted each time it occurs
 
 
 class PickleError(ValueError):
-    """A pickle is damaged, or has an opcode that data do not need."""
+    """A pickle is damaged, or has an opcode that plain data does not need."""
 
 
 class Global(NamedTuple):
-    """A class or function that a pickle names."""
+    """Name of a class or function in a pickle."""
 
     module: str
     name: str
@@ -43,9 +44,13 @@ class Global(NamedTuple):
 
 
 class PickledObject:
-    """An object of a class, or the result of a function, that a pickle names: what made it, and nothing else.
+    """Inert record of an object that Python's unpickler would make by calling a class or function.
 
-    `arguments`: of the call; `state`: what it would be restored from; `items`: what would be appended or set, as pairs.
+    Attributes:
+        of: Name of the class or function.
+        arguments: Arguments of the call.
+        state: State from which the object would be restored.
+        items: Items that would be appended to the object, or (key, value) pairs that would be set.
     """
 
     __slots__ = ("arguments", "items", "of", "state")
@@ -66,24 +71,30 @@ def read_pickle(
     builders: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The value of the pickle `content`. Raises PickleError, which says at which byte.
+    """Return the value that the pickle `content` describes, without running its code.
 
-    `constants`: values by module and name. `builders`: what is called, with the arguments in the file, where the file
-    calls that name; it must check them, and raises ValueError or TypeError. `persistent`: makes values of persistent
-    ids.
+    Args:
+        content: Bytes of the pickle.
+        constants: Values for names in the pickle, by module and name.
+        builders: Functions to call when the pickle calls a name, by module and name. A builder gets the arguments in
+            the pickle. It must check them, and raise ValueError or TypeError if they are wrong.
+        persistent: Function that converts a persistent id to a value. If None, persistent ids are refused.
+
+    Raises:
+        PickleError: The pickle is damaged or has a refused opcode. The message states the position in bytes.
     """
     return _Interpreter(content, constants or {}, builders or {}, persistent).run()
 
 
 class _Memo(dict[int, Any]):
-    """Values by number."""
+    """Memo of the interpreter: values by number."""
 
     def __missing__(self, number: int) -> NoReturn:
-        raise PickleError(f"it takes value {number} of the memo, which has none there")
+        raise PickleError(f"it reads value {number} of the memo, which was never stored")
 
 
 class _Interpreter:
-    """The stack machine. `stack`: since the last mark; `marks`: the stacks below each mark."""
+    """Stack machine. `stack` holds the values since the last mark, and `marks` holds the stacks below each mark."""
 
     def __init__(
         self,
@@ -105,9 +116,9 @@ class _Interpreter:
             while at < end:
                 start, opcode = at, content[at]
                 at += 1
-                # The index of a checkpoint has 69 opcodes for each rectangle, and these branches execute all but two of
-                # them, since calling a method takes much longer. 42 are in runs that make an object, call a function
-                # with one tuple, or set a state. What fits no branch, most failures too, is left to the methods.
+                # The index of a checkpoint has 69 opcodes for each rectangle. These branches execute 67 of them, since
+                # calling a method takes much longer. 42 of these are in sequences that make an object, call a function
+                # with one tuple, or set a state. Methods handle all other opcodes, and most errors.
                 if opcode == _LONG_BINGET and at + 4 <= end:
                     stack.append(memo[_UINT32(content, at)[0]])
                     at += 4
@@ -165,7 +176,7 @@ class _Interpreter:
                 else:
                     action = _ACTIONS.get(opcode)
                     if action is None:
-                        self.fail(f"opcode {opcode:#04x}, which plain data do not need")
+                        self.fail(f"opcode {opcode:#04x}, which plain data does not need")
                     self.at = at
                     action(self)
                     at, stack = self.at, self.stack
@@ -180,11 +191,11 @@ class _Interpreter:
     def fail(self, problem: str) -> NoReturn:
         raise PickleError(problem)
 
-    # --- the bytes of an opcode's argument ---
+    # --- bytes of an opcode's argument ---
 
     def take(self, size: int) -> bytes:
         if not 0 <= size <= len(self.content) - self.at:
-            self.fail(f"{size} bytes are announced, and {len(self.content) - self.at} follow")
+            self.fail(f"{size} bytes are announced, but {len(self.content) - self.at} follow")
         self.at += size
         return self.content[self.at - size : self.at]
 
@@ -232,7 +243,7 @@ class _Interpreter:
 
     def tuple_of(self, size: int) -> None:
         if len(self.stack) < size:
-            self.fail(f"a tuple of {size} values, of which there are {len(self.stack)}")
+            self.fail(f"a tuple of {size} values, but the stack has {len(self.stack)}")
         self.stack[-size:] = [tuple(self.stack[-size:])]
 
     def extend(self, items: list[Any]) -> None:
@@ -262,7 +273,7 @@ class _Interpreter:
             self.fail(f"it sets items of a {type(target).__name__}")
 
     def set_state(self) -> bool:
-        """Set the items since the mark in a dictionary, which becomes a record's state; False if they do not fit."""
+        """Store the items since the mark as a record's state, a dictionary, and return whether they fit."""
         if not self.marks or len(self.marks[-1]) < 2 or len(self.stack) % 2:
             return False
         record, state = self.marks[-1][-2:]
@@ -302,11 +313,11 @@ class _Interpreter:
         elif kind in (list, dict, set, frozenset, bytearray):
             self.fail(f"a {kind.__name__} as a key")
 
-    # --- what a file names ---
+    # --- names in a file ---
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            self.fail("a name that is no text")
+            self.fail("a name that is not text")
         self.push(self.constants.get((module, name), Global(module, name)))
 
     def stack_global(self) -> None:
@@ -330,7 +341,7 @@ class _Interpreter:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is PickledObject:
             target.state = state
-        elif type(target) is not dict:  # the attributes of a dictionary, such as state_dict's _metadata, are dropped
+        elif type(target) is not dict:  # attributes of a dictionary, such as state_dict's _metadata, are dropped
             self.fail(f"it sets the state of a {type(target).__name__}")
 
     def persistent_id(self) -> None:
@@ -351,8 +362,8 @@ class _Interpreter:
 
 _STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _SETITEMS = ord("."), 0x94, ord("h"), ord("j"), ord("u")
 _BININT, _BININT1, _BININT2, _EMPTY_TUPLE, _TUPLE1, _TUPLE3 = ord("J"), ord("K"), ord("M"), ord(")"), 0x85, 0x87
-_CALL = b"\x94\x85\x94R\x94"  # after a tuple: it is the only argument of a call, all three in the memo
-_MAKE = b"\x81\x94}\x94("  # after an empty tuple: an object of a class, its state, and a mark for the state's items
+_CALL = b"\x94\x85\x94R\x94"  # follows a tuple: the only argument of a call; memoizes tuple, arguments and result
+_MAKE = b"\x81\x94}\x94("  # follows an empty tuple: makes an object and its state, and a mark for the state's items
 _UINT32, _INT32 = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
 _Action = Callable[[_Interpreter], object]
 
@@ -415,7 +426,7 @@ _ACTIONS: dict[int, _Action] = {
 
 
 def _parts(value: Any) -> Any:
-    """What a value contains directly; None for a value that contains nothing."""
+    """Return the values that `value` directly contains, or None if it contains nothing."""
     kind = type(value)
     if kind is dict:
         return [*value, *value.values()] if value else None
@@ -427,12 +438,13 @@ def _parts(value: Any) -> Any:
 
 
 def check_tree(value: Any, length: int) -> None:
-    """Raise PickleError where a value is nested more than `MAX_DEPTH` deep, contains itself, or is large by sharing.
+    """Raise PickleError if a value is nested too deeply, contains itself, or is a huge tree because of shared values.
 
-    `length`: of the pickle, in bytes.
+    The limits are `MAX_DEPTH` levels, and a number of items proportional to `length`, the length of the pickle in
+    bytes.
     """
     limit = 10_000 + _LARGEST_TREE * length
-    known: dict[int, tuple[int, int]] = {}  # size and depth by identity; no value dies meanwhile
+    known: dict[int, tuple[int, int]] = {}  # size and depth by `id`; `value` keeps all of them alive
     opened: set[int] = set()
     todo = [value]
     while todo:
@@ -458,7 +470,7 @@ def check_tree(value: Any, length: int) -> None:
         if depth >= MAX_DEPTH:
             raise PickleError(f"more than {MAX_DEPTH} values are nested")
         if size > limit:
-            raise PickleError(f"more than {limit} values, of which most are the same")
+            raise PickleError(f"more than {limit} values, most of them shared")
         known[id(iterator)] = size, depth + 1
 
 

@@ -1,18 +1,20 @@
-"""The local part of a global tensor, in global coordinates.
+"""Local parts of global tensors, in global coordinates.
 
-A checkpoint holds tensors with global names and global shapes, and knows no ranks or layouts. A rank saves the
-rectangles it has and loads the rectangles it wants, by intersecting the two. So loading into another TP×PP×DP layout
-is the same code as loading into the same one.
+A checkpoint holds tensors with global names and global shapes, and does not depend on ranks or layouts. A rank saves
+the rectangles it has. To load, it intersects the stored rectangles with the rectangles it needs. So the same code loads
+into the same layout and into any other TP×PP×DP layout.
 
-A sharded optimizer holds a flat run of a parameter's elements, regardless of rows. Of a matrix that is at most three
-rectangles: the rest of a row, whole rows, the beginning of a row. So sharded state reshards like anything else.
+A sharded optimizer holds a flat range of a parameter's elements, regardless of rows. In a matrix, such a range is at
+most three rectangles: the rest of a row, whole rows, and the beginning of a row. So sharded state is resharded like
+everything else.
 
-`Rectangles` is the value of one name in a checkpoint. For saving it implements torch's protocol for objects that are
-more than one tensor (`__create_write_items__`, `__get_tensor_shard__`; compare torch's `LocalShardsWrapper`, a tensor
-subclass). The views may be strided slices of a fused parameter: they are copied from and into in place.
+`Rectangles` is the value of one name in a checkpoint. To be saved, it implements torch's protocol for objects that
+contain more than one tensor (`__create_write_items__`, `__get_tensor_shard__`; torch's `LocalShardsWrapper`, a tensor
+subclass, does the same). The views may be strided slices of a fused parameter; data is copied from and to them
+directly.
 
-Several ranks may hold the same rectangle (data parallelism, norms under TP, the tied output layer). It is written once,
-by the rank with the least to write, and loaded by all.
+Several ranks may hold the same rectangle (data parallelism, norms under TP, the tied output layer). The rank with the
+least to write writes it, once, and all ranks load it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -44,16 +47,17 @@ class TensorInfo(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A view of local memory, and the global index of its first element."""
+    """View of local memory, and the global index of its first element."""
 
     offset: Shape
     view: Tensor
 
 
 class Rectangles:
-    """The rectangles of one global tensor of `global_shape` and `dtype` that this rank holds.
+    """Rectangles of one global tensor, of `global_shape` and `dtype`, that this rank holds.
 
-    A rectangle may occur twice (two local parameters with the same values): one is saved, both are loaded.
+    A rectangle may occur twice, if two local parameters have the same values. One of the two is saved, and both are
+    loaded.
     """
 
     def __init__(self, global_shape: Shape, dtype: torch.dtype, parts: Iterable[Rectangle] = ()) -> None:
@@ -65,7 +69,7 @@ class Rectangles:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Rectangles:
-        """A tensor that is not sharded."""
+        """Wrap a tensor that is not sharded."""
         return cls(tuple(tensor.shape), tensor.dtype, [Rectangle((0,) * tensor.dim(), tensor)])
 
     def add(self, offset: Shape, view: Tensor) -> None:
@@ -94,32 +98,35 @@ class Rectangles:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The first view that starts at `index.offset`."""
+        """Return the first view that starts at `index.offset`."""
         return next(view for offset, view in self.parts if offset == tuple(index.offset or ()))
 
 
 def as_rectangles(tensors: Mapping[str, Rectangles | Tensor]) -> dict[str, Rectangles]:
-    """`tensors`, with plain tensors wrapped."""
+    """Return `tensors` with plain tensors wrapped as unsharded `Rectangles`."""
     return {name: Rectangles.whole(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
 def collect(
     params: Iterable[nn.Parameter], tensors: Callable[[nn.Parameter], Tensor], prefix: str
 ) -> dict[str, Rectangles]:
-    """The rectangles of `params` by global name: `{prefix + piece.name: Rectangles}`.
+    """Return the rectangles of `params` by global name (`prefix` and the shard's name).
 
-    `tensors` maps a parameter to a tensor of its shape: itself, or its optimizer state. The result holds views of that,
-    so it can be made once and saved many times.
+    `tensors` maps a parameter to a tensor of its shape: the parameter itself, or its optimizer state. The result holds
+    views of these tensors, so it can be made once and saved many times.
     """
     state: dict[str, Rectangles] = {}
     for param in params:
-        for piece, view in shards_of(param, tensors(param)):
-            _add(state, prefix, piece, piece.offset, view)
+        for shard, view in shards_of(param, tensors(param)):
+            _add(state, prefix, shard, shard.offset, view)
     return state
 
 
 def collect_shards(shards: Iterable[tuple[FlatShard, Tensor]], prefix: str) -> dict[str, Rectangles]:
-    """The rectangles of flat shards of parameters by global name; each shard comes with a flat tensor of its length."""
+    """Return the rectangles of flat parameter shards by global name.
+
+    Each shard comes with a flat tensor that holds its elements.
+    """
     state: dict[str, Rectangles] = {}
     for shard, flat in shards:
         assert flat.shape == (shard.end - shard.start,)
@@ -128,10 +135,10 @@ def collect_shards(shards: Iterable[tuple[FlatShard, Tensor]], prefix: str) -> d
     return state
 
 
-def _add(state: dict[str, Rectangles], prefix: str, piece: ParamShard, offset: Shape, view: Tensor) -> None:
-    """Add `view`, a part of `piece` that lies at `offset` of the piece's global tensor."""
-    name = prefix + piece.name
+def _add(state: dict[str, Rectangles], prefix: str, shard: ParamShard, offset: Shape, view: Tensor) -> None:
+    """Add `view`, a part of `shard` that lies at `offset` of the shard's global tensor."""
+    name = prefix + shard.name
     if name not in state:
-        state[name] = Rectangles(piece.global_shape, view.dtype)
-    assert state[name].global_shape == piece.global_shape, f"{name}: two global shapes on one rank"
+        state[name] = Rectangles(shard.global_shape, view.dtype)
+    assert state[name].global_shape == shard.global_shape, f"{name}: two global shapes on one rank"
     state[name].add(offset, view)

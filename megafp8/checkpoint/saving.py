@@ -1,24 +1,25 @@
 """Save a checkpoint from all ranks, synchronously or in the background.
 
-    plan        assign each rectangle to the rank that writes it; reused while the tensors stay the same
-    stage       copy the rectangles this rank writes to the host (background saves only)
-    write       each rank writes its file, with checksums, flushed to disk
-    publish     rank 0 writes index and checksums, renames the folder to make it visible, removes old checkpoints
+    plan        assign each rectangle to the rank that writes it; the plan is reused while the tensors stay the same
+    stage       copy the rectangles that this rank writes to the host (background saves only)
+    write       each rank writes its file, with checksums, and flushes it to disk
+    publish     rank 0 writes index and checksums, renames the folder to make it visible, and removes old checkpoints
 
-`save` does all but staging, and returns. `BackgroundSaver.save` returns once it has planned and copied what changes
-while gradients are computed; a thread does the rest. The optimizer, which changes everything else, calls `wait_copied`
-first, so on CUDA the copies overlap with the next forward and backward pass.
+`save` performs all stages except staging, and then returns. `BackgroundSaver.save` returns after it has planned, and
+copied the tensors that change while gradients are computed; a thread does the rest. The optimizer, which changes all
+other tensors, calls `wait_copied` first. So on CUDA, the copies overlap with the next forward and backward pass.
 
-A thread suffices: writing, checksums, copies and collectives all release the interpreter's lock. The thread uses a
-process group of its own (gloo, host objects only), so it does not interfere with the collectives of training. One save
-runs at a time. An error in the thread is raised on all ranks, in the main thread, at the next call of the saver.
+A thread is sufficient, because writing, checksums, copies and collectives all release the interpreter's lock. The
+thread uses a separate process group (gloo, host objects only), so it does not interfere with training's collectives.
+Only one save runs at a time. An error in the thread is raised on all ranks, in the main thread, at the next call of the
+saver.
 
-Staging buffer. Training may change a tensor while the thread still writes it, so the rectangles that this rank writes,
-and no others, are copied into one buffer on the host that all saves reuse: 14 bytes a parameter (bf16 weights, fp32
-masters and moments) divided by the number of ranks. On CUDA it is pinned, without which copies are neither fast (about
-50 GB/s over PCIe 5) nor asynchronous, and they run on a side stream. It is registered with CUDA after allocation
-because torch's pinned allocator rounds up to powers of two. Each copy is a tensor with a storage of its own, because
-DCP clones a view of a larger storage.
+Staging buffer. Training may change a tensor while the thread is still writing it. So the rectangles that this rank
+writes, and no others, are copied into one host buffer that all saves reuse. Its size is 14 bytes per parameter (bf16
+weights, fp32 masters and moments), divided by the number of ranks. On CUDA, the buffer is pinned, which makes copies
+fast (about 50 GB/s over PCIe 5) and asynchronous, and the copies run on a side stream. The buffer is registered with
+CUDA after its allocation, because torch's pinned allocator rounds sizes up to powers of two. Each copy is a tensor with
+its own storage, because DCP clones a view of a larger storage.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the checkpoints of a run are saved: folder, ranks that take part, how many stay, the folder's lock.
+    """Folder in which the checkpoints of a run are saved.
 
-    `keep_last`: how many complete checkpoints may stay, the new one included; older ones are removed once it is
-    visible, but for multiples of `keep_every` steps (None: no exceptions). `lock` is checked before the folder is
-    changed. `files`: small files that every checkpoint gets, by path within it; rank 0's are written.
+    Attributes:
+        folder: Folder of the checkpoints.
+        group: Process group of the ranks that save.
+        keep_last: Number of complete checkpoints to keep, including the new one. Older ones are removed once the new
+            one is visible. None keeps all.
+        keep_every: Checkpoints at multiples of this number of steps are never removed. None means no exceptions.
+        lock: Lock of the folder, which is checked before the folder is changed.
+        files: Small files to store in every checkpoint, by path within it. Rank 0's files are written.
     """
 
     folder: AnyPath
@@ -69,7 +75,7 @@ class Destination:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def write(self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]) -> AnyPath:
-        """Write the rectangles of this rank's plan, and publish the checkpoint. Collective."""
+        """Write the rectangles of this rank's plan, publish the checkpoint, and return its path. Collective."""
         return _write(self, step, state, plans, metadata)
 
     def __post_init__(self) -> None:
@@ -79,23 +85,27 @@ class Destination:
 
 
 class Writes(Protocol):
-    """Where a `BackgroundSaver` saves: `Destination`, or `NodeMemory`."""
+    """Destination of a `BackgroundSaver`: a `Destination` or a `NodeMemory`."""
 
     @property
-    def group(self) -> ProcessGroup | None: ...
+    def group(self) -> ProcessGroup | None:
+        """Process group of the ranks that save."""
+        ...
 
-    def write(
-        self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]
-    ) -> AnyPath: ...
+    def write(self, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]) -> AnyPath:
+        """Write the rectangles of this rank's plan, complete the checkpoint, and return its path. Collective."""
+        ...
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint saved in the background: for how long training waited, and how long it took in all."""
+    """Checkpoint that was saved in the background."""
 
     path: AnyPath
     stalled_seconds: float
+    """Seconds for which training waited for the save."""
     total_seconds: float
+    """Duration of the whole save in seconds."""
 
 
 def save(
@@ -111,14 +121,17 @@ def save(
 ) -> AnyPath:
     """Save `tensors` of all ranks as the checkpoint of `step` under `folder`, and return its path. Collective.
 
-    A plain tensor is not sharded: every rank that names it holds the same values. `metadata` must be JSON; rank 0's is
-    written, with format version, step, date, versions, and the number of tensors and bytes added. Where
-    torch.distributed is not initialised, this process saves alone. For the other options see `Destination`.
+    A plain tensor is not sharded: every rank that names it must hold the same values. `metadata` must be JSON. Rank 0's
+    metadata is written, and format version, step, date, versions, and the number of tensors and bytes are added to it.
+    If torch.distributed is not initialized, this process saves alone. `Destination` describes the other options.
 
-    A step that exists is never overwritten. If its consumed samples, tokens and tokenizer fingerprint are those of
-    `metadata`, it is the same step of the same run (which resumed there and had nothing left to do): the call logs
-    that and returns. Otherwise it raises ValueError. RuntimeError where writing fails, for instance on a full disk;
-    earlier checkpoints are untouched.
+    An existing step is never overwritten. If it has the same consumed samples, tokens and tokenizer fingerprint as
+    `metadata`, it is the same step of the same run, which resumed there and had nothing left to do. The call then logs
+    this and returns.
+
+    Raises:
+        ValueError: The step exists and is not the same, or `metadata` is not JSON.
+        SaveFailed: Writing failed, for instance because the disk is full. Earlier checkpoints are untouched.
     """
     destination = Destination(as_path(folder), group_or_world(), keep_last, keep_every, lock, files or {})
     state = as_rectangles(tensors)
@@ -127,12 +140,16 @@ def save(
 
 
 class BackgroundSaver:
-    """Saves checkpoints of tensors on `device` to `destination`, one at a time, while training goes on. Collective.
+    """Saver of checkpoints that works while training continues, one save at a time. All methods are collective.
 
-    `destination.group`: all ranks, not used for anything else while a save runs; its backend takes host objects.
-    `report` is called with each checkpoint that was saved, at the next call of any method here. Every method raises
-    what failed since, as `save` would have. As a context manager it waits for the running save, also where training
-    failed, and gives back its memory.
+    Every method raises the error of a failed save, as the function `save` would. As a context manager, the saver waits
+    for the running save, even if training failed, and then frees its memory.
+
+    Args:
+        destination: Where to save. Its process group contains all ranks, has a backend for host objects, and is not
+            used for anything else while a save runs.
+        device: Device of the tensors.
+        report: Function that is called with each saved checkpoint, at the next call of any method after the save.
     """
 
     def __init__(self, destination: Writes, device: torch.device, report: Callable[[SavedCheckpoint], None]) -> None:
@@ -153,10 +170,10 @@ class BackgroundSaver:
         *,
         changes_early: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Start a save, like the function `save`, once the previous one is done.
+        """Start a save, like the function `save`, once the previous save is done.
 
-        When this returns, tensors may change whose names `changes_early` is true for; the others once `wait_copied` has
-        returned. On CUDA that holds for what is queued on the current stream after that.
+        When this returns, the tensors for which `changes_early(name)` is true may change. The other tensors may change
+        once `wait_copied` has returned. On CUDA, this means work that is queued on the current stream from then on.
         """
         start = time.perf_counter()
         self.finish()
@@ -184,20 +201,20 @@ class BackgroundSaver:
         self._stalled = time.perf_counter() - start
 
     def plan(self, tensors: Mapping[str, Rectangles | Tensor]) -> list[int]:
-        """Plan the save of `tensors`; returns the bytes of each rectangle that this rank writes. Collective."""
+        """Plan the save of `tensors`, and return the bytes of each rectangle that this rank writes. Collective."""
         state = as_rectangles(tensors)
         items = [item.index for item in self._plan(state).plan.items]
         return [state[index.fqn].__get_tensor_shard__(index).nbytes for index in items]
 
     def _plan(self, state: dict[str, Rectangles]) -> dcp.SavePlans:
-        """The plans of the previous save, unless some rank's tensors are others now."""
+        """Return the plans of the previous save, or new plans if the tensors of any rank have changed. Collective."""
         items, group = dcp.write_items(state), self._destination.group
         if self._plans is None or not all(collectives.all_gather_objects(items == self._items, group)):
             self._items, self._plans = items, dcp.plan_save(items, group)
         return self._plans
 
     def wait_copied(self) -> None:
-        """Wait until all tensors are copied; to be called before the optimizer changes them."""
+        """Wait until all tensors are copied. Call this before the optimizer changes them."""
         if self._copied is not None:
             start = time.perf_counter()
             self._copied.wait()
@@ -205,12 +222,12 @@ class BackgroundSaver:
             self._stalled += time.perf_counter() - start
 
     def poll(self) -> None:
-        """Report the running save if it is done, or raise its error."""
+        """If the running save is done, report it or raise its error."""
         if self._running is not None and self._running.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the running save."""
+        """Wait for the running save, and report it or raise its error."""
         if self._running is not None:
             self.wait_copied()
             running, self._running = self._running, None
@@ -228,8 +245,8 @@ class BackgroundSaver:
             try:
                 self.finish()
             except Exception as another:
-                # All ranks have the same error, so one logs it. If this rank has lost its connection to another, that
-                # one has most likely ended with this very error, and reports it.
+                # All ranks have the same error, so only one logs it. If this rank has lost its connection to another
+                # rank, the other rank has most likely ended with this very error, and reports it.
                 if collectives.rank(self._destination.group) == 0 and not lost_connection(error):
                     logger.error("%s", another)
 
@@ -237,7 +254,7 @@ class BackgroundSaver:
 def _write(
     to: Destination, step: int, state: dict[str, Rectangles], plans: dcp.SavePlans, metadata: dict[str, Any]
 ) -> AnyPath:
-    """Write the rectangles of this rank's plan, and publish the checkpoint. Collective."""
+    """Write the rectangles of this rank's plan, publish the checkpoint, and return its path. Collective."""
     folder, group = to.folder, to.group
     final, hidden = store.step_folder(folder, step), store.incomplete_folder(folder, step)
 
@@ -261,7 +278,7 @@ def _write(
         small = on_rank0(begin, group)
         if small is None:
             if collectives.rank(group) == 0:
-                logger.warning("%s exists already, from this same step; it was left as it is", final)
+                logger.warning("%s already exists and holds this same step; it was not changed", final)
             return final
         sums_of_rank = on_all_ranks(lambda: dcp.write_data(hidden, state, plans.plan), group)
         written = collectives.gather_objects(sums_of_rank, group)
@@ -277,7 +294,7 @@ def _write(
 
 
 class Staged(NamedTuple):
-    """A rectangle at `offset` of the global tensor `name`, and the tensor on the host that it is copied to."""
+    """Rectangle at `offset` of the global tensor `name` (`source`), and the host tensor for its copy (`target`)."""
 
     name: str
     offset: Shape
@@ -286,7 +303,10 @@ class Staged(NamedTuple):
 
 
 class StagingBuffer:
-    """Host memory for the rectangles that this rank writes of tensors on `device`, for one save at a time."""
+    """Host memory for copies of the rectangles that this rank writes, for one save at a time.
+
+    `device` is the device of the tensors.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -295,7 +315,7 @@ class StagingBuffer:
         self._ready = torch.cuda.Event() if device.type == "cuda" else None
 
     def assign(self, state: dict[str, Rectangles], plan: SavePlan) -> list[Staged]:
-        """Assign a place to each rectangle of `plan`; what was there before is overwritten."""
+        """Assign a part of the buffer to each rectangle of `plan`. The copies of the previous save are overwritten."""
         items = [item.index for item in plan.items]
         views = [state[index.fqn].__get_tensor_shard__(index) for index in items]
         ends = list(itertools.accumulate(-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views))
@@ -307,7 +327,7 @@ class StagingBuffer:
         return staged
 
     def release(self) -> None:
-        """Give the memory back; torch does not know that it is registered with CUDA."""
+        """Free the memory. It must be unregistered from CUDA first, which torch does not know about."""
         self._resize(0)
 
     def _resize(self, size: int) -> None:
@@ -320,19 +340,19 @@ class StagingBuffer:
         if pinned and size:
             error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
             if error:
-                logger.warning("%.1f GiB of host memory could not be pinned: saving will stall longer", size / 2**30)
+                logger.warning("%.1f GiB of host memory could not be pinned: saves will stall longer", size / 2**30)
 
     def copy(self, staged: Iterable[Staged]) -> None:
-        """Copy on the current stream. What is queued on it after this call may change the sources, and them alone."""
+        """Copy on the current stream. Work that is queued on it after this call may change the sources of `staged`."""
         for one in staged:
             one.target.copy_(one.source, non_blocking=True)
         if self._ready is not None:
             self._ready.record()
 
     def copy_on_side_stream(self, staged: Iterable[Staged]) -> None:
-        """Copy on a side stream, and return once these copies and those of `copy` are done. For another thread.
+        """Copy on a side stream, and return once these copies and the copies by `copy` are done. For another thread.
 
-        The values are those at the last call of `copy`, unless they are changed before this returns.
+        The copies hold the values at the last call of `copy`, unless the sources are changed before this returns.
         """
         if self._stream is None or self._ready is None:
             for one in staged:
@@ -346,7 +366,7 @@ class StagingBuffer:
 
 
 def copied_state(staged: Iterable[Staged], original: dict[str, Rectangles]) -> dict[str, Rectangles]:
-    """The part of `original` that is staged, with the copies as views."""
+    """Return the staged rectangles of `original`, with the host copies as their views."""
     copies: dict[str, Rectangles] = {}
     for one in staged:
         tensor = original[one.name]
@@ -355,7 +375,7 @@ def copied_state(staged: Iterable[Staged], original: dict[str, Rectangles]) -> d
 
 
 def _with_own_storage(memory: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of `like` whose storage is exactly the bytes `memory`."""
+    """Return a tensor with the shape and dtype of `like`, with exactly the bytes of `memory` as its storage."""
     if not memory.numel():
         return torch.empty_like(like, device="cpu")
     return torch.frombuffer(memory.numpy().data, dtype=like.dtype).view(like.shape)

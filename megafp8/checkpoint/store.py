@@ -1,27 +1,28 @@
-"""The folder of a run's checkpoints, and metadata.json.
+"""Folder of a run's checkpoints, and metadata.json.
 
     <folder>/step_00000010/               a checkpoint; a folder of this name is complete
-        metadata.json                     what it is, for people and for the resuming run
+        metadata.json                     description for people and for the resuming run
         .metadata, __<rank>_<n>.distcp    index and data of torch.distributed.checkpoint
-        checksums.json                    of all other files (`files`)
+        checksums.json                    checksums of all other files (`files`)
         tokenizer/                        the model file of the run's tokenizer
     <folder>/.step_00000020.incomplete/   a running or interrupted save
     <folder>/step_00000030.damaged/       a checkpoint that was found damaged when a run resumed
-    <folder>/.lock                        of the job that works here (`lock`)
+    <folder>/.lock                        lock of the job that works in this folder (`lock`)
 
-A save writes into the hidden folder, flushes every file and the folder to disk, and renames it, which is atomic. So
-every visible checkpoint is complete, whenever a job is killed. A removal first hides the folder by a rename and then
-deletes it. What a killed job leaves behind is hidden; the next start or save deletes it.
+A save writes into the hidden folder, flushes every file and the folder to disk, and then renames the folder, which is
+atomic. So every visible checkpoint is complete, no matter when a job is killed. A removal first hides the folder by a
+rename and then deletes it. The folders that a killed job leaves behind are hidden, and the next start or save deletes
+them.
 
-A damaged checkpoint is renamed and never deleted, as most of its tensors may be intact; the run that resumes from an
-older one can then save that step again.
+A damaged checkpoint is renamed and never deleted, because most of its tensors may be intact. The run that resumes from
+an older checkpoint can then save this step again.
 
-All functions here run in one process; rank 0 calls those that change anything. The scheme needs a file system with
-atomic renames that all ranks see (a local disk for one node, NFS, Lustre), or object storage.
+All functions in this module run in one process; rank 0 calls the functions that change anything. The scheme needs a
+file system that has atomic renames and that all ranks see (a local disk for one node, NFS, Lustre), or object storage.
 
-In object storage, which has no renames, a save writes under the final name, and checksums.json last. A checkpoint is
-complete if it has checksums.json, which appears at once; a removal deletes that first. What has none is of a running,
-failed or killed save, is never loaded, and is deleted by the next start or save.
+Object storage has no renames, so a save writes under the final name and writes checksums.json last. A checkpoint is
+complete if it has checksums.json, which appears atomically. A removal deletes checksums.json first. A folder without
+checksums.json belongs to a running, failed or killed save. It is never loaded, and the next start or save deletes it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def step_folder(folder: AnyPath | str, step: int) -> AnyPath: ...
 
 
 def step_folder(folder: AnyPath | str, step: int) -> AnyPath:
-    """Where the complete checkpoint of `step` is."""
+    """Return the path of the complete checkpoint of `step`."""
     return as_path(folder) / f"step_{step:08d}"
 
 
@@ -87,13 +88,13 @@ def incomplete_folder(folder: AnyPath | str, step: int) -> AnyPath: ...
 
 
 def incomplete_folder(folder: AnyPath | str, step: int) -> AnyPath:
-    """Where the checkpoint of `step` is while it is written."""
+    """Return the path of the checkpoint of `step` while it is being written."""
     folder = as_path(folder)
     return step_folder(folder, step) if isinstance(folder, ObjectPath) else folder / f".step_{step:08d}.incomplete"
 
 
 def _is_complete(path: AnyPath) -> bool:
-    """Whether `path`, of a checkpoint's name, is a complete one."""
+    """Return whether `path`, which has a checkpoint's name, is a complete checkpoint."""
     return (path / CHECKSUMS_FILE).is_file() if isinstance(path, ObjectPath) else path.is_dir()
 
 
@@ -104,9 +105,9 @@ def complete_checkpoints(folder: AnyPath | str) -> list[tuple[int, AnyPath]]: ..
 
 
 def complete_checkpoints(folder: AnyPath | str) -> Any:
-    """The complete checkpoints of a run as (step, path), oldest first; empty where there is no such folder.
+    """Return the complete checkpoints of a run as (step, path), oldest first; empty if the folder does not exist.
 
-    Raises ValueError where the folder may not be read, ObjectStoreError where object storage cannot be reached.
+    Raises ValueError if the folder cannot be read, and ObjectStoreError if object storage cannot be reached.
     """
     folder = as_path(folder)
     try:
@@ -123,13 +124,13 @@ def complete_checkpoints(folder: AnyPath | str) -> Any:
 
 
 def latest(folder: AnyPath | str) -> AnyPath | None:
-    """The newest complete checkpoint of a run, or None."""
+    """Return the newest complete checkpoint of a run, or None."""
     checkpoints = complete_checkpoints(folder)
     return checkpoints[-1][1] if checkpoints else None
 
 
 def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
-    """Delete what killed saves and removals left in `folder`; returns the deleted folders. On rank 0."""
+    """Delete the leftovers of killed saves and removals in `folder`, and return their paths. Rank 0 only."""
     folder = as_path(folder)
     if isinstance(folder, ObjectPath):
         incomplete = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and not _is_complete(path)]
@@ -142,7 +143,7 @@ def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
     for leftover in leftovers:
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
-        else:  # put there by others; what a link names is not ours
+        else:  # not made by megafp8; the target of a link is not ours to delete
             leftover.unlink()
     return list(leftovers)
 
@@ -150,10 +151,10 @@ def clean_incomplete(folder: AnyPath | str) -> list[AnyPath]:
 def begin(
     folder: AnyPath | str, step: int, metadata: dict[str, Any], files: Mapping[str, bytes]
 ) -> dict[str, Checksum] | None:
-    """Make the hidden folder for `step`, with its metadata.json and the small `files`, by path in it.
+    """Create the hidden folder for `step`, with its metadata.json and the small `files` (contents by path within it).
 
-    Returns their checksums; None where the step is saved already. Raises ValueError where the step was saved by another
-    run or another history of this one, and where `metadata` is not JSON.
+    Returns the checksums of these files, or None if the step is already saved. Raises ValueError if the step was saved
+    by another run or another history of this run, or if `metadata` is not JSON.
     """
     folder = as_path(folder)
     final = step_folder(folder, step)
@@ -177,7 +178,7 @@ def begin(
 
 
 class _Metadata(BaseModel):
-    """The keys of metadata.json and their types (docs/checkpoint-format.md); two are required."""
+    """Keys of metadata.json and their types (docs/checkpoint-format.md). Two keys are required."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -207,7 +208,7 @@ class _Metadata(BaseModel):
 
 
 def _wrong_type(metadata: dict[str, Any]) -> str | None:
-    """The first key of `metadata` that is missing or of another type, and why; None where there is none."""
+    """Describe the first key of `metadata` that is missing or has a wrong type; return None if all are right."""
     try:
         _Metadata.model_validate(metadata)
     except ValidationError as error:
@@ -217,27 +218,28 @@ def _wrong_type(metadata: dict[str, Any]) -> str | None:
 
 
 def metadata_json(path: AnyPath, step: int, metadata: dict[str, Any]) -> bytes:
-    """Content of metadata.json of the checkpoint `path`: `metadata`, step, date, format and versions.
+    """Return the content of metadata.json of the checkpoint `path`: `metadata`, step, date, format and versions.
 
-    Raises ValueError where `metadata` sets one of these, is not JSON, or has a key of another type than is documented.
+    Raises ValueError if `metadata` sets one of the keys that every save writes, is not JSON, or has a key whose type is
+    not the documented one.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     own_keys = dict(zip(OWN_KEYS, (FORMAT_VERSION, step, date, megafp8.__version__, str(torch.__version__), True)))
     clash = sorted(own_keys.keys() & metadata.keys())
     if clash:
-        raise ValueError(f"metadata of a checkpoint may not set {', '.join(clash)}: save() writes these itself")
+        raise ValueError(f"metadata of a checkpoint must not set {', '.join(clash)}: save() writes these itself")
     try:
         content = to_json({**own_keys, **metadata}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata of {path} cannot be written as JSON: {error}") from error
     problem = _wrong_type(json.loads(content))
     if problem is not None:
-        raise ValueError(f"metadata of {path} could not be read again: {problem}")
+        raise ValueError(f"metadata of {path} would not be readable: {problem}")
     return content
 
 
 def publish(folder: AnyPath | str, step: int, sums: dict[str, Checksum]) -> None:
-    """Make the checkpoint of `step` visible; `sums` are the checksums of its files."""
+    """Write checksums.json with `sums`, the checksums of all files by name, and make the checkpoint visible."""
     folder = as_path(folder)
     if isinstance(folder, ObjectPath):
         write_checksums(step_folder(folder, step), sums)
@@ -249,7 +251,7 @@ def publish(folder: AnyPath | str, step: int, sums: dict[str, Checksum]) -> None
 
 
 def discard(folder: AnyPath | str, step: int) -> None:
-    """Delete what a failed save has written, as far as that is possible."""
+    """Delete the files of a failed save, as far as this is possible."""
     hidden = incomplete_folder(folder, step)
     if not isinstance(hidden, ObjectPath):
         shutil.rmtree(hidden, ignore_errors=True)
@@ -260,14 +262,14 @@ def discard(folder: AnyPath | str, step: int) -> None:
 
 
 def remove_older(folder: AnyPath | str, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete the checkpoints up to that of `step` that `superfluous` names, each after hiding it."""
+    """Delete the checkpoints up to `step` that `superfluous` returns. Each one is hidden first."""
     steps = [other for other, _ in complete_checkpoints(folder) if other <= step]
     for other in superfluous(steps, keep_last, keep_every):
         remove(step_folder(folder, other))
 
 
 def remove(path: AnyPath) -> None:
-    """Delete a checkpoint after hiding it."""
+    """Hide a checkpoint, and then delete it."""
     if isinstance(path, ObjectPath):
         (path / CHECKSUMS_FILE).unlink()
         path.remove_tree()
@@ -278,16 +280,19 @@ def remove(path: AnyPath) -> None:
 
 
 def superfluous(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The `steps`, in rising order, that are neither of the last `keep_last` nor a multiple of `keep_every`."""
+    """Return the elements of `steps` that are neither among the last `keep_last` nor multiples of `keep_every`.
+
+    `steps` is in ascending order. If `keep_last` is None, no step is superfluous.
+    """
     if keep_last is None:
         return []
     return [step for step in steps[: max(0, len(steps) - keep_last)] if keep_every is None or step % keep_every]
 
 
 def set_aside(path: AnyPath) -> AnyPath:
-    """Rename a damaged checkpoint to an unused name that no checkpoint has, and return its new path.
+    """Rename a damaged checkpoint to an unused name with `.damaged`, and return its new path.
 
-    Object storage has no renames: it is copied there, and then deleted, checksums.json first.
+    In object storage, which has no renames, the checkpoint is copied and then deleted, checksums.json first.
     """
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(2)))
     unused = next(name for name in names if not path.with_name(name).exists())
@@ -302,21 +307,25 @@ def set_aside(path: AnyPath) -> AnyPath:
 
 
 def read_metadata(path: AnyPath | str) -> dict[str, Any]:
-    """The verified content of metadata.json of the checkpoint folder `path`.
+    """Return the verified content of metadata.json of the checkpoint folder `path`.
 
-    Raises ValueError naming the file that is at fault; DamagedCheckpoint, which is one, where the folder is there but
-    metadata.json or checksums.json is not what was written.
+    Raises:
+        DamagedCheckpoint: The folder exists, but metadata.json or checksums.json is missing or damaged.
+        ValueError: The folder does not exist, or its format is newer. All messages name the file.
     """
     return read_description(path)[0]
 
 
 def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Checksum] | None, bytes]:
-    """`read_metadata`, the checksums of all files (None: the checkpoint has none), and the bytes of metadata.json."""
+    """Return the metadata (as `read_metadata` does), the checksums of all files, and the bytes of metadata.json.
+
+    The checksums are None if the checkpoint has no checksums.json.
+    """
     path = as_path(path)
     if not path.is_dir():
         newest = ", ".join(other.name for _, other in complete_checkpoints(path.parent)[-3:]) or "none"
         near = did_you_mean(Path(str(path)), "")
-        works = f"{near} " * bool(near) + f"newest complete ones in {path.parent}: {newest}"
+        works = f"{near} " * bool(near) + f"newest complete checkpoints in {path.parent}: {newest}"
         raise ValueError(f"there is no checkpoint {path}; {works}")
     file, sums = path / METADATA_FILE, read_checksums(path)
     content = read_verified(path, METADATA_FILE, sums)
@@ -330,22 +339,22 @@ def read_description(path: AnyPath | str) -> tuple[dict[str, Any], dict[str, Che
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{file} has format version {version}; megafp8 {megafp8.__version__} reads up to {FORMAT_VERSION}. "
-            f"It was written by megafp8 {metadata.get('megafp8_version')}: use that or a newer one"
+            f"It was written by megafp8 {metadata.get('megafp8_version')}: use that version or a newer one"
         )
     return metadata, sums, content
 
 
 def _check_without_checksums(path: AnyPath, metadata: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint unless the checkpoint, which has no checksums.json, may be from before checksums."""
+    """Raise DamagedCheckpoint if the checkpoint, which has no checksums.json, cannot be from before checksums."""
     if metadata.get("has_checksums"):
         raise DamagedCheckpoint(f"{path / CHECKSUMS_FILE} is missing, so nothing in {path} can be verified")
-    expected = metadata.get("config_hash")  # the only check that those allow
+    expected = metadata.get("config_hash")  # the only check that is possible without checksums
     if expected is not None and config_hash(metadata.get("config") or {}) != expected:
-        raise DamagedCheckpoint(f"{path / METADATA_FILE} is damaged: its config is not that of its config_hash")
+        raise DamagedCheckpoint(f"{path / METADATA_FILE} is damaged: its config does not match its config_hash")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a config as JSON: keys sorted, no spaces, ASCII. The order of keys does not matter."""
+    """Return the SHA-256 of a config as ASCII JSON with sorted keys and no spaces. The order of keys has no effect."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -355,6 +364,6 @@ def _check_same_step(path: AnyPath, metadata: dict[str, Any]) -> None:
     if differing:
         values = ", ".join(f"{key} is {saved.get(key)} there and {metadata.get(key)} here" for key in differing)
         raise ValueError(
-            f"{path} exists already and holds something else: {values}. Nothing was overwritten; "
+            f"{path} already exists and holds something else: {values}. Nothing was overwritten; "
             "save into another folder, or move that checkpoint away"
         )

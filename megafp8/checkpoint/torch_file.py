@@ -1,19 +1,20 @@
-"""Archives of `torch.save`: read without running code, and written before the values are known.
+"""Read `torch.save` archives without running code, and write archives before their values are known.
 
-Such an archive is a zip of uncompressed records: `data.pkl`, a pickle of the saved object in which each tensor names a
-storage, and `data/0`, `data/1`, ..., the bytes of the storages. A checkpoint's data file holds many archives, one for
-each rectangle; a checkpoint of Megatron-LM is one archive a rank.
+An archive is a zip file of uncompressed records. `data.pkl` is a pickle of the saved object, in which each tensor names
+a storage, and `data/0`, `data/1`, ... are the bytes of the storages. A checkpoint's data file holds many archives, one
+for each rectangle. A checkpoint of Megatron-LM has one archive per rank.
 
-Reading. A pickle is a program that may call functions of any module, so `pickle_reader` reads it, which runs none.
-Dictionaries, dtypes and torch's rebuilding of tensors, which here only records where a tensor lies, have a meaning;
-an enumeration of a library that is not installed, or `os.system`, is a `PickledObject` that does nothing. Tensors are
-read later, into buffers of their size; memory maps would count as memory used. The CRC-32 of a record, which
-`torch.load` ignores, is compared before its first tensor is read, where the archive has one (torch can be told to omit
-it, and then writes 0). All sizes in an archive are compared with its own before anything is allocated.
+Reading. A pickle is a program that may call functions of any module, so it is read by `pickle_reader`, which calls
+nothing. Only dictionaries, dtypes and torch's functions for rebuilding tensors are interpreted; for a tensor, only its
+location is recorded. Everything else, such as an enumeration of a library that is not installed, or `os.system`,
+becomes an inert `PickledObject`. Tensors are read later, into buffers of their size; memory maps would count as used
+memory. `torch.load` ignores the CRC-32 of a record. Here it is compared before the first tensor of the record is read,
+unless it is 0, because torch can be told to omit it and then writes 0. All sizes in an archive are compared with the
+archive's size before anything is allocated.
 
-Writing. `reserve` lets torch write an archive for tensors without values (`torch.serialization.skip_data`),
-`tensor_starts` tells where their bytes belong, and `seal` stores the checksums once they are written. So an archive of
-any size is written in any order with one tensor in memory.
+Writing. `reserve` lets torch write an archive for tensors without values (`torch.serialization.skip_data`).
+`tensor_starts` returns where the bytes of the tensors belong. `seal` stores the checksums once the tensors are written.
+So an archive of any size can be written in any order, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _STORAGES = {
 
 
 DTYPE_NAMES = {("torch", name): x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
-"""dtypes by the module and name that pickles give them."""
+"""Torch's dtypes, by their module and name in pickles."""
 _CONSTANTS = DTYPE_NAMES | {
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): torch.uint8,
@@ -69,7 +70,7 @@ class _Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an archive: its record, and its first byte in that."""
+    """Tensor of an archive: the name of its record, and its first byte within the record."""
 
     record: str
     start: int
@@ -79,12 +80,13 @@ class StoredTensor(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the values are stored in row-major order without gaps."""
         packed = (math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         return all(size == 1 or stride == needed for size, stride, needed in zip(self.shape, self.stride, packed))
 
 
 class _Record(NamedTuple):
-    """Where a record's bytes lie in the file, and their CRC-32; 0 for none."""
+    """Byte range of a record in the file, and its CRC-32 (0 if the archive has no CRC-32)."""
 
     start: int
     size: int
@@ -92,25 +94,29 @@ class _Record(NamedTuple):
 
 
 class _Section(io.RawIOBase):
-    """Bytes `[start, start + length)` of a file that is open without a buffer, as a file of their own.
+    """File-like view of the bytes `[start, start + length)` of an unbuffered file.
 
-    torch's own view of this kind counts wrongly from the end, where a zip archive has its directory.
+    torch has a similar view, but it seeks wrongly from the end, where a zip archive has its directory.
     """
 
     def __init__(self, file: RawFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
+        """Return True: the view can be read."""
         return True
 
     def seekable(self) -> bool:
+        """Return True: the view has random access."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to a position within the view, and return it."""
         self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
         return self._at
 
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
+        """Read into the beginning of `buffer`, and return the number of bytes read; 0 at the end."""
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         done = read_some(self._file, self._start + self._at, view) if len(view) else 0
         self._at += done
@@ -118,10 +124,10 @@ class _Section(io.RawIOBase):
 
 
 class TorchFile:
-    """An archive of `torch.save`; `content` is what was saved, with a `StoredTensor` for each tensor.
+    """Reader of a `torch.save` archive. `content` is the saved object, with a `StoredTensor` for each tensor.
 
-    The archive is the file at `path`, or its bytes `[start, start + length)`. Raises ValueError naming the file where
-    it is damaged, or was not written by `torch.save`.
+    The archive is the file at `path`, or its bytes `[start, start + length)`. Raises ValueError, with the file's name,
+    if the archive is damaged or was not written by `torch.save`.
     """
 
     def __init__(self, path: AnyPath, start: int = 0, length: int | None = None) -> None:
@@ -146,12 +152,12 @@ class TorchFile:
             }
             self.content = read_pickle(pickled, constants=_CONSTANTS, builders=builders, persistent=_storage)
             check_tree(self.content, len(pickled))
-        except Exception as error:  # `zipfile` raises nearly anything for damaged bytes
+        except Exception as error:  # `zipfile` raises many types of errors for damaged bytes
             if is_transient(error):
                 raise
             if isinstance(error, OSError):
                 raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-            raise ValueError(f"{path} is damaged, or no file of torch.save: {error}") from error
+            raise ValueError(f"{path} is damaged, or is not a torch.save file: {error}") from error
 
     def _open(self) -> RawFile:
         return open_raw(self.path) if self._object is None else self._object
@@ -161,20 +167,26 @@ class TorchFile:
         if record is None or record.size > limit:
             raise ValueError(f"it has no record {name}" + (f" of at most {limit} bytes" if record else ""))
         if not self._is_intact(stream, name):
-            raise ValueError(f"its record {name} is not what was saved")
+            raise ValueError(f"its record {name} does not match its checksum")
         content = bytearray(record.size)
         read_into(stream, record.start, memoryview(content))
         return bytes(content)
 
     def read(self, tensor: StoredTensor, name: str, low: Shape, target: Tensor, *, verify: bool = True) -> None:
-        """Fill `target`, of any strides and on any device, with the values of `tensor` from its index `low` on.
+        """Fill `target` with the rectangle of `tensor` that begins at index `low` and has the shape of `target`.
 
-        Rows pass through a buffer of `BLOCK_BYTES`, unless `target` is on the CPU, contiguous, and whole rows of
-        `tensor`; a `tensor` that is not contiguous is read whole. `verify`: compare the CRC-32 of the record, unless
-        that was done. `name` is for messages.
+        Rows are copied through a buffer of `BLOCK_BYTES`, unless `target` is on the CPU, contiguous, and consists of
+        whole rows of `tensor`. A tensor that is not stored contiguously is read completely.
+
+        Args:
+            tensor: Stored tensor.
+            name: Name of the tensor, for messages.
+            low: First index of the rectangle.
+            target: Tensor to fill, with any strides, on any device, in the stored dtype.
+            verify: Whether to compare the CRC-32 of the record, unless this was done before.
         """
         assert target.dtype == tensor.dtype, name
-        while len(tensor.shape) > 1 and tensor.shape[0] == 1:  # blocks are of rows, which are then smaller
+        while len(tensor.shape) > 1 and tensor.shape[0] == 1:  # blocks consist of rows, which become smaller
             tensor = tensor._replace(shape=tensor.shape[1:], stride=tensor.stride[1:])
             low, target = low[1:], target[0]
         if not tensor.is_contiguous:
@@ -195,7 +207,7 @@ class TorchFile:
         try:
             with self._open() as stream:
                 if verify and not self._is_intact(stream, tensor.record):
-                    raise ValueError(f"{self.path} is damaged at {name}: its bytes are not those that were saved")
+                    raise ValueError(f"{self.path} is damaged at {name}: its bytes do not match their checksum")
                 if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
                     read_into(stream, begin, as_bytes(target))
                     return
@@ -211,7 +223,7 @@ class TorchFile:
             raise ValueError(f"{self.path}: {name} cannot be read: {error}") from error
 
     def is_damaged(self) -> bool:
-        """Whether the bytes of some record are not those that were saved."""
+        """Return whether the bytes of any record do not match its CRC-32."""
         with self._open() as stream:
             return not all(self._is_intact(stream, name) for name in self._records)
 
@@ -235,11 +247,11 @@ class TorchFile:
 
     def _rebuild_parameter(self, data: Any, *_: Any) -> StoredTensor:
         if not isinstance(data, StoredTensor):
-            raise ValueError("a parameter that is no tensor")
+            raise ValueError("a parameter that is not a tensor")
         return data
 
     def _is_intact(self, stream: RawFile, name: str) -> bool:
-        """Whether a record has its CRC-32, computed once."""
+        """Return whether a record matches its CRC-32. A match is remembered, so it is computed only once."""
         record = self._records[name]
         if record.crc and name not in self._verified:
             if crc32_of(stream, record.start, record.size) != record.crc:
@@ -249,26 +261,26 @@ class TorchFile:
 
 
 def _ordered_dict() -> dict[Any, Any]:
-    """What an OrderedDict is read as; pickles set its items later."""
+    """Return an empty dictionary for an OrderedDict. The pickle sets its items later."""
     return {}
 
 
 def _storage(pid: Any) -> _Storage:
-    """The storage of a persistent id, ("storage", dtype, record, device, elements)."""
+    """Return the storage that a persistent id names. The id is ("storage", dtype, record, device, elements)."""
     if type(pid) is not tuple or len(pid) != 5 or not isinstance(pid[1], torch.dtype) or type(pid[2]) is not str:
         raise ValueError("a storage without dtype and record")
     return _Storage(f"data/{pid[2]}", pid[1])
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value of a file is a size or an offset."""
+    """Return whether a value in a file is a valid size or offset."""
     return type(value) is int and 0 <= value <= _MAX_SIZE
 
 
 def shape_of(values: Any) -> Shape:
-    """The shape, strides or offsets that a file gives. Raises ValueError where they are none."""
+    """Return the shape, strides or offsets in a file as a tuple. Raises ValueError if they are not valid sizes."""
     if type(values) in (tuple, list) and len(values) <= _MAX_DIMS:
-        for value in values:  # as `is_size`: a large index has some 100,000 of them
+        for value in values:  # `is_size` inlined for speed: a large index has about 100,000 shapes
             if type(value) is not int or not 0 <= value <= _MAX_SIZE:
                 break
         else:
@@ -279,10 +291,15 @@ def shape_of(values: Any) -> Shape:
 def reserve(
     path: Path, content: Mapping[str, Any], tensors: Mapping[tuple[str, str], tuple[Shape, torch.dtype]]
 ) -> None:
-    """Write an archive of `content`, with space for `tensors` in it that have no values yet.
+    """Write an archive of `content`, with space for `tensors`, which have no values yet.
 
-    `tensors`: shape and dtype by (key of a dictionary in `content`, key in that). Raises OSError where the disk has no
-    space for the values.
+    Args:
+        path: File to write.
+        content: Object to save; some of its values are dictionaries to which the tensors are added.
+        tensors: Shape and dtype of each tensor, by the key of a dictionary in `content` and the tensor's key in it.
+
+    Raises:
+        OSError: The disk has too little space for the values.
     """
     whole = {key: dict(value) if isinstance(value, dict) else value for key, value in content.items()}
     with FakeTensorMode():
@@ -294,7 +311,7 @@ def reserve(
 
 
 def tensor_starts(path: Path) -> dict[tuple[str, str], int]:
-    """The first byte of each tensor in an archive of `reserve`."""
+    """Return the position in bytes of each tensor in an archive that `reserve` has written, by the keys given there."""
     file = TorchFile(path)
     return {
         (outer, inner): file._records[tensor.record].start + tensor.start
@@ -306,7 +323,7 @@ def tensor_starts(path: Path) -> dict[tuple[str, str], int]:
 
 
 def seal(path: Path) -> None:
-    """Store the checksums of all records in an archive of `reserve` whose tensors are written. Safe to repeat."""
+    """Store the checksums of all records, once the tensors of an archive by `reserve` are written. Safe to repeat."""
     with path.open("r+b", buffering=0) as stream, zipfile.ZipFile(path) as archive:
         at = archive.start_dir
         for info in archive.infolist():
@@ -321,23 +338,25 @@ def seal(path: Path) -> None:
 
 
 def as_bytes(contiguous: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     flat = contiguous.as_strided((contiguous.numel(),), (1,))  # dims of size 1 may have any stride
     return flat.view(torch.uint8).numpy().data
 
 
 def _read_directory(stream: RawFile, start: int, length: int) -> dict[str, _Record]:
-    """The records of an archive by name, without the folder that all of them are in."""
+    """Return the records of an archive by name, without the name of their common folder."""
     if read_at(stream, start, 4) != _LOCAL_HEADER:
-        raise ValueError("it does not begin as a zip archive (torch before 1.6 wrote none: load and save it anew)")
+        raise ValueError(
+            "it does not begin as a zip archive (torch before 1.6 used another format: load it and save it again)"
+        )
     records: dict[str, _Record] = {}
     with zipfile.ZipFile(io.BufferedReader(_Section(stream, start, length), 1 << 16)) as archive:
         if min((info.header_offset for info in archive.infolist()), default=0):  # zipfile takes the last directory
-            raise ValueError("its directory is that of another archive behind it")
+            raise ValueError("its directory belongs to another archive that follows it")
         for info in archive.infolist():
             record, name = _find_record(stream, start, info), info.filename.partition("/")[2]
             if record.start + record.size > start + length:
-                raise ValueError(f"its record {name[:80]} of {record.size} bytes does not end inside of it")
+                raise ValueError(f"its record {name[:80]} of {record.size} bytes extends beyond its end")
             if name in records:
                 raise ValueError(f"it has two records {name[:80]}")
             records[name] = record
@@ -348,5 +367,5 @@ def _find_record(stream: RawFile, archive_start: int, info: zipfile.ZipInfo) -> 
     at = archive_start + info.header_offset
     header = read_at(stream, at, 30)
     if header[:4] != _LOCAL_HEADER or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"its record {info.filename[:80]} is not where the directory says, or compressed")
+        raise ValueError(f"its record {info.filename[:80]} is compressed, or is not where the directory states")
     return _Record(at + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size, info.CRC)

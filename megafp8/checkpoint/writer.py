@@ -1,13 +1,13 @@
-"""Writing a checkpoint tensor by tensor in one process; an interrupted writer can be continued.
+"""Write a checkpoint tensor by tensor in one process. An interrupted writer can be continued.
 
-A converter has one tensor, or one part of it, after the other, and may be killed in between. So data files are only
-appended to, and `add` returns a record of where a tensor lies. To continue, pass in the records of the tensors that are
-safe on disk (the caller keeps a journal); all other data is truncated. The index, which torch.distributed.checkpoint
-writes in one piece, is made from the records at the end.
+A converter produces one tensor, or one part of a tensor, at a time, and may be killed at any point. So data files are
+only appended to, and `add` returns a record of where the tensor lies. To continue, pass the records of the tensors that
+are safely on disk (the caller keeps a journal of them); all other data is truncated. The index, which
+torch.distributed.checkpoint writes in one piece, is made from the records at the end.
 
-The result is what `save` writes: rectangles under global names, each an archive of `torch.save`. Large tensors are cut
-into rectangles of whole rows, which bounds a reader's memory, and a data file that has become large is followed by
-another. Data files are not flushed to disk here; the caller does that.
+The result has the format that `save` writes: rectangles under global names, each in a `torch.save` archive. Large
+tensors are cut into rectangles of whole rows, which limits a reader's memory. When a data file has become large, the
+writer begins a new one. This module does not flush data files to disk; the caller does.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megafp8.parallel.sharding import Shape
 
 RECTANGLE_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
-"""Size in bytes from which on a data file gets no further rectangle."""
+"""Size in bytes at which a data file is closed and the next one begins."""
 
 
 class _Rectangle(NamedTuple):
-    """A rectangle, and the bytes of the data file that holds it."""
+    """Rectangle of a tensor, and the byte range of the data file that holds it."""
 
     offset: Shape
     shape: Shape
@@ -51,7 +51,7 @@ class _Rectangle(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Where a tensor, or the part of it that begins at `low`, lies; as text one line of JSON."""
+    """Location of a tensor, or of the part of it that begins at `low`. As text, it is one line of JSON."""
 
     name: str
     low: Shape
@@ -60,7 +60,7 @@ class _Record(NamedTuple):
     dtype: torch.dtype
     rectangles: list[_Rectangle]
     sums: dict[str, Checksum]
-    """Checksums of the data files that hold it, up to its end."""
+    """Checksums of the data files that hold the tensor, up to its end."""
 
     def __str__(self) -> str:
         return json.dumps(
@@ -69,6 +69,7 @@ class _Record(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> _Record:
+        """Parse the text of a record."""
         name, low, shape, dtype, rectangles, sums = json.loads(text)
         parsed = [_Rectangle(tuple(offset), tuple(size), *where) for offset, size, *where in rectangles]
         checksums = {file: Checksum(*s) for file, s in sums.items()}
@@ -76,10 +77,12 @@ class _Record(NamedTuple):
 
 
 class CheckpointWriter:
-    """Appends tensors to data files in the existing folder `folder`.
+    """Writer that appends tensors to data files in an existing folder.
 
-    `records`: what `add` of an interrupted writer returned for the tensors that are to stay; all other data in the
-    folder is deleted.
+    Args:
+        folder: Folder of the data files.
+        records: Records that `add` of an interrupted writer returned for the tensors to keep. All other data in the
+            folder is deleted.
     """
 
     def __init__(self, folder: Path, records: Iterable[str] = ()) -> None:
@@ -89,7 +92,7 @@ class CheckpointWriter:
         self._behind = DropBehind(WRITTEN_BYTES, written=True)
         for record in self._records.values():
             for name, checksum in record.sums.items():
-                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # of the longer content
+                self._sums[name] = max(checksum, self._sums.get(name, checksum))  # the checksum of the longer content
         for file in folder.glob(f"*{DEFAULT_SUFFIX}"):
             if file.name in self._sums:
                 os.truncate(file, self._sums[file.name].size)
@@ -104,14 +107,19 @@ class CheckpointWriter:
 
     @property
     def parts(self) -> set[tuple[str, Shape]]:
-        """Name and first index of the tensors, and parts of tensors, written so far."""
+        """Names and first indices of the tensors, and parts of tensors, written so far."""
         return set(self._records)
 
     def add(self, name: str, tensor: Tensor, low: Shape | None = None, shape: Shape | None = None) -> str:
-        """Append a tensor, contiguous and on the CPU, and return its record, a line of text.
+        """Append a tensor, or a part of a tensor, and return its record as a line of text.
 
-        `low`, `shape`: it is the part from index `low` on of a tensor of `shape`, and has as many dims. Python's
-        buffers are flushed afterwards.
+        Python's buffers are flushed afterwards.
+
+        Args:
+            name: Global name of the tensor.
+            tensor: Values, contiguous and on the CPU.
+            low: If `tensor` is a part, its first index in the whole tensor; it has the same number of dims.
+            shape: If `tensor` is a part, the shape of the whole tensor.
         """
         first = (0,) * tensor.dim() if low is None else low
         assert (name, first) not in self._records, f"{name} is written already"
@@ -135,7 +143,7 @@ class CheckpointWriter:
         return str(record)
 
     def finish(self) -> dict[str, Checksum]:
-        """Write the index, flushed to disk; returns the checksums of it and of the data files by name."""
+        """Write the index and flush it to disk; return the checksums of the index and of the data files by name."""
         self._stream.close()
         tensors: dict[str, TensorStorageMetadata] = {}
         stored = []
@@ -151,7 +159,7 @@ class CheckpointWriter:
         return self._sums | write_index(self.folder, Metadata(dict(tensors)), [stored])
 
     def _open(self, number: int) -> None:
-        """Open the data file of this number to append to it."""
+        """Open the data file with this number to append to it."""
         self._number, self._file = number, self.folder / f"__0_{number}{DEFAULT_SUFFIX}"
         self._raw = ChecksummedFile(self._file, "ab", self._sums.get(self._file.name, EMPTY))
         self._stream = io.BufferedWriter(self._raw, BUFFER_BYTES)
@@ -161,7 +169,7 @@ class CheckpointWriter:
         self._sums[self._file.name] = self._raw.checksum
 
     def _rows(self, tensor: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """Rectangles of whole rows of `tensor`, whose first dims may have size 1: first index and view."""
+        """Yield the first index and a view of rectangles of whole rows. The first dims of `tensor` may have size 1."""
         if tensor.dim() == 0:
             yield (), tensor
             return

@@ -1,1 +1,1 @@
-"""Conversion of checkpoints between formats, one tensor at a time, without process groups."""
+"""Convert checkpoints between formats, one tensor at a time, without process groups."""

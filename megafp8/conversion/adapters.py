@@ -1,11 +1,11 @@
-"""Sources with LoRA: as the whole model, or with the adapters apart.
+"""Sources of models with LoRA, with the adapters merged or separate.
 
-    MergedSource       W + scale · B A in place of W, A and B: a model like any other, for every format
-    AdaptedSource      the weights W, and beside them A and B, with which a run continues
-    AdaptersAlone      A and B, for adapter folders
+    MergedSource       W + scale · B A replaces W, A and B: an ordinary model, for every format
+    AdaptedSource      the weights W, and A and B separately; a run can continue with them
+    AdaptersAlone      A and B only, for adapter folders
 
-The product is made in fp32, of the masters where they are saved, and the sum is rounded to W's dtype. Optimizer state,
-which is that of A and B, is left out.
+The product is computed in fp32, from the masters if they are saved, and the sum is rounded to W's dtype. Optimizer
+state is left out, because it only belongs to A and B.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megafp8.parallel.tensor.lora import A, B, Lora, is_lora
 
 
 class AdaptedSource(CheckpointSource, Protocol):
-    """A source whose tensors are weights, and of some projections A and B: `model.layers.0.attention.q.lora_a`.
+    """Source with weights, and with A and B of some projections, such as `model.layers.0.attention.q.lora_a`.
 
-    `scales`: by projection (`model.layers.0.attention.q`), what its product B A is multiplied by. `base`: the folder
-    that the weights come from, where that is known.
+    Attributes:
+        scales: Factor of the product B A, by projection (`model.layers.0.attention.q`).
+        base: Folder from which the weights come, or None if it is unknown.
     """
 
     scales: Mapping[str, float]
@@ -33,7 +34,7 @@ class AdaptedSource(CheckpointSource, Protocol):
 
 
 class MergedSource(CheckpointSource):
-    """The model of an `AdaptedSource`, with the products added to the weights."""
+    """Model of an `AdaptedSource`, with the products of the adapters added to the weights."""
 
     def __init__(self, adapted: AdaptedSource) -> None:
         self.adapted = adapted
@@ -44,13 +45,15 @@ class MergedSource(CheckpointSource):
         self.tensors = {name: info for name, info in adapted.tensors.items() if not is_lora(name)}
 
     def read(self, name: str) -> Tensor:
+        """Return the tensor `name`; a weight with adapters includes their product."""
         return self._merged(name, self.adapted.read(name), slice(None))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of `read(name)`."""
         return self._merged(name, self.adapted.read_rows(name, first, last), slice(first, last))
 
     def _merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
-        """`weight`, which are `rows` of the tensor `name`, with its part of the product."""
+        """Add the adapters' product to `weight`, which holds `rows` of the tensor `name`."""
         stem = name.removesuffix(".weight")
         if stem not in self.adapted.scales or stem == name:
             return weight
@@ -59,7 +62,7 @@ class MergedSource(CheckpointSource):
 
 
 class AdaptedNative(MasterWeights, AdaptedSource):
-    """The weights in the checkpoint of a run with LoRA, A and B as precise as they are saved."""
+    """Weights in the checkpoint of a run with LoRA. A and B are read from the masters if these are saved."""
 
     def __init__(self, source: NativeSource) -> None:
         super().__init__(source, is_lora)
@@ -71,9 +74,9 @@ class AdaptedNative(MasterWeights, AdaptedSource):
 
 
 class AdaptersAlone(CheckpointSource):
-    """The tensors A and B of an `AdaptedSource`; `about` has their `Lora` as "adapters", and "base".
+    """Tensors A and B of an `AdaptedSource`; `about` has their `Lora` under "adapters", and "base".
 
-    Raises ValueError where projections differ in rank or scale.
+    Raises ValueError if projections differ in rank or scale.
     """
 
     def __init__(self, adapted: AdaptedSource) -> None:
@@ -83,37 +86,38 @@ class AdaptersAlone(CheckpointSource):
         self.about = {**adapted.about, "adapters": lora_of(adapted), "base": adapted.base}
 
     def read(self, name: str) -> Tensor:
+        """Return the tensor `name`, which is A or B of a projection."""
         return self._adapted.read(name)
 
 
 def open_native(path: str | Path) -> CheckpointSource:
-    """A native checkpoint; one of a run with LoRA as the whole model."""
+    """Open a native checkpoint. If its run used LoRA, the adapters are merged."""
     source = NativeSource(path)
     lora = source.about["config"].get("lora")
     return source if lora is None else MergedSource(AdaptedNative(source))
 
 
 def adapted_of(source: CheckpointSource) -> AdaptedSource | None:
-    """The weights and adapters that `source` merges, if it does."""
+    """Return the weights and adapters that `source` merges, or None if it merges none."""
     return source.adapted if isinstance(source, MergedSource) else None
 
 
 def adapters_alone(source: CheckpointSource) -> AdaptersAlone:
-    """The adapters that `source` merges. Raises ValueError where it has none."""
+    """Return the adapters that `source` merges. Raises ValueError if it has none."""
     adapted = adapted_of(source)
     if adapted is None:
-        raise ValueError(f"{source.path} has no adapters; only a checkpoint of a run with the section lora has")
+        raise ValueError(f"{source.path} has no adapters; only checkpoints of runs with the section lora have them")
     return AdaptersAlone(adapted)
 
 
 def lora_of(adapted: AdaptedSource) -> Lora:
-    """Rank, alpha and targets of all adapters. Raises ValueError where projections differ in rank or scale."""
+    """Return rank, alpha and targets of all adapters. Raises ValueError if projections differ in rank or scale."""
     sizes = {(adapted.tensors[f"{stem}.{A}"].shape[0], scale): stem for stem, scale in adapted.scales.items()}
     if len(sizes) > 1:
         (one, x), (other, y) = list(sizes.items())[:2]
         raise ValueError(
             f"{adapted.path}: adapters differ, {x} has rank {one[0]} and scale {one[1]:g}, {y} has rank {other[0]} and "
-            f"scale {other[1]:g}; such can be merged only"
+            f"scale {other[1]:g}; such adapters can only be merged"
         )
     ((rank, scale),) = sizes
     return Lora(rank, scale * rank, frozenset(stem.rpartition(".")[2] for stem in adapted.scales))

@@ -1,6 +1,6 @@
-"""The mean of the weights of checkpoints of one model, or of their moving averages, as a source for every format.
+"""Average the weights of several checkpoints of one model, or their moving averages.
 
-Averages of the last checkpoints of a run are often better than each of them, above all where the learning rate has not
+The average of a run's last checkpoints is often better than each checkpoint, especially if the learning rate has not
 decayed (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima", arXiv:1803.05407; Sanyal et al. 2023, "Early
 Weight Averaging meets High Learning Rates", arXiv:2306.03241).
 """
@@ -28,16 +28,19 @@ _OF_A_RUN = (
     "losses",
     "skipped_samples",
 )
-"""Keys of metadata.json about the position of one run."""
+"""Keys of metadata.json that describe the state of a single run."""
 
 
 class Averaged(CheckpointSource):
-    """The mean weights of `sources`, which are of one model and vocabulary, in any layouts; no other state.
+    """Mean weights of several sources of the same model and vocabulary, in any layouts. It has no other state.
 
-    `moving`: of the moving averages that they hold; weights that are not trained have none.
+    For each weight, the fp32 masters are averaged if all sources have them, otherwise the weights. Sums are computed in
+    float64 and rounded once. Two tensors are in memory at a time. Raises ValueError if the sources do not match.
 
-    Of each weight the fp32 masters are averaged where all sources have them, else the weights. Sums are float64, and
-    rounded once. Two tensors are in memory at a time. Raises ValueError where the sources are not alike.
+    Args:
+        sources: Sources to average.
+        moving: Whether to average the moving averages in the sources instead. Weights that are not trained have no
+            moving average, so the weights are averaged.
     """
 
     def __init__(self, sources: Sequence[CheckpointSource], *, moving: bool = False) -> None:
@@ -45,15 +48,15 @@ class Averaged(CheckpointSource):
         self._key = AVERAGE if moving else "master"
         for source in sources if moving else ():
             if not any(name.startswith(optimizer_key(AVERAGE, "")) for name in source.tensors):
-                raise ValueError(f"{source.path} holds no moving average: its run had no optimizer.average_decay")
+                raise ValueError(f"{source.path} has no moving average: its run did not set optimizer.average_decay")
         for other in sources[1:]:
             if fields := differences(first.model, other.model):
-                raise ValueError(f"{other.path} holds another model than {first.path}: {', '.join(fields)}")
+                raise ValueError(f"{other.path} has a different model than {first.path}: {', '.join(fields)}")
             if _weights(other) != _weights(first):
-                raise ValueError(f"{other.path} holds weights of other names, shapes or dtypes than {first.path}")
+                raise ValueError(f"{other.path} has weights with other names, shapes or dtypes than {first.path}")
             ids = [source.about.get("tokenizer_fingerprint") for source in (first, other)]
             if ids[0] != ids[1]:
-                raise ValueError(f"{other.path} was trained with another vocabulary than {first.path}")
+                raise ValueError(f"{other.path} was trained with a different vocabulary than {first.path}")
         self._sources = sources
         self.path, self.model, self.tokenizer_files = last.path, last.model, last.tokenizer_files
         self.tensors = _weights(last)
@@ -61,14 +64,14 @@ class Averaged(CheckpointSource):
         self.about["average_of"] = [str(source.path) for source in sources]
 
     def read(self, name: str) -> Tensor:
-        """The mean, rounded to the weight's dtype; of integers, which must be equal, one of them."""
+        """Return the mean of a weight, rounded to its dtype. Integers must be equal in all sources."""
         fp32 = optimizer_key(self._key, name)
         read = fp32 if all(fp32 in source.tensors for source in self._sources) else name
         dtype = self.tensors[name].dtype
         if not dtype.is_floating_point:
             first, *others = (source.read(name) for source in self._sources)
             if not all(torch.equal(first, x) for x in others):
-                raise ValueError(f"{name} is {dtype}, of which there is no mean, and differs between the checkpoints")
+                raise ValueError(f"{name} is {dtype}, which has no mean, and differs between the checkpoints")
             return first
         total = torch.zeros(self.tensors[name].shape, dtype=torch.float64)
         for source in self._sources:

@@ -1,17 +1,17 @@
-"""The interface of a source: whole tensors under megafp8's names.
+"""Interface of a source, which provides whole tensors under megafp8's names.
 
-A conversion is one loop, `sink.write(name, source.read(name))`, so n formats take n readers and n writers. Names and
-shapes in between are those of `training.state`:
+A conversion is one loop, `sink.write(name, source.read(name))`, so n formats need n readers and n writers. Names and
+shapes are the ones defined by `training.state`:
 
-    model.layers.3.attention.q.weight     one tensor a projection, however a format fuses them
-    optimizer.exp_avg.<the same name>     only where the format has it; `model` alone is enough for a sink
+    model.layers.3.attention.q.weight     one tensor per projection, no matter how a format fuses them
+    optimizer.exp_avg.<the same name>     only if the format has it; a sink only needs `model`
 
-A tensor is whole, contiguous, on the CPU, in its stored dtype, and of the shape in a native checkpoint: the vocabulary
-is padded to a multiple of `model.vocab_multiple`, and rows from `model.vocab_size` on are ignored. Sources without
-padding add zeros, sinks without it cut it off.
+A tensor is whole, contiguous, on the CPU, in its stored dtype, and has the shape that it has in a native checkpoint:
+the vocabulary is padded to a multiple of `model.vocab_multiple`, and rows from `model.vocab_size` on are ignored. If a
+format has no padding, its source adds rows of zeros, and its sink removes the padding.
 
 One tensor at a time is in memory. So a format that fuses tensors (Megatron-LM's query_key_value, GPT-2's c_attn) reads
-and writes parts of a stored tensor, and cannot hash or compress whole files on the way.
+and writes parts of a stored tensor, and cannot hash or compress whole files while it writes them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from megafp8.spec import ModelSpec
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint to read. Its constructor reads headers only, and raises ValueError where they are of another format.
+    """Checkpoint to read. Its constructor reads only headers, and raises ValueError if they have another format.
 
-    `tensors`: by megafp8's names, in an order that is fast to read. `about`: as in a native checkpoint's metadata.json,
-    as far as the format has it. `tokenizer_files`: files beside the weights that belong to the model.
+    Attributes:
+        path: File or folder of the checkpoint.
+        model: Config of the network.
+        tensors: Shape and dtype of each tensor, by megafp8's name, in an order that is fast to read.
+        about: Content of a native checkpoint's metadata.json, as far as the format has it.
+        tokenizer_files: Files of the model's tokenizer.
     """
 
     path: Path
@@ -41,25 +45,25 @@ class CheckpointSource(Protocol):
     tokenizer_files: Collection[Path]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor. Raises ValueError naming file and tensor where its data is damaged."""
+        """Return a whole tensor. Raises ValueError, with the names of file and tensor, if its data is damaged."""
         ...
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows `[first, last)` of `read(name)`, of which nothing else is read from the disk if the format allows."""
+        """Return rows `[first, last)` of `read(name)`. If the format allows, nothing else is read from the disk."""
         return self.read(name)[first:last]
 
     def why_without(self, name: str) -> str:
-        """Why the tensor `name` cannot be read, for a user."""
+        """Return a message for the user that explains why the tensor `name` cannot be read."""
         return f"{self.path} has no {name}"
 
 
 def optimizer_key(key: str, weight: str) -> str:
-    """Name of the optimizer's state `key` (`master`, `exp_avg`, ...) of the tensor `weight` in a checkpoint."""
+    """Return the name of optimizer state in a checkpoint: state `key` (`master`, `exp_avg`, ...) of tensor `weight`."""
     return f"optimizer.{key}.{weight.removeprefix('model.')}"
 
 
 class MasterWeights(CheckpointSource):
-    """`source` with the fp32 masters as weights where it has them, of the tensors for which `where` is true."""
+    """Source that returns the fp32 masters as weights, if they are saved, for the tensors for which `where` is true."""
 
     def __init__(self, source: CheckpointSource, where: Callable[[str], bool] = lambda name: True) -> None:
         self._source, self._where = source, where
@@ -73,23 +77,25 @@ class MasterWeights(CheckpointSource):
         return master if is_saved and self._where(name) else name
 
     def read(self, name: str) -> Tensor:
+        """Return the master of the weight `name` if it is saved, otherwise the tensor itself."""
         return self._source.read(self._most_precise(name))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of `read(name)`."""
         return self._source.read_rows(self._most_precise(name), first, last)
 
 
 def refuse(key: str, value: object, supported: str) -> NoReturn:
-    """Raise ValueError for a key of a foreign config whose value megafp8 does not support."""
+    """Raise ValueError for a key of a foreign config that has a value megafp8 does not support."""
     raise ValueError(f"{key} = {value_text(value)}: megafp8 has no such model; supported: {supported}")
 
 
 def is_weight(name: str) -> bool:
-    """Whether the tensor `name` is one of the model."""
+    """Return whether the tensor `name` is a weight of the model, as opposed to optimizer state."""
     return name.startswith("model.")
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether rows of the tensor `name` are tokens, the last of them padding."""
+    """Return whether each row of the tensor `name` belongs to a token, so that the last rows are padding."""
     tables = ("embedding.word.weight", "per_layer_embedding.word.weight", "output.weight", "output.bias")
     return name.removeprefix("model.") in tables

@@ -1,7 +1,7 @@
-"""Convert a checkpoint: move tensor after tensor from a source to a sink, and compare the result.
+"""Convert a checkpoint by copying one tensor after another from a source to a sink, and verify the result.
 
-An interrupted conversion continues when the same command is repeated (`target`). The result is compared before it gets
-its name.
+An interrupted conversion continues when the same command is repeated (`target`). The result is verified before it gets
+its final name.
 """
 
 from __future__ import annotations
@@ -33,29 +33,33 @@ from megafp8.conversion.model import is_mtp, training_dtypes, without_mtp
 from megafp8.conversion.target import Sink, is_taken
 from megafp8.spec import ModelSpec
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from malloc.h
 _AHEAD_BYTES = 1 << 29
 _SPARE_BYTES = 64 * 2**20  # indices, headers, journals
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's allocator to keep up to 1 GiB of freed memory for this process, where there is one.
+    """Tell glibc's allocator, if the system uses glibc, to keep up to 1 GiB of freed memory for this process.
 
-    Else each tensor gets new pages, which the kernel fills with zeros first: dequantizing experts of 58 MB takes three
-    times as long.
+    Otherwise each tensor gets new pages, which the kernel first fills with zeros. Dequantizing experts of 58 MB then
+    takes three times as long.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 20)
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-        mallopt(_M_ARENA_MAX, 1)  # threads have arenas of their own otherwise, which keep nothing of this size
+        mallopt(_M_ARENA_MAX, 1)  # otherwise threads have separate arenas, which do not keep memory of this size
 
 
 class Selected(CheckpointSource):
-    """Tensors of another source: its weights alone where `weights_only`; without multi-token prediction unless `mtp`.
+    """Selection of the tensors of another source, which may be cast.
 
-    `dtype`: dtype that weights are cast to; a tensor that training in `dtype` keeps in fp32 is fp32. It implies
-    `weights_only`, as optimizer state belongs to the weights as they are.
+    Args:
+        source: Source of the tensors.
+        weights_only: Whether to leave out optimizer state.
+        dtype: Dtype to which weights are cast, or None. A tensor that training in `dtype` keeps in fp32 is cast to
+            fp32. A cast requires `weights_only`, because optimizer state belongs to the uncast weights.
+        mtp: Whether to include the layers of multi-token prediction.
     """
 
     def __init__(
@@ -78,13 +82,13 @@ class Selected(CheckpointSource):
 
     @property
     def rounded(self) -> int:
-        """Number of tensors that have fewer bits than in the source."""
+        """Number of tensors that have fewer bits per value than in the source."""
         return sum(
             info.dtype.itemsize < self._source.tensors[name].dtype.itemsize for name, info in self.tensors.items()
         )
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, rounded to nearest even where its dtype here is narrower."""
+        """Return a whole tensor, cast to its dtype in this selection (rounded to nearest even)."""
         return self._source.read(name).to(self.tensors[name].dtype)
 
 
@@ -101,14 +105,14 @@ class Moved(NamedTuple):
 
 
 def convert(source: CheckpointSource, sink: Sink, options: Mapping[str, Any]) -> Moved:
-    """Move all tensors that the sink does not hold yet; the result is complete, but not published.
+    """Copy all tensors that the sink does not have yet. The result is complete, but not published.
 
-    `options`: what must be equal to continue an interrupted conversion, besides the source's path and files. Raises
-    ValueError where the sink cannot hold this model, and where the disk is too small.
+    `options` must be equal to continue an interrupted conversion, as must the source's path and files. Raises
+    ValueError if the sink's format cannot express this model, or if the disk is too small.
     """
     start, folder = time.monotonic(), source.path.resolve()
     if sink.path.resolve().is_relative_to(folder):
-        raise ValueError(f"{sink.path} lies inside {folder}, its source; choose another path")
+        raise ValueError(f"{sink.path} is inside its source {folder}; choose another path")
     if not is_taken(sink.path):
         _check_room(source, sink.path)
     names = list(sink.begin(source, {"source_files": _files_digest(source.path), **options}))
@@ -123,7 +127,7 @@ def convert(source: CheckpointSource, sink: Sink, options: Mapping[str, Any]) ->
 def _read_ahead(
     source: CheckpointSource, names: Sequence[str], sizes: Mapping[str, int]
 ) -> Generator[Tensor, None, None]:
-    """The tensors of these names. While one is used a thread reads the next, if both are small."""
+    """Yield the tensors of these names. If two successive tensors are small, a thread reads the second one ahead."""
     with ThreadPoolExecutor(1) as threads:
         ahead: Future[Tensor] | None = None
         for name, following in zip_longest(names, names[1:]):
@@ -136,20 +140,20 @@ def _read_ahead(
 
 
 def verify(source: CheckpointSource, target: CheckpointSource) -> Moved:
-    """Compare every value of `target` with that of `source`, bit for bit, and their model configs.
+    """Compare the model configs and every value of `source` and `target`, bit for bit.
 
-    Hashes are compared, so that one tensor at a time is in memory. Rows past the vocabulary are left out. Raises
-    ValueError at the first difference.
+    Hashes are compared, so one tensor at a time is in memory. Rows of padding after the vocabulary are not compared.
+    Raises ValueError at the first difference.
     """
     start = time.monotonic()
     if fields := differences(source.model, target.model):
         written, expected = flat_keys(target.model), flat_keys(source.model)
         changes = ", ".join(f"{field} is {written[field]}, not {expected[field]}" for field in fields)
-        raise ValueError(f"{target.path} describes another model than {source.path}: {changes}")
+        raise ValueError(f"{target.path} describes a different model than {source.path}: {changes}")
     missing = [name for name in source.tensors if is_weight(name) and name not in target.tensors]
     unknown = [name for name in target.tensors if name not in source.tensors]
     if missing or unknown:
-        raise ValueError(f"{target.path} lacks {missing[:3]} of {source.path} and has {unknown[:3]} besides")
+        raise ValueError(f"{target.path} lacks {missing[:3]} of {source.path}, and has {unknown[:3]} in addition")
     sizes = {name: info.nbytes for name, info in target.tensors.items()}
     with reading_once():
         for name in _with_progress(list(target.tensors), sizes, "verify"):
@@ -160,20 +164,20 @@ def verify(source: CheckpointSource, target: CheckpointSource) -> Moved:
 
 
 def _check_room(source: CheckpointSource, path: Path) -> None:
-    """Raise ValueError where the disk of `path` has no space for what is not written yet."""
+    """Raise ValueError if the disk of `path` has too little space for the data that is not written yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.parent.glob(f".{escape(path.name)}.*/**/*")
     needed = sum(info.nbytes for info in source.tensors.values()) + _SPARE_BYTES
     needed, free = needed - sum(file.stat().st_blocks * 512 for file in begun), shutil.disk_usage(path.parent).free
     if needed > free:
         raise ValueError(
-            f"{path.parent} has {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are needed; make room "
+            f"{path.parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB are needed; make room "
             "and repeat the command, or save elsewhere"
         )
 
 
 def _with_progress(names: list[str], sizes: Mapping[str, int], what: str) -> Iterable[str]:
-    seconds = 0.2 if sys.stderr.isatty() else 30  # in a file each update is a line
+    seconds = 0.2 if sys.stderr.isatty() else 30  # in a log file, each update is a line
     total = sum(sizes[name] for name in names)
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, dynamic_ncols=True, mininterval=seconds) as bar:
         for name in names:
@@ -182,14 +186,14 @@ def _with_progress(names: list[str], sizes: Mapping[str, int], what: str) -> Ite
 
 
 def _files_digest(path: Path) -> str:
-    """A hash that changes when a file of the source is written, added or removed."""
+    """Return a hash that changes when a file of the source is written, added or removed."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
 def _fingerprint(name: str, tensor: Tensor, model: ModelSpec) -> str:
-    """Shape, dtype and SHA-256 of the bits, without rows past the vocabulary."""
+    """Return shape, dtype and SHA-256 of a tensor's bits as text, without rows of padding after the vocabulary."""
     if name.endswith((".embedding.word.weight", ".output.weight")):
         tensor = tensor[: model.stem.vocab_size]
     info = TensorInfo(tuple(tensor.shape), tensor.dtype)

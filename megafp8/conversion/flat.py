@@ -1,9 +1,9 @@
-"""The flat spelling of a network: keys of one section, and lists where layers have different values.
+"""Describe a network by flat keys: one section of keys, and lists for values that differ between layers.
 
-Configs of other programs are written so. `flat_keys` computes the keys from the records of the layers:
+Configs of other programs have this form. `flat_keys` computes the keys from the records of the layers:
 
-    hidden_size, moe.top_k, ...        a value of the whole network, or of the layers that have such a part
-    mixer.sliding_window, ffn.kind     the value in each layer; None where a layer does not have the key or use it
+    hidden_size, moe.top_k, ...        the value for the whole network, or for the layers that have such a part
+    mixer.sliding_window, ffn.kind     a list with the value for each layer; None if a layer does not have or use it
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _LAYER_SECTIONS: dict[str, tuple[type[Section], type[PartRecord]]] = {
     "latent_attention": (LatentAttentionKeys, LatentRecord),
     "sparse_attention": (SparseAttentionKeys, SparseLatentMixerConfig),
 }
-"""Sections about parts of layers, with their keys and the records that have them."""
+"""Sections that describe parts of layers, with their keys and the records that have these keys."""
 _ROTARY = RotaryKeys.model_fields.keys() - {"position_embedding"}
 _PLACEMENT = {
     "kind": {"moe.first_dense_layers", "moe.layer_interval", *_LAYER_SECTIONS},
     "sliding_window": {"full_attention_layers"},
     **{key: {"rope_local_theta"} for key in _ROTARY},
 }
-"""Keys that say which layers have which value of a key."""
+"""Keys that determine which layers have which value of a key."""
 _LAYER_KEYS = {*AttentionKeys.model_fields, *MlpKeys.model_fields, "norm_position", "layer_kinds", "pattern"}
 _LAYER_KEYS |= set().union(*_PLACEMENT.values())
 _TRAINING = {
     "vocab_multiple", "init_std", "mup", "mtp_num_layers", "mtp_loss_scaling_factor", "hidden_dropout",
     "attention_dropout", "kl_loss", "bias_update_rate", "aux_loss", "aux_loss_scope", "z_loss",
 }  # fmt: skip
-"""Keys that do not change what given weights compute."""
+"""Keys that do not change the result that a model computes from given weights."""
 _POSITIONS = {
     "max_position_embeddings": "learned",
     "relative_attention_num_buckets": "relative",
     "relative_attention_max_distance": "relative",
 }
-"""Keys of the network that one kind of position embedding uses."""
+"""Keys of the network that only one kind of position embedding uses, with this kind."""
 
 
 def is_by_layer(key: str) -> bool:
-    """Whether the value of a key is a list with a value for each layer."""
+    """Return whether the value of a flat key is a list with a value for each layer."""
     return key.partition(".")[0] in (*PARTS, "layer")
 
 
 def flattened(model: ModelSpec) -> ModelSpec:
-    """Return the network made of keys without a pattern, or `model` itself where such keys cannot describe it."""
+    """Return the same network described without a pattern, or `model` itself if this is not possible."""
     if not model.keys["pattern"]:
         return model
     layers = _blocks(model)
@@ -84,8 +84,8 @@ def flattened(model: ModelSpec) -> ModelSpec:
 def flat_keys(model: ModelSpec) -> Fields:
     """Return all flat keys of a network, with defaults resolved.
 
-    A key that is no list has the value of the layers that have it. Where these differ, or there are none, it has the
-    value that it was written with.
+    A key that is not a list has the value of the layers that have it. If these layers differ, or if no layer has the
+    key, it has the value in the config.
     """
     model = flattened(model)
     layers, rotary = _blocks(model), _rotary(_blocks(model))
@@ -121,43 +121,45 @@ def flat_keys(model: ModelSpec) -> Fields:
 
 
 def _common(records: Sequence[Any], key: str, otherwise: Any) -> Any:
-    """Return the value of a key that all records have that have one, or `otherwise` if they differ or have none."""
+    """Return the common value of a key in the records that have it, or `otherwise` if they differ or none has it."""
     values = [value for record in records if (value := getattr(record, key, None)) is not None]
     return values[0] if values and all(value == values[0] for value in values) else otherwise
 
 
 def has_mixed_experts(fields: Fields) -> bool:
-    """Whether layers have experts that differ in more than their routing and training."""
+    """Return whether layers have experts that differ in more than their routing and training."""
     keys = [key for key in fields if key.startswith("ffn.") and key != "ffn.routing" and _last(key) not in _TRAINING]
     sparse = [index for index, kind in enumerate(fields["ffn.kind"]) if kind == "moe"]
     return any(fields[key][index] != fields[key][sparse[0]] for key in keys for index in sparse)
 
 
 def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
-    """Return the keys of the model section in which networks differ that compute something else from given weights."""
+    """Return the keys of the model section that make the two networks compute different results from equal weights."""
     return differing(flat_keys(one), flat_keys(other), by_layer=False)
 
 
 def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
-    """Return the flat keys in which networks differ that compute something else from given weights.
+    """Return the flat keys that make two networks compute different results from equal weights.
 
     Args:
-        by_layer: Name the lists for parts of layers, instead of the keys that the layers have them from.
+        a: Flat keys of one network.
+        b: Flat keys of the other network.
+        by_layer: Return the lists for parts of layers, instead of the config keys that determine these lists.
     """
     unused = {key for key, kind in _POSITIONS.items() if a["position_embedding"] == b["position_embedding"] != kind}
-    unused |= {"mixer.qkv_bias"} if a["linear_bias"] and b["linear_bias"] else set()  # it adds nothing then
-    found = [
+    unused |= {"mixer.qkv_bias"} if a["linear_bias"] and b["linear_bias"] else set()  # has no effect then
+    differing_keys = [
         key
         for key in a
         if not (key in unused or key in _LAYER_KEYS or key.partition(".")[0] in _LAYER_SECTIONS)
         if _last(key) not in _TRAINING and _differ(key, a, b)
     ]
-    words = {_last(key) for key in found if is_by_layer(key)}
+    words = {_last(key) for key in differing_keys if is_by_layer(key)}
     if by_layer or not words:
-        return found
+        return differing_keys
     placing = {"layer_kinds", "pattern"}.union(*(_PLACEMENT.get(word, ()) for word in words))
     placed = {key for key in a if (key in placing or _last(key) in words) and _differ(key, a, b)}
-    return [key for key in a if (key in found or key in placed) and not is_by_layer(key)] or found
+    return [key for key in a if (key in differing_keys or key in placed) and not is_by_layer(key)] or differing_keys
 
 
 def _last(key: str) -> str:
@@ -166,11 +168,12 @@ def _last(key: str) -> str:
 
 
 def _differ(key: str, a: Fields, b: Fields) -> bool:
-    """Whether networks have different values of a key; of a list, in layers whose parts are of the same kind.
+    """Return whether two networks have different values of a key.
 
-    The activation is compared between an MLP and experts, too: a dense model can become one of experts (`upcycle`).
+    Lists are compared in layers in which both networks have a part of the same kind. The activation is also compared
+    between an MLP and experts, because a dense model can become a mixture of experts (`upcycle`).
     """
-    if key in SECTIONS:  # their keys are compared one by one
+    if key in SECTIONS:  # keys of a section are compared one by one
         return (a[key] is None) != (b[key] is None)
     if not is_by_layer(key):
         return key in b and a[key] != b[key]
@@ -182,12 +185,12 @@ def _differ(key: str, a: Fields, b: Fields) -> bool:
 
 
 def _blocks(model: ModelSpec) -> tuple[LayerSpec, ...]:
-    """Return the layers that keys describe; T5's decoder and multi-token prediction have copies of the last one."""
+    """Return the layers that keys describe. T5's decoder and multi-token prediction have copies of the last layer."""
     return model.layers[: model.num_layers]
 
 
 def _rotary(layers: Sequence[LayerSpec]) -> list[Any]:
-    """Return the records of softmax attention, those without a window first."""
+    """Return the records of softmax attention, with layers without a sliding window first."""
     records = [layer.mixer for layer in layers if isinstance(layer.mixer, RotaryKeys)]
     return sorted(records, key=lambda x: getattr(x, "sliding_window", None) is not None)
 
@@ -198,7 +201,7 @@ def _first_sparse(layers: Sequence[LayerSpec]) -> int:
 
 
 def _lists(model: ModelSpec) -> Fields:
-    """Return the values of all keys of the parts of layers."""
+    """Return the lists: for each key of a part, its value in each layer."""
     lists: Fields = {"layer.norm_position": [layer.norm_position for layer in _blocks(model)]}
     for part, kinds in PARTS.items():
         records = [getattr(layer, part) for layer in _blocks(model)]
@@ -210,7 +213,7 @@ def _lists(model: ModelSpec) -> Fields:
 
 
 def _value(record: Any, key: str, model: ModelSpec) -> Any:
-    """Return the value of a key of a record; None where the record does not have it, or has it without an effect."""
+    """Return the value of a record's key, or None if the record does not have the key or the value has no effect."""
     value = getattr(record, key, None)
     if value is None:
         return None
@@ -224,5 +227,5 @@ def _value(record: Any, key: str, model: ModelSpec) -> Any:
 
 
 def _chooses_from_all_groups(record: Any) -> bool:
-    """Whether experts of all groups may be chosen."""
+    """Return whether experts of all groups may be chosen."""
     return isinstance(record, MoeFfnConfig) and record.top_groups in (None, record.num_groups)

@@ -1,4 +1,4 @@
-"""Names of the formats of checkpoints, and of the forms of FP8 weights in them. Imports no torch, for help texts."""
+"""Names of checkpoint formats, and of the forms of their FP8 weights. Help texts use them, so torch is not imported."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The checkpoint formats by name, and how to recognize them."""
+"""Registry of the checkpoint formats, and functions that recognize and open them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ from megafp8.host.suggestions import did_you_mean
 
 
 class CheckpointFormat(NamedTuple):
-    """A format: the files it is recognized by, as text and as a function, its source and its sink.
+    """Checkpoint format.
 
-    Source and sink take a path and options of the format. `weights_only`: it has no place for optimizer state; `mtp`:
-    it has one for multi-token prediction. `adapters`: its sink writes A and B of LoRA alone. `padded`: a vocabulary in
-    it is padded already; the source of another takes `vocab_multiple`.
+    Attributes:
+        sign: Description of the files by which the format is recognized.
+        has_sign: Returns whether a path has these files.
+        source: Constructor of the format's source, which takes a path and options.
+        sink: Constructor of the format's sink, which takes a path and options.
+        weights_only: Whether the format cannot hold optimizer state.
+        mtp: Whether the format can hold the layers of multi-token prediction.
+        adapters: Whether the sink writes only A and B of LoRA.
+        padded: Whether a vocabulary in this format is already padded. If False, the source takes `vocab_multiple`.
     """
 
     sign: str
@@ -48,7 +54,7 @@ class CheckpointFormat(NamedTuple):
 
 
 def _is_native(path: Path) -> bool:
-    is_megatron = is_distributed(path)  # which has an index and a metadata.json, too
+    is_megatron = is_distributed(path)  # torch_dist has an index and a metadata.json, too
     return (is_checkpoint(path) and not is_megatron) or bool(
         complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
     )
@@ -58,7 +64,7 @@ def _has(name: str) -> Callable[[Path], bool]:
     return lambda path: (path / name).is_file()
 
 
-_NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> of these"
+_NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> that contain them"
 FORMATS = {
     "native": CheckpointFormat(_NATIVE_SIGN, _is_native, open_native, NativeSink, weights_only=False, mtp=True),
     "hf": CheckpointFormat(CONFIG_FILE, _has(CONFIG_FILE), HfSource, HfSink, padded=False),
@@ -74,22 +80,22 @@ FORMATS = {
 
 
 def recognize(path: Path) -> str:
-    """The name of the format of `path`. Raises ValueError where there is nothing, or nothing that is known."""
+    """Return the name of the format of `path`. Raises ValueError if it does not exist or its format is not known."""
     if not path.exists():
         raise ValueError(f"there is no {path}; {did_you_mean(path, 'give a run, a checkpoint or a folder of a model')}")
     matching = [name for name, format in FORMATS.items() if format.has_sign(path)]
     if len(matching) != 1:
         signs = "; ".join(f"{name}: {format.sign}" for name, format in FORMATS.items())
-        what = f"might be {' or '.join(matching)}, so say which" if matching else "is of no format that is known"
+        what = f"might be {' or '.join(matching)}; state the format" if matching else "has no known format"
         raise ValueError(f"{path} {what}. Looked for {signs}")
     return matching[0]
 
 
 def fetched(path: AnyPath | str) -> Path:
-    """`path`; of a URL or a name of the Hugging Face Hub a local copy, of a run in object storage one of its newest
-    checkpoint.
+    """Return a local path for `path`, which may also be a URL or a name on the Hugging Face Hub.
 
-    Raises ValueError, and ObjectStoreError where object storage cannot be reached.
+    A URL or a name on the Hub is copied to the local cache; if it is a run in object storage, its newest checkpoint is.
+    Raises ValueError if `path` cannot be read, and ObjectStoreError if object storage cannot be reached.
     """
     where = as_path(path)
     if isinstance(where, Path):
@@ -107,10 +113,10 @@ def fetched(path: AnyPath | str) -> Path:
 
 
 def open_source(path: AnyPath | str, vocab_multiple: int | None = None) -> CheckpointSource:
-    """The checkpoint at `path`, of any format; adapters are merged into the model that they are for.
+    """Open the checkpoint at `path`, in any format. Adapters are merged into their base model.
 
-    `vocab_multiple`: pad the vocabulary to a multiple of it if the format has no padding. Raises ValueError where there
-    is none, and where it is damaged.
+    If the format has no padding, the vocabulary is padded to a multiple of `vocab_multiple`. Raises ValueError if there
+    is no checkpoint at `path`, or if it is damaged.
     """
     path = fetched(path)
     format = FORMATS[recognize(path)]

@@ -1,9 +1,9 @@
-"""Keys of a config of others <-> flat keys of a model (`flat`): Hugging Face's config.json, Megatron-LM's arguments.
+"""Translate between a foreign config (Hugging Face's config.json, Megatron-LM's arguments) and flat keys (`flat`).
 
-A trait covers some of their keys: it reads them into fields of ours, and writes them. Most are tables that are read in
-both directions: `same` renames fields, `always` sets what their config does not say, `only` accepts one value, `unread`
-accepts all. A few are functions that cover several keys at once (`check`; rotary embedding, sliding windows). Fields of
-a section such as model.moe are called `moe.top_k`.
+A trait covers some of the foreign keys: it reads them into our fields, and writes them. Most traits are tables that
+work in both directions: `same` renames fields, `always` sets fields that the foreign config does not have, `only`
+accepts a single value, and `unread` accepts every value. A few traits are functions that cover several keys at once
+(`check`; rotary embedding, sliding windows). Fields of a section such as model.moe have names such as `moe.top_k`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from megafp8.conversion.base import refuse
 
 HfConfig = Mapping[str, Any]
 Fields = dict[str, Any]
-"""Fields of a model; where they are written all of them, with defaults resolved: `flat.flat_keys`."""
+"""Fields of our model. When a foreign config is written, all fields with defaults resolved (`flat.flat_keys`)."""
 Keys = dict[str, Any]
-"""Keys of theirs that are written."""
+"""Keys to write to a foreign config."""
 MOST_LAYERS = 10_000
 REQUIRED: Any = object()
 
 
 class Trait(NamedTuple):
-    """One property of a family: all its `keys` to fields of ours (raises ValueError), and back."""
+    """Translation between foreign keys and our fields, for one property.
+
+    Attributes:
+        keys: Foreign keys that the trait covers.
+        read: Returns our fields for a foreign config, or raises ValueError.
+        write: Returns the foreign keys for our fields.
+    """
 
     keys: tuple[str, ...]
     read: Callable[[HfConfig], Fields] = lambda hf: {}
@@ -31,7 +37,14 @@ class Trait(NamedTuple):
 
 
 class ConfigKey(NamedTuple):
-    """A key of theirs. `values`: their words to ours; `nullable`: null is None, though the default is not."""
+    """Key of a foreign config.
+
+    Attributes:
+        name: Name of the key.
+        default: Value of a missing key; `REQUIRED` if the key must be present.
+        values: Our words by the foreign words, or None if values are the same in both configs.
+        nullable: Whether null is accepted, and means None, although the default is not None.
+    """
 
     name: str
     default: Any = REQUIRED
@@ -39,6 +52,7 @@ class ConfigKey(NamedTuple):
     nullable: bool = False
 
     def read(self, hf: HfConfig) -> Any:
+        """Return our value of the key in a foreign config. Raises ValueError if it is missing or not supported."""
         value = hf.get(self.name, self.default)
         if value is REQUIRED:
             raise ValueError(f"has no key {self.name}")
@@ -51,20 +65,22 @@ class ConfigKey(NamedTuple):
         return self.values[value]
 
     def write(self, value: Any) -> Keys:
+        """Return the foreign key for our `value`. None is left out, unless it is written as null."""
         if self.values is not None:
             value = next((theirs for theirs, ours in self.values.items() if ours == value), next(iter(self.values)))
         return {} if value is None and not self.nullable else {self.name: value}
 
 
 def in_section(section: str, fields: Mapping[str, Any]) -> Fields:
-    """`fields` of model.<section>, or of the model where that is empty."""
+    """Return `fields` with the prefix of model.<section>; unchanged if `section` is empty."""
     return {f"{section}.{field}" if section else field: value for field, value in fields.items()}
 
 
 def same(section: str = "", /, **fields: str | tuple[Any, ...]) -> Trait:
-    """Fields of ours, of `section`, and the key of theirs that each is: its name, or the arguments of `ConfigKey`.
+    """Return a trait that renames fields of `section`.
 
-    Of a model without that section nothing is written.
+    `fields` maps each of our fields to the foreign key: its name, or the arguments of `ConfigKey`. If the model does
+    not have this section, nothing is written.
     """
     named = {field: ConfigKey(key) if isinstance(key, str) else ConfigKey(*key) for field, key in fields.items()}
     table = in_section(section, named)
@@ -80,20 +96,23 @@ def same(section: str = "", /, **fields: str | tuple[Any, ...]) -> Trait:
 
 
 def always(section: str = "", /, **fields: Any) -> Trait:
-    """Fields of ours, of `section`, that are the same in the whole family, and not in config.json."""
+    """Return a trait for fields of `section` that have the same value in a whole family and are not in config.json."""
     return Trait((), lambda hf: in_section(section, fields))
 
 
 def expect(hf: HfConfig, key: str, value: Any, supported: str) -> None:
-    """Raise ValueError, which says what is `supported`, where the key is there and has another value."""
+    """Raise ValueError, which states `supported`, if the key is present and has a value other than `value`."""
     if hf.get(key, value) != value:
         refuse(key, hf[key], supported)
 
 
 def only(written: bool = True, why: str = "", **values: Any) -> Trait:
-    """Keys of which megafp8 supports one value, which is their default too, and `why`.
+    """Return a trait for keys of which megafp8 supports a single value, which is also the default.
 
-    `written`: stated in what we write.
+    Args:
+        written: Whether to write the keys.
+        why: Explanation for the error message.
+        **values: Supported value of each key.
     """
 
     def read(hf: HfConfig) -> Fields:
@@ -105,12 +124,15 @@ def only(written: bool = True, why: str = "", **values: Any) -> Trait:
 
 
 def unread(*keys: str, **written: Any) -> Trait:
-    """Keys that do not change what the model computes, and values that are written for some."""
+    """Return a trait for keys that do not affect the model's results. `written` holds the values to write for some."""
     return Trait((*keys, *written), write=lambda ours: written)
 
 
 def check(function: Callable[[HfConfig], object], *keys: str, **written: Callable[[Fields], Any]) -> Trait:
-    """Keys that `function` accepts or raises ValueError for, and what is written for some."""
+    """Return a trait for keys that `function` checks; it raises ValueError if it refuses them.
+
+    `written` holds, for some of the keys, a function that returns the value to write.
+    """
 
     def read(hf: HfConfig) -> Fields:
         function(hf)
@@ -120,31 +142,34 @@ def check(function: Callable[[HfConfig], object], *keys: str, **written: Callabl
 
 
 def aliases(**names: str) -> Trait:
-    """Second names of keys, which transformers uses instead of these where both are there: they must agree."""
+    """Return a trait for second names of keys. `names` maps each second name to the first name.
+
+    If both names are present, their values must agree, because transformers uses the second one.
+    """
 
     def agree(hf: HfConfig) -> None:
         for key, first in names.items():
-            expect(hf, key, hf.get(first), f"the value of {first} ({hf.get(first)!r}), of which it is another name")
+            expect(hf, key, hf.get(first), f"the value of {first} ({hf.get(first)!r}), which is the same key")
 
     return check(agree, *names)
 
 
 def either(field: str, key: str, other: str) -> Trait:
-    """Our `field` under either name, which transformers takes for the same; `key` is what we write."""
+    """Return a trait for a field with two names, `key` and `other`, in transformers. `key` is written."""
 
     def read(hf: HfConfig) -> Fields:
         present = [name for name in (key, other) if name in hf]
         if not present:
             raise ValueError(f"has no key {key}")
         if hf[present[0]] != hf[present[-1]]:
-            refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), of which it is another name")
+            refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), which is the same key")
         return {field: hf[present[0]]}
 
     return Trait((key, other), read, lambda ours: {key: ours[field]})
 
 
 def flag(hf: HfConfig, key: str, default: bool = False) -> bool:
-    """The value of a boolean key."""
+    """Return the value of a boolean key. Raises ValueError if it is not a boolean."""
     value = hf.get(key, default)
     if not isinstance(value, bool):
         refuse(key, value, "true, false")

@@ -1,7 +1,7 @@
-"""Load weights from a source into a model, each rank its shards.
+"""Load weights from a source into a model. Each rank loads its shards.
 
-A rank reads the rows that its shards lie in, one tensor at a time, without communication; ranks of a host share the
-page cache. Dtypes may differ; copying rounds.
+A rank reads only the rows that contain its shards, one tensor at a time, without communication. The ranks of a host
+share the page cache. Dtypes may differ; values are then rounded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megafp8.conversion.base import CheckpointSource
 
 @torch.no_grad()
 def load_weights(source: CheckpointSource, wanted: Mapping[str, Rectangles]) -> None:
-    """Fill the views of `wanted`, by the names of `source.tensors`, with its values.
+    """Fill the views of `wanted`, whose keys are names of `source.tensors`, with the values of `source`.
 
-    Raises ValueError, before anything is read, where a tensor is missing or has another shape.
+    Raises ValueError, before anything is read, if a tensor is missing or has another shape.
     """
     for name, rectangles in wanted.items():
         info = source.tensors.get(name)
         if info is None or tuple(info.shape) != rectangles.global_shape:
-            actual = "no such tensor" if info is None else f"it with shape {list(info.shape)}"
+            actual = "does not have it" if info is None else f"has it with shape {list(info.shape)}"
             shape = list(rectangles.global_shape)
-            raise ValueError(f"{source.path} does not fit: the model has {name} {shape}, and there is {actual}")
+            raise ValueError(f"{source.path} does not fit: the model has {name} {shape}, but the source {actual}")
     for name, rectangles in wanted.items():
         first = min(offset[0] for offset, _ in rectangles.parts)
         last = max(offset[0] + view.shape[0] for offset, view in rectangles.parts)
@@ -37,14 +37,14 @@ def load_weights(source: CheckpointSource, wanted: Mapping[str, Rectangles]) -> 
 
 
 def load_scales(source: CheckpointSource, state: Mapping[str, Tensor], advice: str) -> None:
-    """Fill the scales and amaxes of FP8 in `state`, by name, from a checkpoint.
+    """Fill the FP8 scales and amaxes in `state`, by name, from a checkpoint.
 
-    Raises ValueError, whose message ends with `advice`, where the checkpoint lacks one or has it in another shape.
+    Raises ValueError, with `advice` at the end of the message, if one is missing or has another shape.
     """
     for name, tensor in state.items():
         info = source.tensors.get(name)
         if info is None or tuple(info.shape) != tuple(tensor.shape):
             raise ValueError(
-                f"{source.path} was trained in FP8 and lacks {name} {list(tensor.shape)} of the scales{advice}"
+                f"{source.path} was trained in FP8, but its scale {name} {list(tensor.shape)} is missing{advice}"
             )
         tensor.copy_(source.read(name))

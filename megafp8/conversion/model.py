@@ -1,4 +1,4 @@
-"""The tensors of a model, from its config alone; checks that a source has them."""
+"""Derive the tensors of a model from its config, and check that a source has them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 def is_mtp(model: ModelSpec, name: str) -> bool:
-    """Whether the tensor `name` belongs to a layer of multi-token prediction."""
+    """Return whether the tensor `name` belongs to a layer of multi-token prediction."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= model.num_blocks
 
 
 def without_mtp(source: CheckpointSource) -> ModelSpec:
-    """Return the model of `source` for a format that has no multi-token prediction; log what is left out."""
+    """Return the model of `source` without multi-token prediction, and log that its layers are left out."""
     if not source.model.num_prediction_layers:
         return source.model
-    logger.info(f"{source.path}: the layers of multi-token prediction are left out: the target has no such layers")
+    logger.info(f"{source.path}: the layers of multi-token prediction are left out, because the target cannot have any")
     return with_keys(source.model, mtp_num_layers=0)
 
 
 def check_size(model: ModelSpec, shapes: Collection[Shape], stacked: int = 0) -> None:
-    """Raise ValueError where `model` is larger than stored tensors of these shapes can be, before it is built.
+    """Raise ValueError if `model` needs more values than stored tensors of these shapes have. Call it before building.
 
-    What a config says costs nothing to write; what is stored has been compared with the sizes of files. `stacked`:
-    layers that one tensor may hold.
+    A config can state any size, but the stored shapes have been compared with file sizes. `stacked` is the number of
+    layers that a single tensor may hold.
     """
     values, count = sum(map(math.prod, shapes)), len(shapes)
     parts = [part for layer in model.distinct_layers for part in (layer.mixer, layer.ffn)]
@@ -54,11 +54,11 @@ def check_size(model: ModelSpec, shapes: Collection[Shape], stacked: int = 0) ->
     for key, (size, limit) in most.items():
         if size > limit:
             stored = f"{count:,} tensors" if limit < values else f"{values:,} values"
-            raise ValueError(f"{key} is {size:,} by its config, and it has only {stored}")
+            raise ValueError(f"{key} is {size:,} in the config, but there are only {stored}")
 
 
 def check_size_of(source: CheckpointSource) -> None:
-    """Raise ValueError where the model of `source` is larger than its tensors can be."""
+    """Raise ValueError if the model of `source` needs more values than its tensors have."""
     try:
         check_size(source.model, [tuple(info.shape) for info in source.tensors.values()])
     except ValueError as error:
@@ -66,15 +66,15 @@ def check_size_of(source: CheckpointSource) -> None:
 
 
 def model_tensors(model: ModelSpec) -> dict[str, Shape]:
-    """Name (`model.layers.0.attention.q.weight`) and global shape of each weight, from the embedding to the output."""
+    """Return the global shape of each weight by name, such as `model.layers.0.attention.q.weight`, in forward order."""
     return {name: info.shape for name, info in _tensor_infos(model, torch.float32).items()}
 
 
 def training_dtypes(source: CheckpointSource, precision: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype that a run in `precision` has each weight of `source` in, by name.
+    """Return the dtype of each weight of `source` in a run in `precision`, by name.
 
-    Most have `precision`. A layer that makes a tensor in another dtype keeps it so: the selection bias of a router, a
-    layer's scalar and a table of experts.
+    Most weights have the dtype `precision`. A few tensors always have the dtype in which their layer creates them: a
+    router's selection bias, a layer's scalar, and a table of experts.
     """
     rows, positions = source.model.stem.vocab_size or 1, _positions(source) or 1
     infos = _tensor_infos(with_keys(source.model, vocab_size=rows, max_position_embeddings=positions), precision)
@@ -82,7 +82,7 @@ def training_dtypes(source: CheckpointSource, precision: torch.dtype) -> dict[st
 
 
 def _positions(source: CheckpointSource) -> int | None:
-    """Return the number of positions of the model of `source`, which its config may leave to the run."""
+    """Return the number of positions in the model of `source`. If the model does not state it, use the run's data."""
     table = source.tensors.get("model.embedding.position.weight")
     return source.model.stem.max_position_embeddings or (seq_length(source) if table is None else table.shape[0])
 
@@ -90,8 +90,8 @@ def _positions(source: CheckpointSource) -> int | None:
 def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorInfo]:
     """Return the global shape of each weight, and its dtype in a run in `precision`, by name.
 
-    The model is built on torch's meta device. `vocab_size`, and `max_position_embeddings` where positions are learned,
-    must be given.
+    The model is built on torch's meta device. It must have `vocab_size`, and `max_position_embeddings` if positions are
+    learned.
     """
     positions = model.stem.max_position_embeddings
     assert positions is not None or model.stem.position_embedding != "learned"
@@ -104,27 +104,28 @@ def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorI
     )
     stage = build_stage(model, context, layers=range(len(model.layers)), positions=positions or 1)
     weights = {
-        piece.name: TensorInfo(piece.global_shape, x.dtype) for x in stage.parameters() for piece in spec_of(x).shards
+        shard.name: TensorInfo(shard.global_shape, x.dtype) for x in stage.parameters() for shard in spec_of(x).shards
     }
     weights |= {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in stage.constants.items()}
     return {f"model.{name}": info for name, info in weights.items()}
 
 
 def seq_length(source: CheckpointSource) -> int | None:
-    """The sequence length of the run that saved the source, where it is known."""
+    """Return the sequence length of the run that saved `source`, or None if it is unknown."""
     length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
     return length
 
 
 def check_source(source: CheckpointSource) -> tuple[ModelSpec, dict[str, Shape]]:
-    """The model to write, and its weights' global shapes by name. Its number of positions is known; multi-token
-    prediction, which no foreign format has, is left out.
+    """Return the model to write to a foreign format, and the global shapes of its weights by name.
 
-    Raises ValueError where the size of the vocabulary is unknown, or a tensor is missing, or of another shape or dtype.
+    The model's number of positions is filled in, and multi-token prediction is left out, because no foreign format has
+    it. Raises ValueError if the size of the vocabulary is unknown, or if a tensor is missing or has another shape or
+    dtype.
     """
     model = without_mtp(source)
     if model.stem.vocab_size is None:
-        raise ValueError(f"{source.path} does not say model.vocab_size")
+        raise ValueError(f"{source.path} does not state model.vocab_size")
     model = with_keys(model, max_position_embeddings=_positions(source))
     check_size_of(source)
     infos = _tensor_infos(model, torch.float32)
@@ -134,5 +135,5 @@ def check_source(source: CheckpointSource) -> tuple[ModelSpec, dict[str, Shape]]
             raise ValueError(f"{source.path} has no tensor {name}, which its model has")
         if tuple(info.shape) != shape or info.dtype.is_floating_point != dtype.is_floating_point:
             wanted = f"{'floats' if dtype.is_floating_point else 'integers'} {list(shape)}"
-            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, its model has {wanted}")
+            raise ValueError(f"{source.path}: {name} is {info.dtype} {list(info.shape)}, but its model has {wanted}")
     return model, {name: info.shape for name, info in infos.items()}

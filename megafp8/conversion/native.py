@@ -1,8 +1,8 @@
-"""megafp8's own checkpoints as a source and a sink: everything that a run saves, tensor by tensor.
+"""Source and sink of megafp8's own checkpoints, with everything that a run saves, tensor by tensor.
 
-The sink writes one checkpoint folder of any name. As `<run>/checkpoints/step_00000100` it is that run's checkpoint of
-step 100, from which the run resumes if the source had optimizer state and a run's config. From weights alone a run
-starts with `checkpoint.init_from`. The source compares the CRC-32 of every rectangle that it reads.
+The sink writes one checkpoint folder of any name. A folder `<run>/checkpoints/step_00000100` is the run's checkpoint of
+step 100, and the run resumes from it if the source had optimizer state and a run's config. With weights only, a run
+starts by `checkpoint.init_from`. The source compares the CRC-32 of every rectangle that it reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from megafp8.spec import ModelSpec
 
 
 class NativeSource(CheckpointSource):
-    """A checkpoint folder, or a run's folder or its checkpoints folder, of which the newest complete checkpoint."""
+    """Source that reads a native checkpoint. For a run's folder, it reads the newest complete checkpoint.
+
+    Args:
+        path: Checkpoint folder, run folder, or `checkpoints` folder of a run.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = find_checkpoint(Path(path))
@@ -40,25 +44,30 @@ class NativeSource(CheckpointSource):
         self.tensors = self._reader.tensors
 
     def read(self, name: str) -> Tensor:
+        """Return a whole tensor, after comparing the CRC-32 of its rectangles."""
         return self._reader.read(name, verify=True)
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of a tensor, after comparing the CRC-32 of the rectangles that contain them."""
         rest = self.tensors[name].shape[1:]
         return self._reader.read(name, (first, *(0 for _ in rest)), (last - first, *rest), verify=True)
 
 
 class NativeSink(Sink):
-    """Writes the complete checkpoint folder `path`. What the source does not know of a run is left out."""
+    """Sink that writes a complete native checkpoint folder. Metadata that the source does not have is left out."""
 
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        """Create or continue the hidden folder, and return the names of the tensors yet to be written."""
         self._open_journal(source, source.tensors, options)
         self._writer = CheckpointWriter(self.hidden, self._journal.done)
         return [name for name in source.tensors if name not in self._writer.names]
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor to the data files."""
         self._journal.add(self._writer.add(name, tensor))
 
     def finish(self) -> None:
+        """Write the index, metadata.json, checksums.json and the tokenizer."""
         source, sums = self._source, self._writer.finish()
         about = {key: value for key, value in source.about.items() if key not in OWN_KEYS}
         about.setdefault("config", {"model": dict(source.model.keys)})
@@ -74,22 +83,28 @@ class NativeSink(Sink):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` where it is a checkpoint, or the newest one of the run `path`. Raises ValueError where there is none."""
+    """Return `path` if it is a checkpoint, otherwise the newest checkpoint of the run `path`.
+
+    Raises ValueError if the run has no checkpoint.
+    """
     if is_checkpoint(path):
         return path
     newest = latest(path / "checkpoints") or latest(path)
     if not isinstance(newest, Path):
-        raise ValueError(f"{path} is no native checkpoint ({INDEX_FILE}), and holds none (step_<number>)")
+        raise ValueError(f"{path} is not a native checkpoint ({INDEX_FILE}), and contains none (step_<number>)")
     return newest
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` looks like a native checkpoint's folder."""
+    """Return whether `path` looks like the folder of a native checkpoint."""
     return (path / INDEX_FILE).is_file() or (path / METADATA_FILE).is_file()
 
 
 def _model(config: Mapping[str, Any]) -> ModelSpec:
-    """The model of a run's config; its number of positions, where none is given, is LongRoPE's or the sequence's."""
+    """Return the model of a run's config.
+
+    If the config does not state the number of positions, it is LongRoPE's extended length or the sequence length.
+    """
     model = model_spec(config["model"])
     if model.stem.max_position_embeddings is not None:
         return model
@@ -101,9 +116,9 @@ def _model(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _tokenizer_files(reader: CheckpointReader, config: Mapping[str, Any]) -> list[Path]:
-    """The tokenizer files in the checkpoint, else those that the run's config names, if they still exist.
+    """Return the tokenizer files in the checkpoint, or else the existing files that the run's config names.
 
-    Raises DamagedCheckpoint where a file of the checkpoint is not what was written.
+    Raises DamagedCheckpoint if a file in the checkpoint differs from its checksum.
     """
     files = tokenizer_files(Path(str(reader.path)))
     for file in files:

@@ -1,11 +1,13 @@
-"""The safetensors file format: eight bytes with the header's length, the header in JSON, then the tensors' bytes.
+"""Read and write the safetensors file format.
+
+A file consists of eight bytes with the header's length, the header in JSON, and the bytes of the tensors:
 
     {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ..., "__metadata__": {"format": "pt"}}
 
-Offsets count from the header's end and leave no gaps. The library `safetensors` is not used because a conversion needs
-a header that is complete before the first tensor, tensors written in any order and in parts, and reads into a buffer
-of their size (the library maps files: mapped pages count as memory used, and a file that is truncated while mapped
-kills the process instead of raising an error).
+Offsets count from the end of the header and leave no gaps. The library `safetensors` is not used, because a conversion
+must write the complete header before the first tensor, write tensors in any order and in parts, and read into buffers
+of the tensors' size. The library maps files instead: mapped pages count as used memory, and if a mapped file is
+truncated, the process is killed instead of getting an error.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ QUANTIZED = {
     "I8": torch.int8,
     "I32": torch.int32,
 }
-"""Dtypes of quantized weights and of their scales, which are no weights by themselves."""
+"""Dtypes of quantized weights and of their scales. Weights that are not quantized do not have these dtypes."""
 STORED = {**DTYPES, **QUANTIZED}
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 _METADATA = "__metadata__"
@@ -43,9 +45,16 @@ _MAX_DIMS = 64
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, and its first byte. `parts`: where its rows lie, if they do not follow each other.
+    """Location of a tensor in a file.
 
-    `values`: reads the rows from a first to a last one, of a tensor of `dtype` and `shape` that is stored as another.
+    Attributes:
+        file: File that holds the tensor.
+        dtype: Name of the dtype in the safetensors format.
+        shape: Shape of the tensor.
+        start: Position of the tensor's first byte in the file.
+        parts: Locations of the tensor's rows, if these are not contiguous in one file.
+        values: Function that returns the rows from a first to a last index, if the tensor is stored with another dtype
+            or shape.
     """
 
     file: Path
@@ -57,13 +66,13 @@ class Entry(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Entry]) -> Entry:
-        """The tensor whose rows are those of `parts`."""
+        """Return a tensor that consists of the rows of all `parts`."""
         first = parts[0]
         rows = sum(part.shape[0] for part in parts)
         return first._replace(shape=(rows, *first.shape[1:]), parts=tuple(parts))
 
     def rows(self, first: int, last: int) -> Entry:
-        """Rows `[first, last)`."""
+        """Return the location of rows `[first, last)`."""
         if self.parts:
             begins = [0, *accumulate(part.shape[0] for part in self.parts)]
             cut = ((part, max(first - i, 0), min(last, j) - i) for part, (i, j) in zip(self.parts, pairwise(begins)))
@@ -75,7 +84,7 @@ class Entry(NamedTuple):
         return self._replace(shape=shape, start=self.start + first * row_bytes)
 
     def element(self, index: int) -> Entry:
-        """The tensor at `index` of the first dim, without that dim."""
+        """Return the location of the tensor at `index` of the first dim, without this dim."""
         shape, values = self.shape[1:], self.values
         if values is not None:
             return self._replace(shape=shape, values=lambda low, high: values(index, index + 1)[0, low:high])
@@ -83,13 +92,16 @@ class Entry(NamedTuple):
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, which are all there. Raises ValueError naming the file, and the tensor."""
+    """Return the locations of the tensors in a safetensors file by name, after checking that the file has all bytes.
+
+    Raises ValueError, with the name of the file and the tensor, if the file is damaged.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise ValueError(f"{file} is no safetensors file, or damaged: a header of {length} bytes in {size}")
+                raise ValueError(f"{file} is damaged or not a safetensors file: a header of {length} bytes in {size}")
             text = stream.read(length)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
@@ -100,7 +112,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
-    """One tensor of the header; `data`: where the header ends, `size`: the file's."""
+    """Return the location of one tensor in the header. The header ends at byte `data`; the file has `size` bytes."""
     try:
         dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
         valid = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, end))
@@ -109,16 +121,16 @@ def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid or not isinstance(dtype, str):
-        raise ValueError(f"{file} is damaged: its header says of {name_text(name)}: {value_text(about)}")
+        raise ValueError(f"{file} is damaged: the entry of {name_text(name)} in its header is {value_text(about)}")
     if dtype in STORED and math.prod(shape) * STORED[dtype].itemsize != end - start:
-        raise ValueError(f"{file} is damaged: {name} is {dtype} {list(shape)} and has {end - start} bytes")
+        raise ValueError(f"{file} is damaged: {name} is {dtype} {list(shape)}, but has {end - start} bytes")
     if data + end > size:
-        raise ValueError(f"{file} is truncated: {name} ends at byte {data + end}, and the file has {size}")
+        raise ValueError(f"{file} is truncated: {name} ends at byte {data + end}, but the file has {size}")
     return Entry(file, dtype, shape, data + start)
 
 
 def _check_apart(file: Path, described: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
-    """Raise ValueError where two tensors share bytes: few bytes would be read as many."""
+    """Raise ValueError if two tensors share bytes, because a small file could then have huge tensors."""
     ranges = sorted((*described[name]["data_offsets"], name) for name in entries)
     for (_, end, name), (start, _, following) in pairwise(ranges):
         if start < end:
@@ -126,7 +138,7 @@ def _check_apart(file: Path, described: Mapping[str, Any], entries: Mapping[str,
 
 
 def header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file of `tensors`, in their order, and where in the file each begins."""
+    """Return the first bytes of a file that holds `tensors` in this order, and the position of each tensor's bytes."""
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts, at = {}, 0
     for name, info in tensors.items():
@@ -134,15 +146,15 @@ def header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
         described[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     first = len(text).to_bytes(8, "little") + text
     return first, {name: len(first) + start for name, start in starts.items()}
 
 
 def read_rows(entry: Entry, name: str, first: int, last: int, padding: int = 0) -> Tensor:
-    """Rows `[first, last)` along dim 0 of the tensor at `entry`, and `padding` rows of zeros.
+    """Read rows `[first, last)` along dim 0 of the tensor at `entry`, and append `padding` rows of zeros.
 
-    Raises ValueError naming file and tensor.
+    Raises ValueError, with the names of file and tensor, if the rows cannot be read.
     """
     dtype, rest = STORED[entry.dtype], entry.shape[1:]
     if entry.values is not None:

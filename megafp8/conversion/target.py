@@ -1,16 +1,19 @@
-"""The folder that a sink writes: hidden while it is written, made visible by one rename, continued after a kill.
+"""Base class of sinks, and the folder that a sink writes.
 
-    <parent>/.<name>.converting/     the files, and a journal of the tensors that are safe on disk
-    <parent>/<name>/                 complete
+The folder is hidden while it is being written, becomes visible by a rename, and can be continued after a kill:
 
-The rename is atomic, so there is a complete target or none, whenever a conversion is killed. The hidden name is not
-one that the clean-up of a run's checkpoints deletes.
+    <parent>/.<name>.converting/     the files, and a journal of the tensors that are safely on disk
+    <parent>/<name>/                 the complete target
 
-The journal's first line is a JSON object that says what is converted and how; another conversion is refused once a
-tensor is safe. Then it has a line a tensor, written after the tensor's data has been flushed to disk. A flush for each
-of a thousand small tensors would cost more than writing them, so every few seconds all files of the folder are flushed,
-and then the collected lines are written at once. A kill costs the last few seconds. A torn last line has no newline and
-does not count. The file is locked while it is open, so a second process cannot write into the same folder.
+The rename is atomic. So at any time, the target is either complete or does not exist, even if a conversion is killed.
+The cleanup of a run's checkpoints does not delete folders with the hidden name.
+
+The first line of the journal is a JSON object that describes the conversion. Once a tensor is safely on disk, a
+different conversion into the folder is refused. Each further line stands for a tensor, and is written after the
+tensor's data has been flushed to disk. A flush for each of a thousand small tensors would cost more than writing them.
+So every few seconds, all files in the folder are flushed, and then the collected lines are written at once. A kill
+costs the work of the last few seconds. An incomplete last line has no newline and is ignored. The journal is locked
+while it is open, so a second process cannot write into the same folder.
 """
 
 from __future__ import annotations
@@ -48,14 +51,19 @@ TOKENIZER_NAMES = (
     TEMPLATE_FILE,
     "chat_template.json",
 )
-"""Files of a Hugging Face folder that are its tokenizer."""
+"""Names of the tokenizer files in a Hugging Face folder."""
 
 
 class Journal:
-    """The journal of the existing folder `folder`; `done` has the lines whose data is safe on disk.
+    """Journal of a conversion. `done` holds the lines of the tensors that are safely on disk.
 
-    `key`: a JSON object, equal for two attempts at the same conversion. `seconds`: interval of flushes. Raises
-    ValueError where another process has the journal open, or it has another key.
+    Args:
+        folder: Existing folder of the conversion.
+        key: JSON object that is equal for two attempts at the same conversion.
+        seconds: Interval between flushes, in seconds.
+
+    Raises:
+        ValueError: Another process has the journal open, or its conversion has another key.
     """
 
     def __init__(self, folder: str | Path, key: Mapping[str, Any], *, seconds: float = 2.0) -> None:
@@ -79,14 +87,14 @@ class Journal:
             try:
                 entries = parse_json(lines[0])
             except ValueError as error:
-                raise ValueError(f"{self.path} is damaged: {error}; delete the folder to begin anew") from None
+                raise ValueError(f"{self.path} is damaged: {error}; delete the folder to start over") from None
             entries = entries if isinstance(entries, dict) else {}
             changes = (
                 f"{name} was {entries.get(name)} and is {key[name]}" for name in key if entries.get(name) != key[name]
             )
             raise ValueError(
-                f"{self.folder} is half done by another conversion: {', '.join(changes)}. Repeat that one, or delete "
-                "the folder to begin anew"
+                f"{self.folder} contains another unfinished conversion: {', '.join(changes)}. Repeat that conversion, "
+                "or delete the folder to start over"
             )
         self.done = set(lines[1:])
         self._stream.truncate(end if same else 0)
@@ -94,14 +102,14 @@ class Journal:
             self._write([json.dumps(key)])
 
     def add(self, line: str) -> None:
-        """Record a tensor whose data is written (not in a buffer of Python's)."""
+        """Record a tensor after its data has been written and is no longer in Python's buffers."""
         assert "\n" not in line, f"a record of several lines: {line!r}"
         self._pending.append(line)
         if time.monotonic() - self._flushed >= self.seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Flush all files to disk, then the lines added so far."""
+        """Flush all files to disk, and then write the lines added so far."""
         for file in sorted(self.folder.rglob("*")):
             if file.is_file() and file != self.path:
                 sync(file)
@@ -113,7 +121,7 @@ class Journal:
         self._flushed = time.monotonic()
 
     def remove(self) -> None:
-        """Flush, and delete the journal of a complete folder."""
+        """Flush everything, and delete the journal, because the folder is complete."""
         self.flush()
         self.path.unlink()
         self._stream.close()
@@ -126,9 +134,10 @@ class Journal:
 
 
 class Sink(ABC):
-    """Base of the sinks: writes the folder `path`, which must be absent or empty; it grows in `hidden`.
+    """Base class of sinks, which write a checkpoint to the folder `path`.
 
-    An interrupted sink is continued by making it again for the same source and path.
+    `path` must not exist, or must be an empty folder. The sink writes to the folder `hidden`. To continue an
+    interrupted conversion, create the sink again for the same source and path.
     """
 
     _source: CheckpointSource
@@ -140,11 +149,16 @@ class Sink(ABC):
 
     @abstractmethod
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
-        """Prepare the files for what of `source` the format can hold, and return the names yet to be written.
+        """Prepare the files for the tensors that the format can hold, and return the names yet to be written.
 
-        `options`: JSON that must be equal to continue an interrupted conversion. Raises ValueError where the format
-        cannot express the model, `path` is taken, another process writes it, or it is half done by another conversion;
-        OSError where the disk is too small.
+        Args:
+            source: Source of the conversion.
+            options: JSON that must be equal to continue an interrupted conversion.
+
+        Raises:
+            ValueError: The format cannot express the model, `path` exists and is not an empty folder, another process
+                is writing it, or it contains another unfinished conversion.
+            OSError: The disk is too small.
         """
 
     @abstractmethod
@@ -153,7 +167,7 @@ class Sink(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write what describes the tensors; `hidden` is then a complete checkpoint."""
+        """Write the files that describe the tensors. `hidden` is then a complete checkpoint."""
 
     def publish(self) -> None:
         """Flush everything to disk, and rename the folder to its final name."""
@@ -161,27 +175,30 @@ class Sink(ABC):
         try:
             rename_synced(self.hidden, self.path)
         except OSError as error:
-            raise ValueError(f"{self.hidden} is complete, but cannot become {self.path}: {error.strerror}") from error
+            raise ValueError(
+                f"{self.hidden} is complete, but cannot be renamed to {self.path}: {error.strerror}"
+            ) from error
 
     def _open_journal(
         self, source: CheckpointSource, names: Collection[str], options: Mapping[str, Any], layout: Any = 0
     ) -> bool:
-        """Make the hidden folder, or continue in that of an interrupted conversion of tensors `names` to `layout`.
+        """Create the hidden folder, or open the hidden folder of the interrupted conversion.
 
-        Returns whether it starts anew, with an empty folder.
+        A conversion is the same if its source, `options`, tensors `names` and `layout` are equal. Returns True if the
+        folder is new and empty, False if a conversion continues.
         """
         if is_taken(self.path):
             raise ValueError(
-                f"{self.path} exists already and is no empty folder; nothing was overwritten. Choose another path, or "
-                "remove it"
+                f"{self.path} already exists and is not an empty folder; nothing was overwritten. Choose another path, "
+                "or remove it"
             )
         self.hidden.parent.mkdir(parents=True, exist_ok=True)
         make_own_folder(self.hidden)
         link = next((file for file in self.hidden.rglob("*") if file.is_symlink()), None)
         if link is not None:
             raise ValueError(
-                f"{link} is a symbolic link, and what is written to it would change files elsewhere; delete "
-                f"{self.hidden} to begin anew"
+                f"{link} is a symbolic link, and writing to it would change files elsewhere; delete "
+                f"{self.hidden} to start over"
             )
         text = json.dumps([[name, str(source.tensors[name])] for name in names] + [layout], default=str)
         key = {"format": type(self).__name__, "source": str(source.path.resolve()), **options}
@@ -209,16 +226,16 @@ class Sink(ABC):
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a conversion to `path` would overwrite something; an empty folder may be filled."""
+    """Return whether a conversion to `path` would overwrite something. An empty folder is not taken."""
     return path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
 
 
 def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The files of `names` that `folder` has and that may be copied from it.
+    """Return the files among `names` that exist in `folder`, after checking that they may be copied.
 
-    A symbolic link may end in the folder, or where the cache of Hugging Face's hub keeps its files: links in
-    <model>/snapshots/<revision> lead to <model>/blobs. Raises ValueError for any other, which whoever made the folder
-    could have led to a file of yours, and for a file of more than `MAX_FILE_BYTES`.
+    A symbolic link may point into the folder, or to a file in the cache of the Hugging Face Hub, where links in
+    <model>/snapshots/<revision> point to <model>/blobs. Raises ValueError for any other link, because the author of the
+    folder could have pointed it to one of the user's files, and for a file of more than `MAX_FILE_BYTES`.
     """
     real = folder.resolve()
     allowed = [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
@@ -227,19 +244,19 @@ def own_files(folder: Path, names: Iterable[str]) -> list[Path]:
         target = file.resolve()
         if not any(target.is_relative_to(place) for place in allowed):
             raise ValueError(
-                f"{file} is a symbolic link to {target}, outside of its folder, so it is not copied; put the file "
-                "itself there if it is the model's, or remove the link"
+                f"{file} is a symbolic link to {target}, outside its folder, so it is not copied; replace it by the "
+                "file itself if that belongs to the model, or remove the link"
             )
         if (size := target.stat().st_size) > MAX_FILE_BYTES:
-            raise ValueError(f"{file} has {size:,} bytes, and a tokenizer at most {MAX_FILE_BYTES:,}")
+            raise ValueError(f"{file} has {size:,} bytes; a tokenizer file may have at most {MAX_FILE_BYTES:,}")
     return files
 
 
 def with_companions(file: Path) -> list[Path]:
     """Return the tokenizer file `file`, and the files in its folder that belong to it.
 
-    These are the other tokenizer files of a Hugging Face folder if `file` is one of them; otherwise the files that
-    state special tokens and the chat template, and the merges of a GPT-2 vocabulary.
+    If `file` has the name of a tokenizer file in a Hugging Face folder, these are the other such files. Otherwise they
+    are the files with special tokens and the chat template, and the merges of a GPT-2 vocabulary.
     """
     others: tuple[str, ...] = TOKENIZER_NAMES
     if file.name not in TOKENIZER_NAMES:
@@ -249,10 +266,10 @@ def with_companions(file: Path) -> list[Path]:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer files in the target `path`."""
+    """Return the tokenizer files in the target `path`."""
     folder = path / TOKENIZER_FOLDER
     if not folder.is_dir():
         return []
     if folder.is_symlink():
-        raise ValueError(f"{folder} is a symbolic link, so its files are not copied; put the folder itself there")
+        raise ValueError(f"{folder} is a symbolic link, so its files are not copied; replace it by the folder itself")
     return own_files(folder, sorted(file.name for file in folder.iterdir()))

@@ -1,8 +1,8 @@
-"""A dense model read as a mixture of experts: every expert is a copy of the layer's MLP (sparse upcycling).
+"""Sparse upcycling: read a dense model as a mixture of experts, in which every expert is a copy of the layer's MLP.
 
-Komatsuzaki et al. 2022, arXiv:2212.05055. With weights that add up to 1, the experts chosen for a token together
-compute what the MLP did, so training continues at the loss of the dense model. Routers are not in the dense model: they
-begin at random, and different tokens then make the copies differ.
+Komatsuzaki et al. 2022, arXiv:2212.05055. If the router's weights add up to 1, the experts chosen for a token together
+compute the same result as the MLP, so training continues at the loss of the dense model. The dense model has no
+routers. They are initialized randomly, and the copies diverge because they get different tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _EXPERT = re.compile(r"(\.mlp)\.experts\.\d+\.")
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Why a model of experts cannot begin as copies of a dense model's MLPs."""
+    """Yield the keys of `model` that prevent its experts from being copies of a dense model's MLPs."""
     width = flat_keys(model)["ffn_hidden_size"]
-    rule = f"an expert begins as a copy of the MLP of checkpoint.init_from, which is {width} wide"
-    same = "the experts of a token must add up to the MLP of checkpoint.init_from that they begin as"
+    rule = f"an expert starts as a copy of the MLP of checkpoint.init_from, which has a width of {width}"
+    same = "the experts of a token must add up to the MLP of checkpoint.init_from from which they are copied"
     for x in model.expert_records:
         for key, value, as_mlp, reason, works in (
             ("ffn_hidden_size", x.width, width, rule, "leave it out"),
@@ -41,12 +41,12 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def is_router(name: str) -> bool:
-    """Whether the tensor `name` belongs to a router, which no dense model has."""
+    """Return whether the tensor `name` belongs to a router, which no dense model has."""
     return ".mlp.router." in name
 
 
 class UpcycledSource(CheckpointSource):
-    """`dense` with its MLPs as the experts of `model`; without routers."""
+    """Source that provides the MLPs of `dense` as the experts of `model`. It has no routers."""
 
     def __init__(self, dense: CheckpointSource, model: ModelSpec) -> None:
         self._dense = dense
@@ -64,7 +64,9 @@ class UpcycledSource(CheckpointSource):
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str) -> Tensor:
+        """Return a whole tensor; for a weight of an expert, the weight of the dense MLP."""
         return self._dense.read(_EXPERT.sub(r"\1.", name))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of `read(name)`."""
         return self._dense.read_rows(_EXPERT.sub(r"\1.", name), first, last)

@@ -248,7 +248,7 @@ def test_a_file_without_a_checksum_is_damage(tmp_path: Path) -> None:
     whole = listing(path)
     for name in ("__0_0.distcp", ".metadata", "metadata.json"):
         write_listing(path, {other: entry for other, entry in whole.items() if other != name})
-        assert _refusal(path) == f"{path}/checksums.json has no checksum of {name}"
+        assert _refusal(path) == f"{path}/checksums.json has no checksum for {name}"
 
 
 def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
@@ -256,7 +256,10 @@ def test_entries_of_other_types_are_damage(tmp_path: Path) -> None:
     sizes = [{"bytes": size, "crc32": "0" * 8} for size in ("1", True, -1, 1.0, None)]
     for entry in (None, [], {}, *sizes, {"bytes": 1, "crc32": 0}, {"bytes": 1, "crc32": "0x000000"}):
         write_listing(path, {"metadata.json": entry})
-        assert _refusal(path) == f"{path}/checksums.json is damaged: its entry of metadata.json is no size and CRC-32"
+        assert (
+            _refusal(path)
+            == f"{path}/checksums.json is damaged: its entry for metadata.json is not a size and a CRC-32"
+        )
 
 
 def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: Path) -> None:
@@ -268,7 +271,7 @@ def test_of_a_checkpoint_from_before_checksums_the_config_is_verified(tmp_path: 
     text = (path / "metadata.json").read_text()
     for change in (("1234", "4329"), ("1e-05", "1e-06"), ('"seed"', '"sged"')):
         (path / "metadata.json").write_text(text.replace(*change))
-        assert _refusal(path) == f"{path}/metadata.json is damaged: its config is not that of its config_hash"
+        assert _refusal(path) == f"{path}/metadata.json is damaged: its config does not match its config_hash"
 
 
 def _load_where_hosts_differ(folder: str) -> str:

@@ -182,7 +182,7 @@ def test_too_little_memory_is_refused(world4: World, tmp_path: Path) -> None:
     refused = world4.run(_check_space, tmp_path, (8 << 20) - 1)
     assert len(set(refused)) == 1
     assert f"{tmp_path / 'b'} on " in refused[0]
-    assert "has 8 MiB of free memory, and 2 checkpoints" in refused[0]
+    assert "has 8 MiB of free memory, but 2 checkpoints" in refused[0]
 
 
 def test_free_bytes_of_memory_and_disk(tmp_path: Path) -> None:

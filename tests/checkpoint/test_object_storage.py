@@ -200,7 +200,9 @@ def test_an_interrupted_save_is_never_loaded(s3: ObjectServer) -> None:
         load(newest, tensors(0))
     assert clean_incomplete(folder) == [newest]
     assert not newest.exists()
-    with pytest.raises(ValueError, match=f"there is no checkpoint {newest}; newest complete ones in {folder}: step_0"):
+    with pytest.raises(
+        ValueError, match=f"there is no checkpoint {newest}; newest complete checkpoints in {folder}: step_0"
+    ):
         read_metadata(newest)
 
 
@@ -264,7 +266,7 @@ def test_in_the_background_and_pruned() -> None:
     assert check_all_load(folder) == [2, 3]
     save(folder, 3, tensors(4), {})  # the same step of the same run, which is left as it is
     assert check_all_load(folder) == [2, 3]
-    with pytest.raises(ValueError, match="exists already and holds something else: tokens is None there and 7 here"):
+    with pytest.raises(ValueError, match="already exists and holds something else: tokens is None there and 7 here"):
         save(folder, 3, tensors(4), {"tokens": 7})
 
 

@@ -82,14 +82,16 @@ def test_memory_is_the_result_and_a_block(tmp_path: Path, monkeypatch: pytest.Mo
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     path = save(tmp_path, 3, toy.make(0, 1, 1, torch.float32).state(), toy.METADATA)
     source = CheckpointReader(path)
-    with pytest.raises(ValueError, match=r"holds no tensor model.layers.0.nor; there is model.layers.0.norm"):
+    with pytest.raises(ValueError, match=r"has no tensor model.layers.0.nor; it has model.layers.0.norm"):
         source.read("model.layers.0.nor")
-    with pytest.raises(ValueError, match=r"model.embedding is \[16, 4\]: there is no rectangle \[16, 4\] at \[1, 0\]"):
+    with pytest.raises(ValueError, match=r"model.embedding is \[16, 4\]; a rectangle \[16, 4\] at \[1, 0\] is outside"):
         source.read("model.embedding", (1, 0), (16, 4))
     data, place = path / "__0_0.distcp", source.rectangles["model.layers.1.q"][0]
     content = data.read_bytes()
     data.write_bytes(content[: place.start] + bytes(place.length) + content[place.start + place.length :])
-    with pytest.raises(ValueError, match=rf"{data} is damaged at model.layers.1.q \(from byte {place.start} on\)"):
+    with pytest.raises(
+        ValueError, match=rf"{data} is damaged at model.layers.1.q \(which begins at byte {place.start}\)"
+    ):
         source.read("model.layers.1.q")
     assert torch.equal(source.read("model.embedding"), toy.truth("embedding", (16, 4), torch.float32))
     data.write_bytes(content[:-1])
@@ -97,13 +99,13 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         CheckpointReader(path)
     with pytest.raises(ValueError, match="there is no checkpoint"):
         CheckpointReader(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"is no checkpoint: it has no metadata.json"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: it has no metadata.json"):
         CheckpointReader(tmp_path)
 
 
 def test_a_tensor_with_holes_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1, toy.make(0, 2, 1, torch.float32).state(), {})  # one of two ranks
     source = CheckpointReader(path)
-    with pytest.raises(ValueError, match=r"holds only 32 of 64 values of model.embedding"):
+    with pytest.raises(ValueError, match=r"has only 32 of 64 values of model.embedding"):
         source.read("model.embedding")
     assert source.read("model.embedding", (0, 0), (8, 4)).shape == (8, 4)

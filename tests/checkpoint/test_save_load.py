@@ -91,7 +91,7 @@ def test_a_missing_or_damaged_index_is_named(saved: Path) -> None:
         index.write_bytes(damaged)
         assert f"{index} is damaged: " in _refusal(saved)
     index.unlink()
-    assert _refusal(saved) == f"{saved} is no checkpoint: it has no .metadata"
+    assert _refusal(saved) == f"{saved} is not a checkpoint: it has no .metadata"
 
 
 class _Trap:
@@ -105,7 +105,7 @@ class _Trap:
 def test_an_index_cannot_run_code(saved: Path, tmp_path: Path) -> None:
     make_old(saved)
     (saved / ".metadata").write_bytes(pickle.dumps(_Trap(f"touch {tmp_path}/trapped")))
-    assert "is damaged: the index is no Metadata" in _refusal(saved)
+    assert "is damaged: the index is not a Metadata" in _refusal(saved)
     assert not (tmp_path / "trapped").exists()
 
 

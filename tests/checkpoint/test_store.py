@@ -94,8 +94,8 @@ def test_metadata_is_indented_json(tmp_path: Path) -> None:
     [
         ({"config": {"dtype": torch.float32}}, "JSON.*dtype"),
         ({"tokens": float("nan")}, "JSON"),
-        ({"step": 5}, "may not set step"),
-        ({"tokens": "many"}, "could not be read again: tokens: .* valid integer"),
+        ({"step": 5}, "must not set step"),
+        ({"tokens": "many"}, "would not be readable: tokens: .* valid integer"),
     ],
 )
 def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
@@ -112,7 +112,7 @@ def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
         ("{", "metadata.json is damaged: Expecting"),
         ("", "metadata.json is damaged: Expecting"),
         ("\xff", "metadata.json is damaged: .*decode"),
-        ("[1]", "metadata.json is damaged: it holds no JSON object"),
+        ("[1]", "metadata.json is damaged: it does not contain a JSON object"),
         ('{"format_version": 1}', "metadata.json is damaged: step: field required"),
         ('{"format_version": true, "step": 1}', "metadata.json is damaged: format_version: .* valid integer"),
         ('{"format_version": 1, "step": -1}', "metadata.json is damaged: step: .* greater than or equal to 0"),
@@ -143,7 +143,7 @@ def test_a_missing_checkpoint_is_reported_with_existing_ones(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"no checkpoint .*step_00000003; .*step_00000001, step_00000002"):
         read_metadata(tmp_path / "step_00000003")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty is no checkpoint: it has no metadata.json"):
+    with pytest.raises(ValueError, match=r"empty is not a checkpoint: it has no metadata.json"):
         read_metadata(tmp_path / "empty")
 
 
@@ -153,8 +153,8 @@ def test_the_same_step_of_the_same_run_is_left_as_it_is(tmp_path: Path, caplog: 
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     resumed = {**first, "config": {"logging": {"interval": 5}}, "parallel": {"tensor": 2}}
     assert save(tmp_path, 7, W, resumed) == path
-    assert "step_00000007 exists already" in caplog.text
-    with pytest.raises(ValueError, match=r"step_00000007 exists already.*consumed_samples is 64 there and 65 here"):
+    assert "step_00000007 already exists" in caplog.text
+    with pytest.raises(ValueError, match=r"step_00000007 already exists.*consumed_samples is 64 there and 65 here"):
         save(tmp_path, 7, W, {**first, "consumed_samples": 65})
     with pytest.raises(ValueError, match="tokenizer_fingerprint is None there and abc here"):
         save(tmp_path, 7, W, {**first, "tokenizer_fingerprint": "abc"})

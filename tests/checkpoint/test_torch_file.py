@@ -61,7 +61,7 @@ def test_the_length_of_an_archive_may_not_include_the_next_one(tmp_path: Path) -
     path = tmp_path / "two"
     path.write_bytes(file.getvalue())
     assert TorchFile(path, 0, length).content.shape == (2,)
-    with pytest.raises(ValueError, match="its directory is that of another archive behind it"):
+    with pytest.raises(ValueError, match="its directory belongs to another archive that follows"):
         TorchFile(path)
 
 
@@ -113,5 +113,5 @@ def test_reserved_space_is_filled_later(tmp_path: Path) -> None:
     assert torch.equal(read(file, file.content["model"]["a"]), values["model", "a"])
     with path.open("r+b", buffering=0) as stream:
         write_at(stream, starts["model", "a"] + 8, bytes(4))
-    with pytest.raises(ValueError, match=r"f.pt is damaged at it: its bytes are not those that were saved"):
+    with pytest.raises(ValueError, match=r"f.pt is damaged at it: its bytes do not match their checksum"):
         read(TorchFile(path), TorchFile(path).content["model"]["a"])

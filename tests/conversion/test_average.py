@@ -63,8 +63,8 @@ def test_what_cannot_be_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--load", run, "--last", 2], "has 1 complete checkpoints, and --last is 2"),
         (["--load", run], "1 checkpoint to average: give two or more"),
         (["--load", first, first], "is given twice"),
-        (["--load", first, tmp_path / "theta"], "holds another model than"),
-        (["--load", first, tmp_path / "words"], "was trained with another vocabulary"),
+        (["--load", first, tmp_path / "theta"], "has a different model than"),
+        (["--load", first, tmp_path / "words"], "was trained with a different vocabulary"),
     ]:
         assert average(*arguments, "--save", tmp_path / "mean") == 2
         assert message in capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_a_moving_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for name in found.tensors:
         assert torch.equal(found.read(name), averages[name.replace("model.", "optimizer.master.")].bfloat16()), name
     assert average("--load", tmp_path / "without", "--moving", "--save", tmp_path / "none") == 2
-    assert "without/checkpoints/step_00000003 holds no moving average" in capsys.readouterr().err
+    assert "without/checkpoints/step_00000003 has no moving average" in capsys.readouterr().err
 
 
 def _save(config: Config, folder: str, steps: int) -> None:

@@ -178,7 +178,7 @@ def test_a_half_done_target_refuses_another_conversion(
     assert not target.exists()
     source, options = CHANGES[change].make(tmp_path)
     said = run(source, target, "native", *options, fails=True)
-    assert "is half done by another conversion" in said
+    assert "contains another unfinished conversion" in said
     assert CHANGES[change].says in said
     assert not target.exists()
 
@@ -202,7 +202,7 @@ def test_an_interrupted_sink_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         sink._journal._stream.close()  # as at the end of its process
         assert not target.exists()
         left = left[done:]
-    with pytest.raises(ValueError, match=r"half done by another conversion: dtype was None and is fp32\. Repeat that"):
+    with pytest.raises(ValueError, match=r"another unfinished conversion: dtype was None and is fp32\. Repeat that"):
         FORMATS[format].sink(target).begin(source, {"dtype": "fp32"})
     sink = FORMATS[format].sink(target)
     assert list(sink.begin(source, {"dtype": None})) == left
@@ -226,23 +226,23 @@ def test_an_empty_folder_is_filled_and_anything_else_left_alone(tmp_path: Path, 
     target.mkdir()
     (target / "precious").write_text("precious")
     said = run(tmp_path / "run", target, format, fails=True)
-    assert f"{target} exists already and is no empty folder; nothing was overwritten" in said
-    with pytest.raises(ValueError, match="exists already and is no empty folder"):  # without the tool as well
+    assert f"{target} already exists and is not an empty folder; nothing was overwritten" in said
+    with pytest.raises(ValueError, match="already exists and is not an empty folder"):  # without the tool as well
         FORMATS[format].sink(target).begin(open_source(tmp_path / "run"), {})
     assert (target / "precious").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
-    assert "exists already" in run(tmp_path / "run", target / "precious", format, fails=True)
+    assert "already exists" in run(tmp_path / "run", target / "precious", format, fails=True)
 
     (target / "precious").unlink()
     run(tmp_path / "run", target, format, "--weights-only", "--verify")
     check_weights(target, checkpoints.weights())
-    assert "exists already and is no empty folder" in run(tmp_path / "run", target, format, fails=True)
+    assert "already exists and is not an empty folder" in run(tmp_path / "run", target, format, fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "target"]
 
 
 def test_a_target_in_its_source_is_refused(tmp_path: Path, run: Run) -> None:
     path = checkpoints.make(tmp_path)
-    assert "lies inside" in run(tmp_path, path / "target", "native", fails=True)
+    assert "is inside its source" in run(tmp_path, path / "target", "native", fails=True)
     run(tmp_path, tmp_path / "target", "native")  # beside it in the run's folder is fine
 
 
@@ -251,7 +251,7 @@ def test_a_full_disk_is_seen_before(tmp_path: Path, run: Run, monkeypatch: pytes
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**6))
     said = run(tmp_path / "run", tmp_path / "target", "native", fails=True)
-    assert f"{tmp_path} has 0.00 GB free, and 0.07 GB are needed" in said
+    assert f"{tmp_path} has 0.00 GB free, but 0.07 GB are needed" in said
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -273,7 +273,7 @@ def test_a_full_disk_is_noticed_when_files_are_allocated(
 
 def test_unknown_formats_are_refused(tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, tmp_path / "target", "hf", fails=True)
-    assert "is of no format that is known" in said
+    assert "has no known format" in said
     assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
     assert "there is no" in run(tmp_path / "nothing", tmp_path / "target", "hf", fails=True)
 
@@ -314,7 +314,7 @@ def damage(path: Path) -> tuple[Path, str]:
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a name": ({ESCAPE: 0}, {}, r"is damaged: its header says of '\x1b]0;owned\x07\x1b[2J': {'dtype'"),
+    "a name": ({ESCAPE: 0}, {}, r"is damaged: the entry of '\x1b]0;owned\x07\x1b[2J' in its header is {'dtype'"),
     "many names": ({f"x{i}": 0 for i in range(20_000)}, {}, "has a tensor x0 and 19,999 more, which no llama model"),
     "a key": ({}, {ESCAPE: 1}, r"'\x1b]0;owned\x07\x1b[2J' = 1: megafp8 does not know this key of llama models"),
     "many keys": ({}, {f"k{i}": "y" * 1000 for i in range(1000)}, "and 995 more: megafp8 does not know these keys of"),

@@ -82,7 +82,7 @@ def test_two_kinds_of_experts_and_a_table_of_integers_in_another_dtype(
     both = Averaged([source, source])
     assert torch.equal(both.read(name), tables[name])
     wrong = NativeSource(checkpoints.make(tmp_path / "wrong", tensors))
-    with pytest.raises(ValueError, match=r"router.table is torch.float32 \[100, 2\], its model has integers"):
+    with pytest.raises(ValueError, match=r"router.table is torch.float32 \[100, 2\], but its model has integers"):
         check_source(wrong)
 
 

@@ -69,7 +69,7 @@ def test_another_key_is_refused_once_something_is_safe(tmp_path: Path) -> None:
     journal = Journal(tmp_path, KEY, seconds=0)
     journal.add("x")
     journal._stream.close()
-    with pytest.raises(ValueError, match="half done by another conversion: source was a → b and is c"):
+    with pytest.raises(ValueError, match="another unfinished conversion: source was a → b and is c"):
         Journal(tmp_path, {"source": "c"})
     assert Journal(tmp_path, KEY).done == {"x"}
 

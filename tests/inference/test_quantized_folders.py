@@ -403,8 +403,8 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "zero").write_text('{"kv_cache_scales": {"0": {"k_scale": 0.0, "v_scale": 1.0}}}')
     (tmp_path / "other").write_text("{}")
     for folder, file, message in (
-        ("theirs", "one", "scales of the cache are those of layers [0], and "),
-        ("neox", "three", "engines read those of modules self_attn, and here is gpt_neox.layers.0.attention"),
+        ("theirs", "one", "the cache has scales for layers [0], but "),
+        ("neox", "three", "engines read them in modules self_attn, but this is gpt_neox.layers.0.attention"),
         ("theirs", "zero", "k_scale and v_scale must be more than 0"),
         ("theirs", "other", "has no kv_cache_scales by layer"),
     ):

@@ -133,7 +133,7 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("elsewhere", [], "there is no checkpoint "),
         ("step_0000003", [], "step_00000003?"),
         ("step_00000003", ["--tensors", "nothing"], "no tensor is called nothing; the first is fp8.flags"),
-        ("step_00000003", ["--diff", "/dev"], "/dev is no checkpoint: it has no metadata.json"),
+        ("step_00000003", ["--diff", "/dev"], "/dev is not a checkpoint: it has no metadata.json"),
     ],
 )
 def test_errors(

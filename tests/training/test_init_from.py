@@ -149,7 +149,7 @@ def test_a_dense_model_becomes_a_mixture_of_experts(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("ffn_hidden_size", "8", "model.moe.ffn_hidden_size = 8: an expert begins as a copy of the MLP of"),
+        ("ffn_hidden_size", "8", "model.moe.ffn_hidden_size = 8: an expert starts as a copy of the MLP of"),
         ("normalize", "false", "model.moe.normalize = False: the experts of a token must add up to the MLP of"),
         ("scaling_factor", "2.0", "model.moe.scaling_factor = 2.0: the experts of a token must add up to the MLP"),
         ("shared_ffn_hidden_size", "8", "model.moe.shared_ffn_hidden_size = 8: the experts of a token must add up"),
@@ -328,9 +328,9 @@ def test_errors_about_the_folder_name_the_key(tmp_path: Path, quickstart_data: Q
     save_model(folder, "llama3")
     config = load_config(CONFIG, options, complete_model)
     (folder / "model.safetensors").write_bytes(b"")  # after the config was read
-    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is no safetensors file"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from = .*is damaged or not a safetensors file"):
         check_init(config, tmp_path, None)
-    refused("is no safetensors file")
+    refused("is damaged or not a safetensors file")
     save_model(folder, "llama3")
     changed = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
     (folder / "config.json").write_text(json.dumps(changed))

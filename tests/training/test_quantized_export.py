@@ -255,8 +255,8 @@ def _saved(config: Config, folder: str) -> None:
 
 
 REFUSED: dict[str, tuple[Preset, FormName, Activations | None, str]] = {
-    "static blocks": (DELAYED, "fp8-block", "static", "fp8-block has dynamic ones"),
-    "static without scales": (CURRENT, "fp8-tensor", "static", r"no scale of the input of layers\.0\.attention\.qkv"),
+    "static blocks": (DELAYED, "fp8-block", "static", "fp8-block only has dynamic"),
+    "static without scales": (CURRENT, "fp8-tensor", "static", r"no scale for the input of layers\.0\.attention\.qkv"),
     "transposed": (CURRENT | GPT2, "fp8-tensor", None, r"c_attn\.weight holds the transpose"),
 }
 

@@ -90,5 +90,5 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     make_theirs("gpt-oss", torch.bfloat16).save_pretrained(tmp_path / "theirs")
     source = HfSource(tmp_path / "theirs")
     sink = HfSink(tmp_path / "fp8", quantized=quantized_export(source, "fp8-block"))
-    with pytest.raises(ValueError, match=r"gate_up_proj holds all experts of a layer, and the form"):
+    with pytest.raises(ValueError, match=r"gate_up_proj holds all experts of a layer, but the form"):
         sink.begin(source, {})

@@ -1,1 +1,1 @@
-"""Hugging Face folders: names and keys of each family, quantized weights, tokenizers."""
+"""Conversion of Hugging Face folders: names and config keys of each family, quantized weights, and tokenizers."""

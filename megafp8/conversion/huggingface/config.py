@@ -1,16 +1,16 @@
-"""Hugging Face config.json <-> `ModelSpec`.
+"""Translate between Hugging Face's config.json and `ModelSpec`.
 
-`families` has a record of each `model_type`. No value is ignored unless it cannot change the logits. Every key of a
+`families` has a record for each `model_type`. No value is ignored unless it cannot change the logits. Every key of a
 config.json is one of these:
 
-- a key of a trait of the family: read, or refused with key, value and what is supported;
-- a key of `_FIXED`, which changes what the model computes and of which megafp8 supports one value;
-- a key of `_HARMLESS`, such as token ids and settings of `generate`;
-- any other key is refused by name, since what it does has not been checked.
+- a key of one of the family's traits: it is read, or refused with the key, its value and the supported values;
+- a key in `_FIXED`, which changes the model's results and has a single supported value;
+- a key in `_HARMLESS`, such as token ids and settings of `generate`;
+- any other key: it is refused by name, because its effect has not been checked.
 
-Keys that exist in several copies (rotary embedding in transformers 4 and 5) must agree, because versions of
-transformers differ in which copy they read. A model can be written as a family if what is written reads back as the
-same model; `choose` tries all families, and names the fields that the nearest one cannot express.
+If a key exists in several copies (rotary embedding in transformers 4 and 5), the copies must agree, because versions of
+transformers differ in the copy that they read. A model can be written as a family if the written config.json reads back
+as the same model. `choose` tries all families; if none fits, it names the fields that the nearest one cannot express.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST_NUMBER = 1 << 40
 
 
 def _discover() -> dict[str, Family]:
-    """The records of all files in `families/`, in order of preference where several can express a model."""
+    """Return the records of all files in `families/`. If several can express a model, earlier ones are preferred."""
     records = [*chain.from_iterable(records_of(families, "FAMILIES"))]
     by_type = {family.model_type: family for family in sorted(records, key=lambda family: family.rank)}
     assert len(by_type) == len(records), "two families have the same model_type"
@@ -44,7 +44,7 @@ def _discover() -> dict[str, Family]:
 FAMILIES = _discover()
 
 _FIXED: Mapping[str, tuple[Any, ...]] = {
-    "is_causal": (True,),  # transformers takes null as false
+    "is_causal": (True,),  # transformers treats null as false
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -53,7 +53,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": ({}, None),
     "auto_map": ({}, None),  # code in the folder, which may compute anything
 }
-"""Keys of any family that change what the model computes, and the values that are supported."""
+"""Keys of any family that change the model's results, with their supported values."""
 
 _HARMLESS_FOR: Mapping[str, str] = {
     "they describe the file": "model_type architectures transformers_version name_or_path _name_or_path _commit_hash "
@@ -79,12 +79,12 @@ _HARMLESS_FOR: Mapping[str, str] = {
     "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
     "target_lookbehind",
 }
-"""Keys of any family that do not change the logits, by the reason why."""
+"""Keys of any family that do not change the logits, by the reason."""
 _HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.split())
 
 
 def read_config(hf: HfConfig) -> tuple[Family, ModelSpec]:
-    """The family and model that a config.json describes. Raises ValueError where megafp8 has no such model."""
+    """Return the family and model that a config.json describes. Raises ValueError if megafp8 has no such model."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
@@ -93,11 +93,11 @@ def read_config(hf: HfConfig) -> tuple[Family, ModelSpec]:
     try:
         return _read(hf, family)
     except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-        raise ValueError(f"a value is of another kind than {kind} models have: {error}") from None
+        raise ValueError(f"a value has another type than in {kind} models: {error}") from None
 
 
 def _check_numbers(hf: HfConfig) -> None:
-    """Raise ValueError for numbers that no model has, some of which are counted up to before tensors are compared."""
+    """Raise ValueError for numbers too large for any model. Some are loop counts before the tensors are compared."""
     for key, value in hf.items():
         if type(value) in (int, float) and abs(value) > _LARGEST_NUMBER:
             refuse(key, value, f"numbers up to {_LARGEST_NUMBER:,}")
@@ -125,13 +125,13 @@ def _read(hf: HfConfig, family: Family) -> tuple[Family, ModelSpec]:
         values_of = join_first([f"{name_text(key)} = {value_text(hf[key])}" for key in unknown])
         raise ValueError(
             f"{values_of}: megafp8 does not know {'this key' if len(unknown) == 1 else 'these keys'} of {kind} models, "
-            f"which may change what the model computes; if that is not so, remove {join_names(unknown, ' and ')}"
+            f"which may change the model's results; if not, remove {join_names(unknown, ' and ')}"
         )
     return family, build_model(fields)
 
 
 def build_model(fields: Mapping[str, Any]) -> ModelSpec:
-    """Return the model of flat keys, for parts of layers of lists. Raises ValueError where there is no such model."""
+    """Return the model that flat keys describe, with lists for parts of layers. Raises ValueError if it is invalid."""
     tree = {key: value for key, value in fields.items() if not is_by_layer(key)}
     if lists := {key: value for key, value in fields.items() if is_by_layer(key)}:
         tree |= pattern_of(lists)
@@ -140,7 +140,7 @@ def build_model(fields: Mapping[str, Any]) -> ModelSpec:
         tree |= {section: {key.removeprefix(f"{section}."): value for key, value in values.items()}} if values else {}
     try:
         model = model_spec(tree)
-    except ValueError as error:  # pydantic's, of a value that is no number
+    except ValueError as error:  # from pydantic, if a value is not a number
         raise ValueError(" ".join(str(error).split())) from None
     _check_model(model)
     return flattened(model)
@@ -153,12 +153,12 @@ def _check_model(model: ModelSpec) -> None:
 
 
 def write_config(family: Family, model: ModelSpec) -> dict[str, Any]:
-    """Return config.json of `model` as one of `family`; it is complete only if `choose` allows that family."""
+    """Return the config.json of `model` as a model of `family`. It is complete only if the family can express it."""
     return _written(family, flat_keys(model))
 
 
 def _written(family: Family, fields: Fields) -> dict[str, Any]:
-    """Return config.json of a model with these flat keys."""
+    """Return the config.json of a model with these flat keys."""
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for trait in family.traits:
         written |= trait.write(fields)
@@ -166,7 +166,7 @@ def _written(family: Family, fields: Fields) -> dict[str, Any]:
 
 
 def choose(model: ModelSpec) -> Family:
-    """Return the first family that can express `model`. Raises ValueError naming what the nearest one cannot."""
+    """Return the first family that can express `model`. Raises ValueError with the gaps of the nearest if none can."""
     _check_model(model)
     fields = flat_keys(model)
     if has_mixed_experts(fields):
@@ -183,7 +183,7 @@ def choose(model: ModelSpec) -> Family:
             lacking[family.model_type] = lacks
     if not lacking:
         parts = ", latent attention (model.latent_attention)" if latent else ""
-        parts += " to chosen tokens (model.sparse_attention)" if sparse else ""
+        parts += " to selected tokens (model.sparse_attention)" if sparse else ""
         parts += ", model.hyper_connections" if hyper else ""
         raise ValueError(
             f"no Hugging Face family has this model: model.architecture {model.architecture}{parts} "
@@ -194,7 +194,7 @@ def choose(model: ModelSpec) -> Family:
 
 
 def _lacks(family: Family, fields: Fields) -> list[str]:
-    """Return the keys of a model that the family cannot express, with their values."""
+    """Return messages for the keys of a model that the family cannot express, with their values."""
     try:
         theirs = flat_keys(read_config(_written(family, fields))[1])
     except ValueError as error:
@@ -204,7 +204,7 @@ def _lacks(family: Family, fields: Fields) -> list[str]:
 
 
 def _shown(key: str, fields: Fields) -> str:
-    """Return a value as a message shows it; of a list the different values."""
+    """Return a value as text for a message; for a list, its distinct values."""
     if not is_by_layer(key):
         return repr(fields[key])
     values = dict.fromkeys(map(repr, fields[key]))

@@ -1,10 +1,10 @@
-"""Layers that differ: lists of config.json with a value for each layer <-> kinds of layers and their pattern.
+"""Translate between lists in config.json, with a value for each layer, and layer kinds with a pattern.
 
-A trait that reads keys of a layer's parts gives a list with the value of each layer under the name of the key with its
-part, or with "layer": {"mixer.sliding_window": [4096, None], "ffn.kind": ["mlp", "moe"]}. `pattern_of` makes kinds of
-layers of all such lists. When a model is written, `flat.flat_keys` gives these lists of all keys. So a family says what
-its lists mean, and nothing of kinds and patterns; `flat.flattened` turns patterns that other keys can say into these
-keys.
+A trait that reads keys of a layer's parts returns a list with the value for each layer. The list's name is the key with
+the name of its part or "layer": {"mixer.sliding_window": [4096, None], "ffn.kind": ["mlp", "moe"]}. `pattern_of` turns
+all these lists into layer kinds and a pattern. When a model is written, `flat.flat_keys` returns these lists for all
+keys. So a family only defines the meaning of its lists, not kinds and patterns. `flat.flattened` replaces a pattern by
+other keys if these can express it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.keys import MOST_LAYERS, Fields, HfConfig, Keys, Trait
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The usual values of layer_types."""
+"""Usual values of layer_types."""
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
-    """`layer_kinds` and `pattern` of these lists, with names made of what differs, or of parts' kinds if they do."""
+    """Return `layer_kinds` and `pattern` for these lists.
+
+    The names of the kinds consist of the kinds of parts if these distinguish the layers, otherwise of all values that
+    differ.
+    """
     layers = [*zip(*lists.values(), strict=True)]
     differing = [i for i, values in enumerate(lists.values()) if any(x != values[0] for x in values)]
     parts = [i for i in differing if [*lists][i].endswith(".kind")]
@@ -44,14 +48,14 @@ def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
 
 
 def _word(key: str, value: Any) -> str:
-    """What a name of a kind says of a key: the value if it is a word, else that the key is there."""
+    """Return the word for a key in the name of a layer kind: the value if it is a word, otherwise the key if set."""
     if isinstance(value, str):
         return value if value != "none" else "" if key == "kind" else f"no-{key}"
     return "" if value is None or value is False else key
 
 
 def _counted(names: Sequence[str]) -> Iterator[str]:
-    """The names, those that follow each other as one with a count; of a pattern that repeats, once."""
+    """Yield one period of the repeating pattern `names`, with equal successive names as one name with a count."""
     period = next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
     start = 0
     for i in range(1, period + 1):
@@ -61,7 +65,7 @@ def _counted(names: Sequence[str]) -> Iterator[str]:
 
 
 def num_layers(hf: HfConfig) -> int:
-    """The number of layers. Raises ValueError where it is none."""
+    """Return the number of layers. Raises ValueError if it is not a valid number."""
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
         refuse("num_hidden_layers", layers, "a number of layers")
@@ -69,9 +73,10 @@ def num_layers(hf: HfConfig) -> int:
 
 
 def layer_list(hf: HfConfig, key: str, of: Sequence[Any], *, longer: bool = False) -> list[Any] | None:
-    """The value of a key with an entry `of` these for each layer; None where there is no such key.
+    """Return the value of a key that is a list with an entry for each layer, or None if the key is missing.
 
-    `longer`: more entries are ignored.
+    Raises ValueError for entries that are not in `of`. If `longer` is True, the list may have more entries, which are
+    ignored.
     """
     values, layers = hf.get(key), num_layers(hf)
     if values is None:
@@ -84,14 +89,17 @@ def layer_list(hf: HfConfig, key: str, of: Sequence[Any], *, longer: bool = Fals
 
 
 def layer_types(hf: HfConfig, of: Sequence[str] = (FULL, SLIDING)) -> list[str] | None:
-    """The kind of each layer; None where there is no such key."""
+    """Return the kind of each layer in layer_types, or None if the key is missing."""
     return layer_list(hf, "layer_types", of)
 
 
 def windows(default: int | None, kinds: Callable[[HfConfig], list[str]], *keys: str) -> Trait:
-    """Layers with a sliding window, and some without, as layer_types says, and without it `kinds`, which reads `keys`.
+    """Return a trait for a sliding window in some layers.
 
-    `default`: that of the window.
+    Args:
+        default: Default size of the window.
+        kinds: Function that returns the kind of each layer if layer_types is missing.
+        *keys: Keys that `kinds` reads.
     """
 
     def read(hf: HfConfig) -> Fields:
@@ -107,7 +115,10 @@ def windows(default: int | None, kinds: Callable[[HfConfig], list[str]], *keys: 
 
 
 def full_every(every: int, *keys: str) -> Callable[[HfConfig], list[str]]:
-    """Kinds of layers of which the last of each `every`, or of the number under the first of `keys`, is full."""
+    """Return a function that returns layer kinds in which the last layer of each interval has full attention.
+
+    The interval is `every`, or the value of the first of `keys` in the config.
+    """
 
     def kinds(hf: HfConfig) -> list[str]:
         interval = hf.get(keys[0], every) if keys else every
@@ -117,17 +128,23 @@ def full_every(every: int, *keys: str) -> Callable[[HfConfig], list[str]]:
 
 
 def kv_sources(hf: HfConfig, types: Sequence[str]) -> list[int | None]:
-    """The layer whose keys and values each of the last num_kv_shared_layers reads: the last of its kind before them."""
+    """Return, for each layer, the layer whose keys and values it reads, or None if it computes its own.
+
+    Each of the last num_kv_shared_layers layers reads from the last earlier layer of the same kind that has its own.
+    """
     shared = hf.get("num_kv_shared_layers", 0)
     with_keys = types[: len(types) - shared] if isinstance(shared, int) and 0 <= shared < len(types) else []
     if {*with_keys} != {*types}:
-        refuse("num_kv_shared_layers", shared, "fewer layers, so that one of each of layer_types has its own keys")
+        refuse("num_kv_shared_layers", shared, "fewer layers, so that a layer of each type has its own keys")
     last = {kind: i for i, kind in enumerate(with_keys)}
     return [None if i < len(with_keys) else last[kind] for i, kind in enumerate(types)]
 
 
 def without_rotary(default_interval: int) -> Trait:
-    """Layers without rotary embedding: those with a 0 in no_rope_layers, by default the last of each interval."""
+    """Return a trait for layers without rotary embedding.
+
+    These layers have a 0 in no_rope_layers. By default, they are the last layer of each interval.
+    """
     key, interval_key = "no_rope_layers", "no_rope_layer_interval"
 
     def read(hf: HfConfig) -> Fields:

@@ -1,7 +1,7 @@
-"""Mamba-2 layers in Hugging Face's families: keys of config.json, and names of tensors.
+"""Keys in config.json and tensor names of Mamba-2 layers in Hugging Face's families.
 
-Which layers have Mamba-2, a family's `Kinds` says. z, x, B, C and steps lie in one tensor of theirs, and so do the
-channels of the convolution.
+A family's `Kinds` function determines the layers with Mamba-2. Hugging Face stores z, x, B, C and the steps in one
+tensor, and the channels of the convolution in another.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, unread
 from megafp8.layers.mamba2.record import Mamba2Config
 
 LINEAR = "linear_attention"
-"""The value in layer_types of transformers for a layer with Mamba-2."""
+"""Value for a layer with Mamba-2 in the layer_types of transformers."""
 _FORMER = {"mamba": LINEAR, "attention": FULL}
 Kinds = Callable[[HfConfig], Sequence[str]]
-"""From config.json what each layer is."""
+"""Function that returns the kind of each layer for a config.json."""
 INFINITY = {"__float__": "Infinity"}
-"""As transformers writes the number, which JSON lacks."""
+"""Infinity, which JSON lacks, as transformers writes it."""
 NO_LIMIT = (math.inf, INFINITY)
-"""Values of an upper limit in config.json that stand for no limit."""
+"""Values of an upper limit in config.json that mean no limit."""
 
 
 def kinds_of(values: object, key: str, known: Sequence[str]) -> list[str]:
-    """The entries of a list of kinds, whose former names are replaced. Raises ValueError for unknown ones."""
+    """Return the entries of a list of layer kinds, with former names replaced. Raises ValueError for unknown kinds."""
     if not isinstance(values, list) or not values:
         refuse(key, values, f"a list of {', '.join(known)}")
     kinds = [_FORMER.get(x, str(x)) for x in values]
@@ -38,25 +38,25 @@ def kinds_of(values: object, key: str, known: Sequence[str]) -> list[str]:
 
 
 def mixers(kinds: Sequence[str]) -> Fields:
-    """The mixers of layers of these kinds."""
+    """Return the flat key with the mixer of each layer, for layers of these kinds."""
     ours = {LINEAR: "mamba2", FULL: "attention"}
     return {"mixer.kind": [ours.get(kind, "none") for kind in kinds]}
 
 
 def mamba_fields(kinds: Kinds, hf: HfConfig, values: Fields) -> Fields:
-    """Values of keys of the Mamba-2 record, for the layers that have one."""
+    """Return flat keys that set these values of the Mamba-2 record in all layers with Mamba-2."""
     linear = [kind == LINEAR for kind in kinds(hf)]
     return {f"mixer.{key}": [value if x else None for x in linear] for key, value in values.items()}
 
 
 def mamba_value(ours: Fields, key: str) -> Any:
-    """The value of a key of the Mamba-2 record, of which all layers have one; None without such layers."""
+    """Return the value of a key of the Mamba-2 record, which is equal in all layers; None without Mamba-2 layers."""
     kinds = ours["mixer.kind"]
     return ours[f"mixer.{key}"][kinds.index("mamba2")] if "mamba2" in kinds else None
 
 
 def mamba(kinds: Kinds, **keys: tuple[str, Any]) -> Trait:
-    """Keys of the Mamba-2 record, each with its name and default in transformers."""
+    """Return a trait for keys of the Mamba-2 record, each given by its name and default in transformers."""
 
     def write(ours: Fields) -> Keys:
         values = {key: mamba_value(ours, field) for field, (key, _) in keys.items()}
@@ -70,7 +70,7 @@ def mamba(kinds: Kinds, **keys: tuple[str, Any]) -> Trait:
 
 
 def bamba_like(kinds: Kinds) -> tuple[Trait, ...]:
-    """Keys of Mamba-2 layers of Bamba and Granite 4, which say the width twice and limit steps on both sides."""
+    """Return the traits of Mamba-2 layers in Bamba and Granite 4, which state the width twice and limit the steps."""
 
     def read(hf: HfConfig) -> Fields:
         if LINEAR not in kinds(hf):
@@ -84,7 +84,7 @@ def bamba_like(kinds: Kinds) -> tuple[Trait, ...]:
 
     def write(ours: Fields) -> Keys:
         head_dim, heads = mamba_value(ours, "head_dim"), mamba_value(ours, "num_heads")
-        if head_dim is None:  # transformers checks the widths of layers that are not there, too
+        if head_dim is None:  # transformers also checks these widths if no layer has Mamba-2
             return {"mamba_n_heads": 1, "mamba_d_head": 2 * ours["hidden_size"], "mamba_expand": 2}
         least, most = mamba_value(ours, "min_step"), mamba_value(ours, "max_step")
         written = {"mamba_d_head": head_dim, "mamba_expand": head_dim * heads // ours["hidden_size"]}
@@ -116,4 +116,4 @@ MAMBA_NAMES: Names = {
     ),
     **fused("mamba.conv1d", lambda part: consecutive(part, _channels), tuple(f"mamba2.{part}_conv" for part in "xbc")),
 }
-"""Names of a layer's tensors."""
+"""Names of the tensors of a layer with Mamba-2."""

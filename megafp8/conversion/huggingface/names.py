@@ -1,20 +1,22 @@
-"""Hugging Face's names: in which tensor of theirs each of ours lies, and in which of its rows.
+"""Tensor names of Hugging Face families: for each of our tensors, the Hugging Face (HF) tensor and rows that hold it.
 
-q, k and v may be parts of one tensor, side by side or by head, and gate and up, too. The linear layers of GPT-2 store
-the transpose, `[k, n]` for our `[n, k]`. Experts mostly have tensors of their own, as in ours (transformers 5 fuses
-them in memory only); gpt-oss and GraniteMoE store those of all experts in one.
+q, k and v may be parts of one HF tensor, one after the other or interleaved by head; gate and up may be, too. The
+linear layers of GPT-2 store the transpose, `[k, n]` for our `[n, k]`. Most families store each expert in separate
+tensors, as we do (transformers 5 only fuses them in memory). gpt-oss and GraniteMoE store all experts in one tensor.
 
-Channels of a head: ours rotates the first half of a head against the second, and so does Llama. Where they rotate
-neighbouring channels (GLM), or a part of a head (GPT-NeoX), our q and k have the rows of each head in another order:
-first the first channel of each pair, then the second ones, pairs that are rotated before those that are not. As both
-have the same order, scores do not depend on it. Where pairs are rotated backwards (nanochat), the second channel of
-each pair comes first. In latent attention both rotate neighbouring channels.
+Channels of a head: our rotary embedding, like Llama's, rotates the first half of a head against the second half. Some
+HF models rotate adjacent channels (GLM) or only a part of a head (GPT-NeoX). Our q and k then have the rows of each
+head in another order: first the first channel of each pair, then the second channel of each pair, with rotated pairs
+before the others. Since q and k have the same order, attention scores do not depend on it. If pairs are rotated
+backwards (nanochat), the second channel of each pair comes first. In latent attention, HF and our models both rotate
+adjacent channels.
 
-A table of names has one entry for a module of ours, whose parameters have the same names in theirs, or for a parameter.
-The names that most families use are with each kind of part (`config.parts`), and here those of the rest of the network;
-`in_layers` puts them into a family's layers, and a family's file has the names that differ.
+A table of names has an entry for each of our modules or parameters. The parameters of a module have the same names in
+HF. The names that most families use are stored with each kind of part (`config.parts`); the names for the rest of the
+network are in this module. `in_layers` adds the prefix of a family's layers, and a family's file has the names that
+differ.
 
-Shapes: n rows of a tensor of ours.
+Shapes: n is the number of rows of our tensor.
 """
 
 from __future__ import annotations
@@ -35,15 +37,21 @@ from megafp8.spec import LayerSpec, ModelSpec, PartRecord
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 Rows = Callable[[Any, int], tuple[Tensor, int]]
-"""Function of the record of the layer's mixer, None outside of layers, and n: the rows `[n]` of their tensor, and their
-number."""
+"""Function that returns the rows of the HF tensor that hold our tensor, `[n]`, and the HF tensor's number of rows.
+
+Its arguments are the record of the layer's mixer (None outside layers), and n.
+"""
 
 
 class HfPlace(NamedTuple):
-    """A tensor of theirs, with the numbers of layer and expert left open, and which `rows` of it are ours.
+    """HF tensor in which one of our tensors is stored, for any layer and expert.
 
-    `transposed`: weights are stored as `[k, n]`. `stacked`: it holds those of all experts. `shape`: that of a vector
-    that is stored with more dims, in which -1 stands for its length.
+    Attributes:
+        name: Name of the HF tensor, with `*` for the numbers of layer and expert.
+        rows: Rows of the HF tensor that hold our tensor.
+        transposed: Whether weights are stored as `[k, n]`.
+        stacked: Whether the HF tensor holds the weights of all experts.
+        shape: Shape of a vector that is stored with more dims, with -1 for its length; empty otherwise.
     """
 
     name: str
@@ -57,7 +65,7 @@ Entries = dict[str, Entry]
 """Stored tensors by name."""
 
 Names = Mapping[str, str | HfPlace]
-"""Foreign names by the names of modules and parameters here; a str stands for a `HfPlace` with that name alone."""
+"""HF names by our names of modules and parameters. A str stands for a `HfPlace` that only has this name."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -79,13 +87,13 @@ def _place(place: str | HfPlace) -> HfPlace:
 
 
 def in_layers(theirs: str, *parts: Names, ours: str = "layers.*") -> dict[str, str | HfPlace]:
-    """The names of the `parts` of a layer, of which `theirs` and `ours` are the prefixes."""
+    """Return the names of the `parts` of a layer, with the prefix `ours` for our names and `theirs` for HF names."""
     places = {name: _place(place) for part in parts for name, place in part.items()}
     return {f"{ours}.{name}": place._replace(name=f"{theirs}.{place.name}") for name, place in places.items()}
 
 
 def usual(*parts: type[PartRecord]) -> Names:
-    """The names that most families use for the tensors of these parts."""
+    """Return the names that most families use for the tensors of these parts."""
     return {f"{part.tensor_prefix}.{ours}": theirs for part in parts for ours, theirs in part.hugging_face.items()}
 
 
@@ -95,22 +103,22 @@ QKV = ("attention.q", "attention.k", "attention.v")
 
 
 def fused(name: str, rows: Callable[[int], Rows], modules: tuple[str, ...], **options: Any) -> Names:
-    """One tensor of theirs for several `modules` of ours: `rows` of each, by its number."""
+    """Return the names of several `modules` that HF stores in one tensor; `rows(i)` are the rows of module i."""
     return {module: HfPlace(name, rows(i), **options) for i, module in enumerate(modules)}
 
 
 def equal_parts(parts: int) -> Callable[[int], Rows]:
-    """Rows of tensors of equal size, one below the other."""
+    """Return a function from a part's number to its rows, if parts of equal size are stored one after the other."""
     return lambda part: lambda mixer, n: (torch.arange(parts * n).view(parts, n)[part], parts * n)
 
 
 def alternating(parts: int) -> Callable[[int], Rows]:
-    """Rows of all parts alternate."""
+    """Return a function from a part's number to its rows, if the rows of all parts alternate."""
     return lambda part: lambda mixer, n: (torch.arange(parts * n).view(n, parts)[:, part], parts * n)
 
 
 def consecutive(part: int, sizes: Callable[[Any], Sequence[int]]) -> Rows:
-    """Rows of tensors of these sizes, one below the other."""
+    """Return the rows of a part, if parts of these sizes are stored one after the other."""
 
     def rows(mixer: Any, n: int) -> tuple[Tensor, int]:
         rows_of = [*sizes(mixer)]
@@ -120,7 +128,7 @@ def consecutive(part: int, sizes: Callable[[Any], Sequence[int]]) -> Rows:
 
 
 def qkv(part: int) -> Rows:
-    """Rows of queries, keys and values of all heads, one below the other."""
+    """Return the rows of a part, if queries, keys and values of all heads are stored one after the other."""
 
     def sizes(mixer: AttentionConfig) -> list[int]:
         return [heads * mixer.channels for heads in (mixer.num_attention_heads, mixer.groups, mixer.groups)]
@@ -129,17 +137,17 @@ def qkv(part: int) -> Rows:
 
 
 def alternating_blocks(part: int) -> Rows:
-    """Rows of a head of one tensor, then those of a head of the other."""
+    """Return the rows of a part, if the heads of two tensors alternate."""
     return lambda mixer, n: (torch.arange(2 * n).view(-1, 2, mixer.channels)[:, part].flatten(), 2 * n)
 
 
 def qkv_by_head(part: int) -> Rows:
-    """Rows of query, key and value of a head, then those of the next head."""
+    """Return the rows of a part, if query, key and value of a head are stored together, head by head."""
     return lambda mixer, n: (torch.arange(3 * n).view(-1, 3, mixer.channels)[:, part].flatten(), 3 * n)
 
 
 def after(first: int) -> Rows:
-    """Rows after `first` ones that are not read."""
+    """Return all rows after the first `first` rows, which are not read."""
     return lambda mixer, n: (first + torch.arange(n), first + n)
 
 
@@ -147,10 +155,15 @@ FUSED_GATE_UP = fused("mlp.gate_up_proj", equal_parts(2), ("mlp.gate", "mlp.up")
 
 
 class Location(NamedTuple):
-    """Where a tensor of ours lies: in the tensor of theirs that is called `name`, of `shape`.
+    """Location of one of our tensors in an HF tensor.
 
-    `rows`: int64 `[n]`, which of their rows each of ours is. `transposed`: theirs is stored as `[k, n]`. `outer`:
-    theirs has a first dim more, in which ours is there. `flat`: a vector, of which theirs has more dims.
+    Attributes:
+        name: Name of the HF tensor.
+        shape: Shape of the HF tensor.
+        rows: For each row of our tensor, its row in the HF tensor; int64 `[n]`.
+        transposed: Whether the HF tensor is stored as `[k, n]`.
+        outer: Index of our tensor in an additional first dim of the HF tensor, or None if there is no such dim.
+        flat: Whether our tensor is a vector that HF stores with more dims.
     """
 
     name: str
@@ -162,12 +175,17 @@ class Location(NamedTuple):
 
 
 class TensorNames(NamedTuple):
-    """The names of a family's tensors.
+    """Names of a family's tensors.
 
-    `ungated`: those of MLPs without a gate that differ. `rotation`: pairs of channels that rotary embeddings rotate:
-    those half a head apart, neighbours, or those half a head apart backwards. `copies`: tensors that may be there too,
-    and must equal another. `other_heads`: pattern of tensors that a model may have for the pooler and binary head,
-    without using them. `stored`: the tensors of a folder under these names, where folders differ in that.
+    Attributes:
+        places: HF names by our names.
+        ungated: HF names that differ in MLPs without a gate.
+        rotation: Pairs of channels that rotary embeddings rotate: `halves` (half a head apart), `neighbors` (adjacent),
+            or `backwards` (half a head apart, rotated backwards).
+        copies: Tensors that a folder may have in addition, with the names of the tensors that they must equal.
+        other_heads: Pattern of tensors of the pooler and binary head, which a folder may have although its model does
+            not use them.
+        stored: Function that renames the tensors of a folder to these names, if folders of the family differ.
     """
 
     places: Names
@@ -178,8 +196,10 @@ class TensorNames(NamedTuple):
     stored: Callable[[ModelSpec, Entries], Entries] = lambda model, entries: entries
 
     def locate(self, model: ModelSpec, name: str, shape: Shape) -> Location:
-        """Where the tensor `name` (`model.layers.3.attention.q.weight`) of `shape` lies, without padding of the
-        vocabulary."""
+        """Return the location of our tensor `name` (`model.layers.3.attention.q.weight`), which has `shape`.
+
+        `shape` excludes the padding of the vocabulary.
+        """
         module, _, parameter = _of_stack(model, name.removeprefix("model.")).rpartition(".")
         numbers = _NUMBER.findall(module)
         layer = _layer(model, name)
@@ -209,7 +229,7 @@ class TensorNames(NamedTuple):
         return place._replace(name=f"{place.name}.{parameter}")
 
     def _channels(self, record: AttentionConfig) -> Tensor:
-        """Which channel of a head of theirs each of ours is, `[d]`. Proportional rotary embedding has our order."""
+        """Return the HF channel of each channel of one of our heads, `[d]`. Proportional RoPE has the same order."""
         channels = torch.arange(record.channels)
         rotated = record.channels if record.proportional_rope else record.rotary_channels
         pairs = channels[:rotated].view(-1, 2).t() if self.rotation == "neighbors" else channels[:rotated].view(2, -1)
@@ -218,36 +238,36 @@ class TensorNames(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Prefix of all weights but the output layer's; files saved without an output layer lack it."""
+        """Prefix of all weights except the output layer. Files that were saved without an output layer lack it."""
         return self._place("embedding.word", "weight").name.partition(".")[0] + "."
 
     @property
     def output(self) -> str:
-        """Name of the output layer's weight, which files of a tied model may lack."""
+        """Name of the output layer's weight. Files of a tied model may lack this weight."""
         return self._place("output", "weight").name
 
     def is_of_head(self, name: str) -> bool:
-        """Whether a tensor of theirs belongs to the output layer and what is beside it."""
+        """Return whether an HF tensor belongs to the module that contains the output layer."""
         return name.partition(".")[0] == self.output.partition(".")[0]
 
     def is_of_other_head(self, name: str) -> bool:
-        """Whether a tensor of theirs belongs to a head that a model may have without using it."""
+        """Return whether an HF tensor belongs to a head that a folder may have although its model does not use it."""
         return self.other_heads is not None and re.fullmatch(self.other_heads, name) is not None
 
 
 def like_llama(*parts: Names, **options: Any) -> TensorNames:
-    """Llama's names, but for those of these parts of a layer; `options`: those of `TensorNames`."""
+    """Return Llama's names, with other names for these parts of a layer. `options` are passed to `TensorNames`."""
     return TensorNames({**LLAMA, **in_layers("model.layers.*", *parts)}, **options)
 
 
 def _layer(model: ModelSpec, name: str) -> LayerSpec | None:
-    """Return the layer that has the tensor `name`, or None outside of layers."""
+    """Return the layer that has our tensor `name`, or None if the tensor is outside the layers."""
     number = re.search(r"(?<=^model\.layers\.)\d+", name)
     return None if number is None else model.layers[int(number[0])]
 
 
 def _of_stack(model: ModelSpec, name: str) -> str:
-    """Return the name of a tensor, of T5's decoder with the layer counted from the decoder's first."""
+    """Return the name of a tensor; in T5's decoder, layers are counted from the decoder's first layer."""
     layer = re.match(r"layers\.(\d+)\.", name)
     if layer is None or not model.layers[int(layer[1])].is_decoder:
         return name
@@ -256,35 +276,35 @@ def _of_stack(model: ModelSpec, name: str) -> str:
 
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|embeddings\.(position|token_type)_ids"
-    r"|EncDecAttention\.relative_attention_bias\.weight)$"  # of T5's first release, which nothing reads
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"  # in T5's first release; nothing reads it
 )
 """Constants that older releases of `transformers` saved with the weights."""
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of theirs is no weight."""
+    """Return whether an HF tensor is a constant, not a weight."""
     return _BUFFERS.search(name) is not None
 
 
 def present_name(name: str) -> str:
-    """The name of a tensor where releases of transformers differ.
+    """Return the present name of a tensor that has other names in some releases of transformers.
 
-    BERT's first releases named parameters of norms as TensorFlow does; 5.24 saves an MLP of Kimi Linear as if it had
-    experts, other than the published folder.
+    BERT's first releases named the parameters of norms as TensorFlow does. Release 5.24 saves an MLP of Kimi Linear
+    under the name for experts, unlike the published folder.
     """
     name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
     return re.sub(r"(layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.", r"\1.mlp.\2_proj.", name)
 
 
 def is_copy(name: str) -> bool:
-    """Whether a tensor of theirs repeats the embedding or the output layer, for multi-token prediction."""
+    """Return whether an HF tensor is a copy of the embedding or the output layer for multi-token prediction."""
     return re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name) is not None
 
 
 def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
-    """Return whether a tensor of theirs projects keys or values for a layer that reads the keys of another layer."""
+    """Return whether an HF tensor projects keys or values for a layer that reads the keys of another layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
     layers = (
         [] if match is None else model.layers[int(match[1]) :][:1]
-    )  # none where the folder has more than the config
+    )  # empty if the folder has more layers than the config
     return any(getattr(layer.mixer, "kv_layer", None) is not None for layer in layers)

@@ -1,16 +1,16 @@
-"""Weights in FP8 in a Hugging Face folder that is written: their tensors, their data and scales, and the config.
+"""Write weights in FP8 to a Hugging Face (HF) folder: tensors, data, scales and config.
 
-    fp8-block      DeepSeek-V3's: X.weight E4M3, X.weight_scale_inv fp32 for each 128×128 block
+    fp8-block      DeepSeek-V3's form: X.weight E4M3, X.weight_scale_inv fp32 for each 128×128 block
     fp8-channel    compressed-tensors (float-quantized): X.weight E4M3, X.weight_scale fp32 [n, 1]
-    fp8-tensor     the same with X.weight_scale fp32 [1]
+    fp8-tensor     compressed-tensors with X.weight_scale fp32 [1]
 
-The linear layers that the run has in FP8 are quantized, and no others. A weight is written as training casts it, the
-same data and scales, where the form has a place for the scales: one per tensor fits every form, one per row channels,
-128×128 blocks blocks, as far as the blocks of the run's matrices are those of the folder's. Where it has not, the rule
-`amax` casts it: scale_inv = amax / 448 of what shares a scale (a block; a row; a layer's matrix, so that q, k and v or
-gate and up share one), data = x / scale_inv, rounded to nearest even.
+Only the linear layers that the run computes in FP8 are quantized. A weight is written with the same data and scales as
+in training if the form can hold the scales. One scale per tensor fits every form; one scale per row fits fp8-channel;
+128×128 blocks fit fp8-block if the blocks of the run's matrices are the blocks of the HF matrices. Otherwise the weight
+is cast by the rule `amax`: scale_inv is amax / 448 of the values that share a scale (a block, a row, or a layer's
+matrix, so that q, k and v or gate and up share a scale), and data = x / scale_inv, rounded to nearest even.
 
-Shapes: n rows, k columns of a weight of theirs.
+Shapes: n rows and k columns of an HF weight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ _KEYS = re.compile(r"model\.layers\.(\d+)\.attention\.k\.weight")
 
 
 class WeightSlice(NamedTuple):
-    """A weight of ours in a tensor of theirs. `cast`: of its rows, where its scales are its own in the form."""
+    """Location of one of our weights in an HF tensor.
+
+    Attributes:
+        name: Name of our weight.
+        rows: Rows of the HF tensor that hold the weight, int64.
+        cast: Cast of the weight to FP8, or None if it shares scales with other weights in the HF tensor.
+    """
 
     name: str
     rows: Tensor
@@ -62,7 +68,15 @@ class WeightSlice(NamedTuple):
 
 
 class ExportedWeight(NamedTuple):
-    """A tensor of theirs, `[n, k]`. `why_not`: why its data is not training's; empty where it is."""
+    """HF tensor to write in FP8, `[n, k]`.
+
+    Attributes:
+        name: Name of the HF tensor.
+        shape: Shape of the HF tensor.
+        pieces: Our weights in the HF tensor.
+        why_not: Reason why the data and scales differ from training; empty if they are the same.
+        input_scale_inv: Static scale of the layer's input, or None.
+    """
 
     name: str
     shape: Shape
@@ -72,7 +86,7 @@ class ExportedWeight(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Values of a tensor of theirs: rows of it, or all where `rows` is None."""
+    """Values to write to an HF tensor: to `rows`, or to all rows if `rows` is None."""
 
     name: str
     rows: Tensor | None
@@ -80,11 +94,18 @@ class Write(NamedTuple):
 
 
 class QuantizedExport:
-    """How the FP8 `layers` of a run are written in `form`.
+    """Plan for writing the FP8 layers of a run to an HF folder.
 
-    `activations`: static have the scale that training has for a layer's input; None: static where all have one.
-    `kv_cache`: by layer, scales of the keys and of the values that an engine stores in E4M3; none where it is empty.
-    Raises ValueError where the form does not allow them, or a layer has none.
+    Args:
+        source: Source of the weights.
+        layers: FP8 layers of the run.
+        form: Form of the FP8 weights.
+        activations: `static` writes training's scale for each layer's input; `dynamic` writes none. None means static
+            if all layers have such a scale and the form allows it.
+        kv_cache: Scales of the keys and values that an engine stores in E4M3, by layer; empty for none.
+
+    Raises:
+        ValueError: No layer is FP8, the form does not allow static activations, or a layer has no scale for them.
     """
 
     def __init__(
@@ -108,11 +129,11 @@ class QuantizedExport:
     def _activations(self, layers: Sequence[LayerCasts], wanted: Activations | None) -> Activations:
         without = next((layer.matrix.layer for layer in layers if layer.input_scale_inv is None), None)
         if wanted == "static" and self.granularity is BLOCK_128X128:
-            raise ValueError("activations = static: fp8-block has dynamic ones; try fp8-tensor or fp8-channel")
+            raise ValueError("activations = static: fp8-block only has dynamic; try fp8-tensor or fp8-channel")
         if wanted == "static" and without is not None:
             raise ValueError(
-                f"activations = static: {self._source.path} has no scale of the input of {without}, which the recipes "
-                "delayed and static have; try dynamic"
+                f"activations = static: {self._source.path} has no scale for the input of {without}, because only the "
+                "recipes delayed and static have such scales; try dynamic"
             )
         if wanted is None and self.granularity is not BLOCK_128X128 and without is None:
             return "static"
@@ -121,9 +142,10 @@ class QuantizedExport:
     # --- planning ---------------------------------------------------------------------------------------------------
 
     def plan(self, locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
-        """Shapes and dtypes of the tensors of theirs that hold quantized weights, by their names.
+        """Plan all quantized tensors, and return shape and dtype of the HF tensors that hold them, by HF name.
 
-        `locations`: where each weight of the model lies. Raises ValueError for a tensor that has no such form.
+        `locations` holds the location of each weight of the model. Raises ValueError for a tensor that the form cannot
+        hold.
         """
         pieces: dict[str, list[tuple[str, Location]]] = {}
         for name, location in locations.items():
@@ -150,17 +172,17 @@ class QuantizedExport:
         return infos
 
     def _plan_kv_cache(self, locations: Mapping[str, Location]) -> Iterator[Write]:
-        """`k_scale` and `v_scale` of each layer of attention, in the module that its projections are in."""
+        """Yield `k_scale` and `v_scale` of each attention layer, in the module of its projections."""
         layers = {int(match[1]): x.name for name, x in locations.items() if (match := _KEYS.fullmatch(name))}
         if self._kv_cache and layers.keys() != self._kv_cache.keys():
             raise ValueError(
-                f"scales of the cache are those of layers {sorted(self._kv_cache)}, and {self._source.path} has keys "
+                f"the cache has scales for layers {sorted(self._kv_cache)}, but {self._source.path} has keys "
                 f"in layers {sorted(layers)}"
             )
         for layer, scales in self._kv_cache.items():
             module = layers[layer].removesuffix(".weight").rpartition(".")[0]
             if not module.endswith(".self_attn"):
-                raise ValueError(f"scales of the cache: engines read those of modules self_attn, and here is {module}")
+                raise ValueError(f"scales of the cache: engines read them in modules self_attn, but this is {module}")
             for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
                 yield Write(f"{module}.{name}", None, torch.tensor([scale]))
 
@@ -168,19 +190,19 @@ class QuantizedExport:
         if len(fp8) < len(parts):
             other = next(name for name, _ in parts if name not in fp8)
             raise ValueError(
-                f"{self.form}: {theirs} holds {fp8[0]}, which is FP8, and {other}, which is not; a tensor is one or "
-                "the other: include or exclude both in section fp8"
+                f"{self.form}: {theirs} holds {fp8[0]}, which is FP8, and {other}, which is not; include or exclude "
+                "both in section fp8"
             )
         location = parts[0][1]
         if location.transposed or location.outer is not None or location.flat or not theirs.endswith(".weight"):
             how = "the transpose" if location.outer is None else "all experts of a layer"
             raise ValueError(
-                f"{self.form}: {theirs} holds {how}, and the form has single matrices [out, in]; leave "
-                "--quantization out for this family"
+                f"{self.form}: {theirs} holds {how}, but the form requires single matrices [out, in]; leave out "
+                "--quantization for this family"
             )
 
     def _weight(self, theirs: str, parts: list[tuple[str, Location]]) -> ExportedWeight:
-        """How a tensor of theirs is cast: as in training, by the rule for each part, or by the rule as a whole."""
+        """Plan the cast of an HF tensor: as in training, by the rule for each part, or by the rule as a whole."""
         layers = [self._layers[name] for name, _ in parts]
         input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
         one_layer = all(layer is layers[0] for layer in layers)
@@ -206,12 +228,12 @@ class QuantizedExport:
 
     def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
         matrix = layer.matrix
-        if self.granularity is not TENSOR:  # a scale of a row or a block has nothing to do with other weights
+        if self.granularity is not TENSOR:  # the scale of a row or a block does not depend on other weights
             matrix = LinearMatrix.from_weight(matrix.layer, name, len(location.rows), location.shape[1])
         return amax_cast(self._source.read, matrix, self.granularity)
 
     def _misfit(self, cast: WeightCast, location: Location) -> str:
-        """Why the scales of a cast are not those of blocks of theirs; empty where they are."""
+        """Return why the scales of a cast do not fit the blocks of the HF tensor; an empty string if they fit."""
         granularity, matrix = cast.granularity, cast.matrix
         if granularity is TENSOR:
             return ""
@@ -219,18 +241,18 @@ class QuantizedExport:
             return f"its recipe has a scale for each {granularity.name}"
         cut_columns = matrix.shard_columns != location.shape[1]
         if granularity is ROW:
-            return "tensor-parallel ranks had scales of their own for parts of its rows" if cut_columns else ""
+            return "tensor-parallel ranks had separate scales for parts of its rows" if cut_columns else ""
         cut_rows = matrix.shard_rows != matrix.rows
         borders = [*matrix.shard_rows[: None if cut_rows else -1], *([matrix.shard_columns] if cut_columns else [])]
         if any(border % _BLOCK for border in borders):
-            return "blocks of the run's matrix reach over the borders of its weights or shards"
+            return "blocks of the run's matrix cross the borders of its weights or shards"
         ours, theirs = torch.arange(len(location.rows)) // _BLOCK, location.rows // _BLOCK
-        if not torch.equal(theirs, theirs[ours * _BLOCK]):  # as the first row of the block is
-            return "its rows are in another order there"
+        if not torch.equal(theirs, theirs[ours * _BLOCK]):  # all rows of our block are in the same HF block
+            return "its rows are in another order in the folder"
         return ""
 
     def _overlap(self, casts: Sequence[WeightCast], parts: list[tuple[str, Location]], one_layer: bool) -> str:
-        """Why the parts of a tensor of theirs cannot each have scales of their own; empty where they can."""
+        """Return why the parts of an HF tensor cannot have separate scales; an empty string if they can."""
         if len(parts) == 1 or self.granularity is ROW:
             return ""
         if one_layer and all(cast.granularity is TENSOR for cast in casts):
@@ -239,7 +261,7 @@ class QuantizedExport:
             blocks = [(location.rows // _BLOCK).unique() for _, location in parts]
             if len(torch.cat(blocks).unique()) == sum(map(len, blocks)):
                 return ""
-        return "it holds several of the run's matrices, which share a scale there"
+        return "it holds several of the run's matrices, which would share a scale in the folder"
 
     def _scale_name(self, theirs: str) -> str:
         return _of_module(theirs, self._scale)
@@ -253,7 +275,7 @@ class QuantizedExport:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def writes(self, theirs: str, name: str, w_nk: Tensor) -> Iterator[Write]:
-        """The tensors and rows to be written for the weight `name`, which lies in the tensor `theirs`."""
+        """Yield the values to write for our weight `name` `w_nk`, which is stored in the HF tensor `theirs`."""
         weight = self.weights[theirs]
         first = name == weight.pieces[0].name
         if first and self.activations == "static":
@@ -271,7 +293,7 @@ class QuantizedExport:
             yield self._scales(theirs, rows, part, w_nk.shape[1])
 
     def _cast(self, piece: WeightSlice, w_nk: Tensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
-        """A weight of ours in FP8, in parts of some rows: which these are in theirs, and the values."""
+        """Yield one of our weights in FP8, in groups of rows: the rows in the HF tensor, and the values."""
         assert piece.cast is not None
         step = rows_at_a_time(w_nk)
         for first in range(0, len(w_nk), step):
@@ -292,7 +314,7 @@ class QuantizedExport:
         return Write(name, blocks[firsts], scale_inv)
 
     def _whole(self, weight: ExportedWeight) -> ScaledTensor:
-        """A tensor of theirs, all of whose parts are read, by the rule."""
+        """Read all parts of an HF tensor, and cast it as a whole by the rule `amax`."""
         parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
         w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
         for rows, values in parts:
@@ -301,7 +323,7 @@ class QuantizedExport:
         return amax_cast(lambda _: w_nk, matrix, self.granularity)(w_nk)
 
     def dequantized(self, theirs: str, name: str) -> Tensor:
-        """The values that the weight `name` has in the folder, fp32."""
+        """Return the values that our weight `name` has in the folder, in fp32."""
         weight = self.weights[theirs]
         (piece,) = (piece for piece in weight.pieces if piece.name == name)
         if piece.cast is None:
@@ -316,7 +338,7 @@ class QuantizedExport:
     # --- config.json ------------------------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
+        """Return the `quantization_config` for config.json."""
         if self.granularity is BLOCK_128X128:
             return {
                 "quant_method": "fp8",
@@ -348,7 +370,7 @@ class QuantizedExport:
 
 
 class Expected(CheckpointSource):
-    """`source` as it reads from the folder that `export` describes, to compare with that."""
+    """Source with the values that `source` has after the round trip through the quantized folder, for comparison."""
 
     def __init__(self, source: CheckpointSource, export: QuantizedExport) -> None:
         self._source, self._export = source, export
@@ -361,6 +383,7 @@ class Expected(CheckpointSource):
         }
 
     def read(self, name: str) -> Tensor:
+        """Return the tensor `name`, dequantized if the folder has it in FP8."""
         theirs = self._theirs.get(name)
         return self._source.read(name) if theirs is None else self._export.dequantized(theirs, name)
 
@@ -370,5 +393,5 @@ def _of_module(theirs: str, suffix: str) -> str:
 
 
 def _is_table(name: str) -> bool:
-    """Whether rows of a weight of ours are looked up, and not multiplied."""
+    """Return whether the rows of our weight `name` are looked up, not multiplied."""
     return name.startswith("model.") and ".embedding." in f".{name.removeprefix('model.')}"

@@ -1,20 +1,21 @@
-"""Quantized Hugging Face folders: weights in FP8, MXFP4 or packed integers, read as floating point.
+"""Read quantized Hugging Face folders (weights in FP8, MXFP4 or packed integers) as floating point.
 
-`dequantized` gives the stored tensors under the names that they have in a folder that is not quantized; how each is
-stored, and which tensors belong to it, is known here alone. `quant_method` of config.json's `quantization_config`:
+`dequantized` returns the stored tensors under the names that they have in a folder that is not quantized. Only this
+module knows how each weight is stored, and which tensors belong to it. It supports these values of `quant_method` in
+the `quantization_config` of config.json:
 
-    fp8                  X.weight E4M3 [n, k], X.weight_scale_inv: a scale for each block, DeepSeek-V3's 128×128, or one
-    compressed-tensors   X.weight E4M3 [n, k], X.weight_scale: a scale for the tensor, a row or a block
-                         X.weight_packed int32: integers of 4 or 8 bits, X.weight_scale: of a row and group of columns
+    fp8                  X.weight E4M3 [n, k], X.weight_scale_inv: a scale for each block (DeepSeek-V3: 128×128), or one
+    compressed-tensors   X.weight E4M3 [n, k], X.weight_scale: a scale for the tensor, each row or each block
+                         X.weight_packed int32: integers of 4 or 8 bits, X.weight_scale: for a row and group of columns
     mxfp4                X_blocks uint8 [e, n, k/32, 16], X_scales [e, n, k/32]: E2M1 and a power of two (gpt-oss)
 
-A weight is data · scale (data less zero point, if there is one), one product in fp32. What is stored in FP8 and in
-integers is read as fp32, which holds that product as it is, and so a bf16 target
-rounds it once, to nearest even. MXFP4 is read as bf16, which has each of its values.
+A weight is data · scale, or (data - zero point) · scale, computed as one product in fp32. Weights stored in FP8 or in
+integers are read as fp32, which holds this product, so a bf16 target rounds it once, to nearest even. MXFP4 is read as
+bf16, which can represent each of its values.
 
-Scales of activations and of the cache of keys and values belong to an engine that computes in FP8, and are left out.
+Scales of activations and of the KV cache belong to an engine that computes in FP8. They are left out.
 
-Shapes: n outputs, k inputs of a weight; e experts; r rows that are read.
+Shapes: n outputs and k inputs of a weight; e experts; r rows that are read.
 """
 
 from __future__ import annotations
@@ -39,28 +40,34 @@ logger = logging.getLogger(__name__)
 KEY = "quantization_config"
 Entries = dict[str, Entry]
 _CHUNK = 1 << 20
-"""Elements that are dequantized at a time, for a processor's cache."""
+"""Number of elements that are dequantized at a time, so that they fit into a processor's cache."""
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _OF_ENGINES = re.compile(
     r"(\.|_)(input_scale|activation_scale|output_scale|[qkv]_scale|kv_scale|prob_scale|input_zero_point)$"
 )
-"""Scales of activations and of the cache."""
+"""Names of scales of activations and of the KV cache."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
-    """The tensors of a folder, each under the name and with the shape of a weight.
+    """Return the tensors of a folder, each with the name and shape of the weight that it holds.
 
-    `quantization`: what config.json says under `quantization_config`; none where it is empty. Raises ValueError naming
-    file, tensor and value where a tensor does not fit it, and what is supported.
+    Args:
+        path: Folder of the tensors.
+        quantization: Value of `quantization_config` in config.json; empty if the folder is not quantized.
+        entries: Tensors in the folder's files, by name.
+
+    Raises:
+        ValueError: A tensor or a value does not fit the quantization, or is not supported. The message names the file,
+            the tensor, the value and the supported values.
     """
     config_file = path / "config.json"
     if not quantization:
         scaled = (name for name in entries if f"{name}_scale_inv" in entries)
         if (unread := next((name for name in scaled if entries[name].dtype in QUANTIZED), None)) is not None:
             raise ValueError(
-                f"{entries[unread].file}: {unread} is {entries[unread].dtype}, and {config_file} has no {KEY}, which "
-                'says how it is scaled; {"quant_method": "fp8", "weight_block_size": [128, 128]} is DeepSeek-V3\'s'
+                f"{entries[unread].file}: {unread} is {entries[unread].dtype}, but {config_file} has no {KEY} that "
+                'states its scaling; {"quant_method": "fp8", "weight_block_size": [128, 128]} is DeepSeek-V3\'s'
             )
         return entries
     if not isinstance(quantization, dict):
@@ -68,14 +75,14 @@ def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(
-            f"{config_file}: {KEY}.quant_method = {value_text(method)} cannot be read; {', '.join(_METHODS)} can. Of "
-            "other methods take the model's folder in floating point, or save it so with the tool that quantized it"
+            f"{config_file}: {KEY}.quant_method = {value_text(method)} is not supported; {', '.join(_METHODS)} are. "
+            "For other methods, use the model's folder in floating point, or let the tool that quantized it save it so"
         )
     left_out = [name for name in entries if _OF_ENGINES.search(name)]
     if left_out:
         logger.info(
             f"{path}: {len(left_out)} scales of activations or of the cache, such as {left_out[0]}, are left out: "
-            "a run and a generator have their own"
+            "a run and a generator compute their own"
         )
     entries = {name: entry for name, entry in entries.items() if name not in left_out}
     return _METHODS[method](_Folder(config_file, quantization), entries)
@@ -83,12 +90,13 @@ def dequantized(path: Path, quantization: object, entries: Entries) -> Entries:
 
 @dataclass(frozen=True)
 class _Folder:
-    """config.json and what it says of the quantization."""
+    """The config.json of a folder, and its `quantization_config`."""
 
     file: Path
     quantization: Mapping[str, Any]
 
     def refuse(self, key: str, value: object, supported: str) -> NoReturn:
+        """Raise ValueError for a key of `quantization_config` that has an unsupported value."""
         raise ValueError(f"{self.file}: {KEY}.{key} = {value_text(value)}: supported: {supported}")
 
 
@@ -100,7 +108,7 @@ _FP8_KEYS = {
     "expert_dtype": ("fp8",),
     "activation_scheme": ("dynamic", "static"),
 }
-"""Values that keys of `quantization_config` may have."""
+"""Supported values of keys in `quantization_config`."""
 
 
 def _fp8(folder: _Folder, entries: Entries) -> Entries:
@@ -120,7 +128,7 @@ def _fp8(folder: _Folder, entries: Entries) -> Entries:
 
 
 def _block(folder: _Folder, key: str, block: object) -> tuple[int, int]:
-    """Rows and columns of a block."""
+    """Return the rows and columns of a block, as stated by the config key `key`. Raises ValueError if it is invalid."""
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and 0 < x < 1 << 31 for x in block):
         folder.refuse(key, block, "two numbers of rows and columns, such as [128, 128]")
     return block[0], block[1]
@@ -128,7 +136,7 @@ def _block(folder: _Folder, key: str, block: object) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """E4M3 data `[n, k]` with a scale for each block of rows × columns, read as fp32."""
+    """Reader of E4M3 data `[n, k]` with a scale for each block of rows × columns. It returns rows in fp32."""
 
     data: Entry
     name: str
@@ -157,7 +165,7 @@ class _Scaled:
         return w_rk
 
     def row_scales(self, first: int, last: int) -> Tensor:
-        """The scales of rows, `[r, blocks of columns]`."""
+        """Return the scales of rows `[first, last)`, fp32 `[r, blocks of columns]`."""
         rows = self.block[0]
         low = first // rows
         scale = _read_scales(self.scale, self.scale_name, low, max(-(-last // rows), low))
@@ -165,20 +173,20 @@ class _Scaled:
 
 
 def is_fp8(entry: Entry) -> bool:
-    """Whether a weight is stored in E4M3."""
+    """Return whether a weight is stored in E4M3."""
     return isinstance(entry.values, _Scaled)
 
 
 def fp8_rows(entry: Entry, first: int, last: int) -> tuple[Tensor, Tensor] | None:
-    """Rows of a weight as they are stored: E4M3 data `[r, k]`, and the scale of each, fp32 `[r]`.
+    """Return rows of a weight as stored: E4M3 data `[r, k]`, and the scale of each row, fp32 `[r]`.
 
-    None where it is not stored in E4M3 with one scale for all elements of a row.
+    Return None if the weight is not stored in E4M3 with one scale for all elements of a row.
     """
     stored = entry.values
     if not isinstance(stored, _Scaled) or stored.scale.shape[1] != 1:
         return None
     data = read_rows(stored.data, stored.name, first, last)
-    magnitudes = data.view(torch.uint8) & 0x7F  # ordered like the numbers
+    magnitudes = data.view(torch.uint8) & 0x7F  # these bytes have the same order as the magnitudes
     if bool((magnitudes == 0x7F).any()):
         raise _holds_nan(stored.data.file, stored.name)
     scales = stored.row_scales(first, last)
@@ -188,29 +196,34 @@ def fp8_rows(entry: Entry, first: int, last: int) -> tuple[Tensor, Tensor] | Non
 
 
 def _check_weights(weights: Tensor, file: Path, name: str, scales: Tensor, most: float) -> None:
-    """Raise ValueError where a weight is too large for bf16, and so for every dtype that models have.
+    """Raise ValueError if a weight is too large for bf16, and so for every dtype of a model.
 
-    `scales`: scales of these weights. `most`: largest magnitude of what they multiply, so that few weights are read.
+    `scales` holds the scales of these weights, and `most` is the largest magnitude of the data that they multiply. With
+    it, the weights are only searched if their scales are large enough.
     """
     limit = torch.finfo(torch.bfloat16).max
     if weights.numel() and float(scales.max()) * most > limit and (largest := float(weights.abs().max())) > limit:
         raise ValueError(
-            f"{file}: {name} has a weight of {largest:g} by a scale of {float(scales.max()):g}, and bf16 ends at "
-            f"{limit:g}; its scales are damaged: take the folder from its source again"
+            f"{file}: {name} has a weight of {largest:g} from a scale of {float(scales.max()):g}, but the largest bf16 "
+            f"number is {limit:g}; its scales are damaged: get the folder from its source again"
         )
 
 
 def _holds_nan(file: Path, name: str) -> ValueError:
-    return ValueError(f"{file}: {name} holds a NaN, which no weight is: take the folder from its source again")
+    return ValueError(f"{file}: {name} has a NaN, which is not a valid weight: get the folder from its source again")
 
 
 def _scaled(entry: Entry, name: str, scale: Entry, scale_name: str, blocks: Sequence[Shape]) -> Entry:
-    """The weight `name` of E4M3 `entry`, whose scales are of one of these blocks; None of rows or columns: all."""
+    """Return the weight `name`, stored as the E4M3 tensor `entry`.
+
+    `blocks` lists the possible block sizes; the shape of `scale` determines which one applies. Raises ValueError if
+    none does.
+    """
     if len(entry.shape) != 2:
-        raise ValueError(f"{entry.file}: {name} is E4M3 with shape {list(entry.shape)}; matrices can be read")
+        raise ValueError(f"{entry.file}: {name} is E4M3 with shape {list(entry.shape)}; only matrices are supported")
     n, k = entry.shape
     if scale.dtype not in _SCALES:
-        raise ValueError(f"{scale.file}: {scale_name} is {scale.dtype}; scales are {', '.join(_SCALES)}")
+        raise ValueError(f"{scale.file}: {scale_name} is {scale.dtype}; scales must be {', '.join(_SCALES)}")
     grids = {block: (-(-n // max(block[0], 1)), -(-k // max(block[1], 1))) for block in blocks}
     for block, (down, across) in grids.items():
         if scale.shape in _shapes_of(down, across):
@@ -218,57 +231,57 @@ def _scaled(entry: Entry, name: str, scale: Entry, scale_name: str, blocks: Sequ
             return entry._replace(dtype="F32", values=_Scaled(entry, name, matrix, scale_name, (block[0], block[1])))
     wanted = " or ".join(f"{list(grid)} (blocks of {block[0]} × {block[1]})" for block, grid in grids.items())
     raise ValueError(
-        f"{scale.file}: {scale_name} has shape {list(scale.shape)}, and {name} {list(entry.shape)} needs {wanted}"
+        f"{scale.file}: {scale_name} has shape {list(scale.shape)}, but {name} {list(entry.shape)} needs {wanted}"
     )
 
 
 def _shapes_of(down: int, across: int) -> list[Shape]:
-    """Shapes that a matrix of scales may be stored with."""
+    """Return the shapes with which a matrix of scales `[down, across]` may be stored."""
     shapes: list[Shape] = [(down, across)]
     shapes += [(down,)] if across == 1 else []
     return [*shapes, ()] if down == across == 1 else shapes
 
 
 def _read_scales(entry: Entry, name: str, first: int, last: int) -> Tensor:
-    """Rows of scales in fp32. Raises ValueError where one is not finite and positive."""
+    """Read rows `[first, last)` of scales in fp32. Raises ValueError if a scale is not finite and positive."""
     scale = read_rows(entry, name, first, last).float()
     usable = scale.isfinite() & (scale > 0)
     if not bool(usable.all()):
         row, column = (int(x) for x in (~usable).nonzero()[0])
         raise ValueError(
             f"{entry.file}: {name} is {scale[row, column].item()} at [{first + row}, {column}]; a scale must be finite "
-            "and more than 0"
+            "and greater than 0"
         )
     return scale
 
 
 def _decode_e4m3(data_rk: Tensor, buffer_rk: Tensor, out_rk: Tensor) -> bool:
-    """Write E4M3 data to fp32 `out_rk`; `buffer_rk`: int16. Whether there is no NaN.
+    """Convert E4M3 data to fp32 in `out_rk`, and return whether there is no NaN. `buffer_rk` is an int16 buffer.
 
-    The bits are those of fp16 but for one of the exponent, whose bias is 8 more. This takes a fifth of the time of
-    torch's own cast.
+    E4M3 has the bit layout of fp16 with one exponent bit less, and the exponent bias of fp16 is 8 more. This conversion
+    takes a fifth of the time of torch's cast.
     """
     buffer_rk.copy_(data_rk.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     out_rk.copy_(buffer_rk.view(torch.float16)).mul_(256.0)
     if not out_rk.numel():
         return True
     low, high = torch.aminmax(out_rk)
-    return max(-float(low), float(high)) <= E4M3.max  # more are the bits of a NaN, taken for a number
+    return max(-float(low), float(high)) <= E4M3.max  # a larger number comes from the bits of a NaN
 
 
 def _chunks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with about `_CHUNK` elements."""
+    """Yield ranges of rows with about `_CHUNK` elements each."""
     step = max(1, _CHUNK // max(columns, 1))
     for begin in range(first, last, step):
         yield begin, min(begin + step, last)
 
 
 def _companion(entries: Entries, name: str, other: str) -> Entry:
-    """The tensor `other`, which `name` needs."""
+    """Return the tensor `other`, which is needed to read `name`. Raises ValueError if it is missing."""
     if other not in entries:
         raise ValueError(
-            f"{entries[name].file}: {name} is {entries[name].dtype}, and no file has {other}, without which its values "
-            "are unknown; take the folder from its source again"
+            f"{entries[name].file}: {name} is {entries[name].dtype}, but no file has {other}, without which its values "
+            "are unknown; get the folder from its source again"
         )
     return entries[other]
 
@@ -287,9 +300,13 @@ def _check_used(entries: Entries, plain: Entries, suffix: str) -> None:
 
 @dataclass(frozen=True)
 class _Scheme:
-    """The weights of a group of config.json: `kind` float or int, `bits`, and the block that shares a scale.
+    """Quantization of a group of weights in config.json.
 
-    None of a block's rows or columns stands for all of them.
+    Attributes:
+        kind: `float` or `int`.
+        bits: Bits per value.
+        block: Rows and columns that share a scale; None means all rows or columns.
+        symmetric: Whether the weights have no zero points.
     """
 
     kind: str
@@ -311,16 +328,16 @@ def _compressed(folder: _Folder, entries: Entries) -> Entries:
         if entry.dtype == "F8_E4M3":
             scale = _companion(entries, name, f"{name}_scale")
             if f"{name}_zero_point" in entries:
-                raise ValueError(f"{entry.file}: {name} has a zero point, {name}_zero_point; FP8 is read without")
+                raise ValueError(f"{entry.file}: {name} has a zero point, {name}_zero_point; FP8 must not have one")
             blocks = [(x.block[0] or entry.shape[0], x.block[-1] or entry.shape[-1]) for x in schemes["float"]]
             if not blocks:
-                folder.refuse("config_groups", "no group with weights of type float", f"one, as {name} is E4M3")
+                folder.refuse("config_groups", "no group with weights of type float", f"one, because {name} is E4M3")
             plain[name] = _scaled(entry, name, scale, f"{name}_scale", blocks)
     for name in entries:
         if name.endswith(".weight_packed"):
             weight = name.removesuffix("_packed")
             if weight in plain:
-                raise ValueError(f"{entries[name].file} has {name} beside {weight}, of which one is wrong")
+                raise ValueError(f"{entries[name].file} has both {name} and {weight}; one of the two is wrong")
             plain[weight] = _packed(folder, entries, weight, schemes["int"])
     for suffix in suffixes:
         _check_used(entries, plain, suffix)
@@ -328,7 +345,7 @@ def _compressed(folder: _Folder, entries: Entries) -> Entries:
 
 
 def _schemes(folder: _Folder) -> dict[str, list[_Scheme]]:
-    """The schemes of weights that the groups of config.json have, those of floats and those of integers."""
+    """Return the quantization schemes of the groups in config.json, by kind (`float` or `int`)."""
     groups = folder.quantization.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         folder.refuse("config_groups", groups, "an object of groups with targets and weights")
@@ -361,15 +378,16 @@ def _scheme(folder: _Folder, key: str, weights: Mapping[str, Any]) -> _Scheme:
     else:
         folder.refuse(f"{key}.strategy", strategy, "tensor, channel, group, block")
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        folder.refuse(f"{key}.actorder", weights["actorder"], "none or static: columns in their own order")
+        folder.refuse(f"{key}.actorder", weights["actorder"], "none or static, which keep the order of columns")
     return _Scheme(kind, bits, block, weights.get("symmetric", True) is not False)
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """Integers of `bits` in int32 `[n, ceil(k · bits / 32)]`, the first in the lowest bits, read as fp32 `[n, k]`.
+    """Reader of packed integers with `bits` bits each. It returns rows in fp32 `[r, k]`.
 
-    They count from -2^(bits - 1). Zero points `[ceil(n · bits / 32), groups]` are packed so along the rows.
+    The integers are packed into int32 `[n, ceil(k · bits / 32)]`, the first one in the lowest bits. A stored 0 stands
+    for -2^(bits - 1). Zero points are packed in the same way along the rows, `[ceil(n · bits / 32), groups]`.
     """
 
     data: Entry
@@ -395,7 +413,7 @@ class _Packed:
         return w_rk
 
     def _zeros(self, first: int, last: int) -> Tensor:
-        """The integers that stand for 0, `[r, groups]` or `[r, 1]`."""
+        """Return the stored integers that stand for 0 in rows `[first, last)`, `[r, groups]`."""
         if self.zero is None:
             return torch.full((last - first, -(-self.k // self.group)), float(1 << (self.bits - 1)))
         per_word = 32 // self.bits
@@ -406,17 +424,17 @@ class _Packed:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The integers in int32 words along the last dim, which becomes 32 / bits times as long; from 0."""
+    """Unpack the nonnegative integers in int32 words; the last dim becomes 32 / bits times as long."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
 
 
 def _packed(folder: _Folder, entries: Entries, name: str, schemes: list[_Scheme]) -> Entry:
-    """The weight `name`, stored as `name`_packed."""
+    """Return the weight `name`, stored as `name`_packed. Raises ValueError if no scheme fits its shapes."""
     packed_name = f"{name}_packed"
     packed = entries[packed_name]
     if f"{name}_g_idx" in entries:
-        raise ValueError(f"{packed.file}: {name}_g_idx reorders the columns of {name}; supported: columns in order")
+        raise ValueError(f"{packed.file}: {name}_g_idx reorders the columns of {name}, which is not supported")
     scale, shape_entry = (_companion(entries, packed_name, f"{name}_{x}") for x in ("scale", "shape"))
     if packed.dtype != "I32" or len(packed.shape) != 2:
         raise ValueError(f"{packed.file}: {packed_name} is {packed.dtype} {list(packed.shape)}; it must be I32 [n, k]")
@@ -425,7 +443,7 @@ def _packed(folder: _Folder, entries: Entries, name: str, schemes: list[_Scheme]
             f"{shape_entry.file}: {name}_shape is {shape_entry.dtype} {list(shape_entry.shape)}; it must be I64 [2]"
         )
     if scale.dtype not in _SCALES:
-        raise ValueError(f"{scale.file}: {name}_scale is {scale.dtype}; scales are {', '.join(_SCALES)}")
+        raise ValueError(f"{scale.file}: {name}_scale is {scale.dtype}; scales must be {', '.join(_SCALES)}")
     n, k = (int(x) for x in read_rows(shape_entry, f"{name}_shape", 0, 2))
     zero = entries.get(f"{name}_zero_point")
     problems = []
@@ -433,11 +451,11 @@ def _packed(folder: _Folder, entries: Entries, name: str, schemes: list[_Scheme]
         group = scheme.block[1] or max(k, 1)
         groups, words = -(-max(k, 0) // group), -(-max(k, 0) * scheme.bits // 32)
         if packed.shape != (n, words):
-            problems.append(f"{packed_name} [{n}, {words}] at {scheme.bits} bits")
+            problems.append(f"{packed_name} [{n}, {words}] for {scheme.bits} bits")
         elif scale.shape not in _shapes_of(n, groups) or scheme.block[0] is None:
-            problems.append(f"{name}_scale [{n}, {groups}] at groups of {group} columns")
+            problems.append(f"{name}_scale [{n}, {groups}] for groups of {group} columns")
         elif not scheme.symmetric and zero is None:
-            problems.append(f"{name}_zero_point, as the weights are not symmetric")
+            problems.append(f"{name}_zero_point, because the weights are not symmetric")
         elif zero is not None and (zero.dtype, zero.shape) != ("I32", (-(-n * scheme.bits // 32), groups)):
             problems.append(f"{name}_zero_point I32 [{-(-n * scheme.bits // 32)}, {groups}]")
         else:
@@ -445,11 +463,11 @@ def _packed(folder: _Folder, entries: Entries, name: str, schemes: list[_Scheme]
             values = _Packed(packed, matrix, zero, name, k, scheme.bits, group)
             return packed._replace(dtype="F32", shape=(n, k), values=values)
     if not schemes:
-        folder.refuse("config_groups", "no group with weights of type int", f"one, as {packed_name} is packed")
+        folder.refuse("config_groups", "no group with weights of type int", f"one, because {packed_name} is packed")
     zeros = "" if zero is None else f", zero point {zero.dtype} {list(zero.shape)}"
     raise ValueError(
         f"{packed.file}: {packed_name} has shape {list(packed.shape)}, its scales {list(scale.shape)}{zeros}, and "
-        f"{name}_shape says [{n}, {k}]; by {folder.file.name} it needs {' or '.join(dict.fromkeys(problems))}"
+        f"{name}_shape is [{n}, {k}]; by {folder.file.name} it needs {' or '.join(dict.fromkeys(problems))}"
     )
 
 
@@ -458,7 +476,10 @@ def _packed(folder: _Folder, entries: Entries, name: str, schemes: list[_Scheme]
 
 @dataclass(frozen=True)
 class _MXFP4:
-    """E2M1 `[e, n, k/32, 16]`, two in a byte, and exponents `[e, n, k/32]`, read as bf16 `[e, k, n]`."""
+    """Reader of E2M1 data `[e, n, k/32, 16]`, two numbers per byte, with exponents `[e, n, k/32]`.
+
+    It returns experts in bf16 `[r, k, n]`.
+    """
 
     blocks: Entry
     scales: Entry
@@ -468,7 +489,7 @@ class _MXFP4:
         n, groups, width = self.blocks.shape[1:]
         w_ekn = torch.empty(last - first, 2 * groups * width, n, dtype=torch.bfloat16)
         table = torch.tensor([*_E2M1, *(-x for x in _E2M1)]).bfloat16()
-        pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1)  # of each byte, its low half first
+        pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1)  # by byte, low half first
         for e in range(first, last):
             blocks, scales = self.blocks.element(e), self.scales.element(e)
             for begin, end in _chunks(0, n, 2 * groups * width):
@@ -476,8 +497,8 @@ class _MXFP4:
                 if bool((exponents > 252).any()):  # 6 · 2^(253 - 127) is more than the largest number
                     worst = int(exponents.max())
                     raise ValueError(
-                        f"{scales.file}: {self.name}_scales holds {worst}, "
-                        f"{'a NaN' if worst == 255 else f'the exponent {worst - 127}'}; up to 252 (2^125) can be read"
+                        f"{scales.file}: {self.name}_scales contains {worst}, "
+                        f"{'a NaN' if worst == 255 else f'the exponent {worst - 127}'}; the largest is 252 (2^125)"
                     )
                 data = read_rows(blocks, f"{self.name}_blocks", begin, end)
                 values = pairs[data.int()].flatten(-2)
@@ -500,13 +521,13 @@ def _mxfp4(folder: _Folder, entries: Entries) -> Entries:
                 f"{list(scales.shape)}; they must be U8 [experts, rows, groups, 16] and U8 [experts, rows, groups]"
             )
         if weight in plain:
-            raise ValueError(f"{blocks.file} has {name} beside {weight}, of which one is wrong")
+            raise ValueError(f"{blocks.file} has both {name} and {weight}; one of the two is wrong")
         e, n, groups, width = blocks.shape
         shape = (e, 2 * groups * width, n)
         plain[weight] = blocks._replace(dtype="BF16", shape=shape, values=_MXFP4(blocks, scales, weight))
     for name, entry in entries.items():
         if name.endswith("_scales") and name.removesuffix("_scales") not in plain:
-            raise ValueError(f"{entry.file} has {name}, and no file has {name.removesuffix('_scales')}_blocks")
+            raise ValueError(f"{entry.file} has {name}, but no file has {name.removesuffix('_scales')}_blocks")
     return plain
 
 

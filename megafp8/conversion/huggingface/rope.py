@@ -1,7 +1,8 @@
 """Keys of rotary embeddings in config.json.
 
-transformers 4 reads rope_theta and rope_scaling, 5 keeps all of it in rope_parameters; which copy is read differs, so
-copies must agree. What is written are the keys of 4, which 5 and other engines read too.
+transformers 4 reads rope_theta and rope_scaling, and transformers 5 keeps everything in rope_parameters. Programs
+differ in the copy that they read, so all copies must agree. We write the keys of transformers 4, which transformers 5
+and other engines read, too.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor", ORIGINAL_LENGTH), _YARN),
     "longrope": (("short_factor", "long_factor", ORIGINAL_LENGTH), ("factor", "attention_factor")),
 }
-"""Supported values of rope_type: the keys that each requires, and those that need not be there."""
+"""Supported values of rope_type, each with its required and its optional keys."""
 
 
 def rope(default_theta: float, partial: float | None = None) -> Trait:
-    """One rotary embedding of all layers; the arguments are the defaults of `transformers`.
+    """Return a trait for a rotary embedding that all layers share. The arguments are the defaults in transformers.
 
-    `partial`: of partial_rotary_factor; None where whole heads are rotated.
+    `partial` is the default of partial_rotary_factor, or None if the family always rotates whole heads.
     """
     return Trait(
         ROPE_KEYS,
@@ -43,7 +44,7 @@ def rope(default_theta: float, partial: float | None = None) -> Trait:
 
 
 def read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> Fields:
-    """Fields of one rotary embedding, of which all copies agree; the arguments as for `rope`."""
+    """Return the fields of one rotary embedding, after checking that all copies agree. See `rope` for the arguments."""
     present = [key for key in _DICTIONARIES if hf.get(key)]
     ropes = [_read_dictionary(key, hf[key], hf, default_theta) for key in present]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
@@ -58,7 +59,7 @@ def read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) 
 
 
 def _read_dictionary(key: str, rope: Any, hf: HfConfig, default_theta: float) -> Fields:
-    """One of the two dictionaries, compared with the keys at the top level of config.json."""
+    """Return the fields of one of the two dictionaries, compared with the keys at the top level of config.json."""
     if not isinstance(rope, dict):
         refuse(key, rope, "a dictionary, or null")
     if any(isinstance(value, dict) for value in rope.values()):
@@ -67,7 +68,7 @@ def _read_dictionary(key: str, rope: Any, hf: HfConfig, default_theta: float) ->
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
     if rope.get("type", kind) != kind:
-        refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), of which it is the old name")
+        refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), its new name")
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
     expect(hf, "rope_theta", theta, f"the value of {key}.rope_theta ({theta!r}), or no second copy")
     required, optional = _ROPE_TYPES[kind]
@@ -92,13 +93,16 @@ def _read_dictionary(key: str, rope: Any, hf: HfConfig, default_theta: float) ->
 
 
 def _read_longrope(key: str, rope: Mapping[str, Any], hf: HfConfig) -> Fields:
-    """The section model.longrope. transformers 4 takes the factor from two lengths, 5 from the key if it is there."""
+    """Return the section model.longrope.
+
+    transformers 4 computes the factor from two lengths. transformers 5 reads it from the key factor if present.
+    """
     lengths = {"max_position_embeddings": hf.get("max_position_embeddings"), ORIGINAL_LENGTH: rope[ORIGINAL_LENGTH]}
     for name, length in lengths.items():
         if not isinstance(length, int) or length < 1:
-            refuse(name, length, "a number of tokens, from which longrope has its factor")
+            refuse(name, length, "a number of tokens, from which longrope computes its factor")
     if rope.get("attention_factor") is not None:
-        refuse(f"{key}.attention_factor", rope["attention_factor"], "null, as it follows from the factor")
+        refuse(f"{key}.attention_factor", rope["attention_factor"], "null, because it follows from the factor")
     longest, original = lengths.values()
     if rope.get("factor") not in (None, longest / original):
         refuse(f"{key}.factor", rope["factor"], f"max_position_embeddings / {ORIGINAL_LENGTH} ({longest / original})")
@@ -106,7 +110,7 @@ def _read_longrope(key: str, rope: Mapping[str, Any], hf: HfConfig) -> Fields:
 
 
 def _read_yarn(key: str, rope: Mapping[str, Any]) -> Fields:
-    """The section model.yarn; absent keys and null are the defaults."""
+    """Return the section model.yarn. Missing keys and null stand for the defaults."""
     required, optional = _ROPE_TYPES["yarn"]
     yarn = {name: rope[name] for name in required + optional if rope.get(name) is not None}
     if (factor := yarn.pop("attention_factor", None)) is not None:
@@ -114,14 +118,14 @@ def _read_yarn(key: str, rope: Mapping[str, Any]) -> Fields:
         if yarn.keys() & {"mscale", "mscale_all_dim"} or not math.isclose(factor, usual):
             refuse(f"{key}.attention_factor", factor, f"null or {usual}, or mscale and mscale_all_dim")
     if yarn.get("mscale", 1) != 1 and not yarn.get("mscale_all_dim"):
-        refuse(f"{key}.mscale", yarn["mscale"], "1 without mscale_all_dim, as transformers ignores it then")
+        refuse(f"{key}.mscale", yarn["mscale"], "1 without mscale_all_dim, because transformers then ignores it")
     if yarn.get("mscale_all_dim") and not yarn.get("mscale"):
-        refuse(f"{key}.mscale", rope.get("mscale"), "a number beside mscale_all_dim, as others differ in its default")
+        refuse(f"{key}.mscale", rope.get("mscale"), "a number with mscale_all_dim: programs differ in its default")
     return yarn
 
 
 def write_rope(ours: Fields) -> Keys:
-    """Keys of one rotary embedding of whole heads."""
+    """Return the foreign keys of one rotary embedding of whole heads."""
     scaling, lengths = None, {}
     if (longrope := ours["longrope"]) is not None:
         scaling = {"rope_type": "longrope", **longrope.model_dump(exclude={"factor"})}
@@ -140,10 +144,16 @@ def write_rope(ours: Fields) -> Keys:
 def ropes_by_type(
     kinds: Callable[[HfConfig], list[str]], default_theta: float, local_key: str | None, *, nested: bool
 ) -> Trait:
-    """Two rotary embeddings, of layers with a window and of the others, as layer_types says or without it `kinds`.
+    """Return a trait for two rotary embeddings: for layers with a sliding window, and for layers with full attention.
 
-    In transformers 4 rope_theta and rope_scaling are those of the others, and `local_key` is the base of those with a
-    window, if there is such a key; in 5 there are two dictionaries in rope_parameters. `nested`: those are written too.
+    In transformers 4, rope_theta and rope_scaling belong to layers with full attention, and `local_key` is the base for
+    layers with a window. transformers 5 has two dictionaries in rope_parameters.
+
+    Args:
+        kinds: Function that returns the kind of each layer if layer_types is missing.
+        default_theta: Default of rope_theta.
+        local_key: Key of the base for layers with a window, or None if the family has no such key.
+        nested: Whether to write the two dictionaries of transformers 5, too.
     """
 
     def read(hf: HfConfig) -> Fields:
@@ -174,10 +184,10 @@ def ropes_by_type(
 
 
 def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict[str, Fields]:
-    """Fields of the rotary embedding of each kind of layers."""
+    """Return the fields of the rotary embedding of each kind of layer."""
     nested = hf.get("rope_parameters") or {}
     if not isinstance(nested, dict) or not nested.keys() <= {FULL, SLIDING}:
-        refuse("rope_parameters", nested, f"a dictionary of two, {SLIDING} and {FULL}")
+        refuse("rope_parameters", nested, f"a dictionary with the keys {SLIDING} and {FULL}")
     fields = read_rope({**hf, "rope_parameters": nested.get(FULL)}, default_theta)
     sliding = nested.get(SLIDING, {})
     if local_key is not None:
@@ -186,7 +196,7 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
         local_theta = hf.get("rope_theta", default_theta)
         if local_theta != default_theta and "rope_theta" not in sliding:
             known = (
-                f"{default_theta:g}, or rope_parameters.{SLIDING}, as releases of transformers differ in what it has"
+                f"{default_theta:g}, or rope_parameters.{SLIDING}, because releases of transformers differ in its base"
             )
             refuse("rope_theta", local_theta, known)
     local = _read_dictionary(f"rope_parameters.{SLIDING}", sliding, {}, local_theta)
@@ -200,9 +210,11 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
 
 
 def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str, Mapping[str, Any]]) -> Trait:
-    """A rotary embedding for each kind of layer in rope_parameters, of type default or proportional.
+    """Return a trait for rope_parameters with a rotary embedding, default or proportional, for each kind of layer.
 
-    `kinds`: the kind of each layer. `default`: rope_parameters of layers with a window and of the others.
+    Args:
+        kinds: Function that returns the kind of each layer.
+        default: Default of rope_parameters.
     """
 
     def read(hf: HfConfig) -> Fields:

@@ -1,12 +1,12 @@
-"""A Hugging Face folder as a sink: config.json and safetensors files that `transformers` loads without our code.
+"""Sink for Hugging Face folders, with config.json and safetensors files that `transformers` loads without our code.
 
-Shapes and dtypes are known before the first tensor, so `begin` distributes the tensors over files, writes their headers
-and allocates them. Tensors may then come in any order; each is written to its place, a few rows at a time, so that
-casting or transposing needs no second copy of it.
+Shapes and dtypes are known before the first tensor arrives, so `begin` distributes the tensors over files, writes the
+headers and allocates the files. Tensors may then arrive in any order. Each one is written to its place, a few rows at a
+time, so casting or transposing it does not need a second copy.
 
-config.json is the source's own where the source came from Hugging Face and the file still describes the model; else it
-is made from our config for the first family that has such a model. The tokenizer is written so that AutoTokenizer loads
-it (`hf_tokenizer`).
+If the source came from Hugging Face and its config.json still describes the model, this config.json is written.
+Otherwise it is made from our config for the first family that has such a model. The tokenizer is written such that
+AutoTokenizer loads it (`tokenizer`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 
 class Stored(NamedTuple):
-    """A tensor of theirs: file, first byte, shape and dtype."""
+    """Place of a Hugging Face tensor: its file, first byte, shape and dtype."""
 
     file: str
     start: int
@@ -48,9 +48,12 @@ class Stored(NamedTuple):
 
 
 class HfSink(Sink):
-    """Writes the folder `path`. `file_bytes`: size above which another safetensors file is begun.
+    """Sink that writes a Hugging Face folder.
 
-    `quantized`: which weights are written in FP8, and how.
+    Args:
+        path: Folder to write.
+        file_bytes: Largest size of a safetensors file that holds more than one tensor.
+        quantized: Plan of the weights to write in FP8, or None.
     """
 
     def __init__(self, path: str | Path, file_bytes: int = 5 * 10**9, quantized: QuantizedExport | None = None) -> None:
@@ -59,6 +62,10 @@ class HfSink(Sink):
         self._behind = DropBehind(WRITTEN_BYTES, written=True)
 
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        """Plan and allocate the files, and return the names of the weights yet to be written.
+
+        Raises ValueError if no Hugging Face family has the model.
+        """
         model, shapes = check_source(source)
         dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
         self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
@@ -79,16 +86,16 @@ class HfSink(Sink):
         return [name for name in shapes if name not in self._journal.done]
 
     def _plan(self, source: CheckpointSource, fp8: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
-        """Header and size of each file; where each tensor of theirs lies goes to `self._stored`.
+        """Return the header and size of each file, and store the place of each Hugging Face tensor in `self._stored`.
 
-        `fp8`: tensors of quantized weights.
+        `fp8` holds shape and dtype of the tensors of quantized weights.
         """
         theirs = dict(fp8)
         for name, location in self._locations.items():
             theirs.setdefault(location.name, TensorInfo(location.shape, source.tensors[name].dtype))
         files: list[dict[str, TensorInfo]] = [{}]
         filled = 0
-        for name, info in sorted(theirs.items(), key=lambda item: -item[1].dtype.itemsize):  # aligns all
+        for name, info in sorted(theirs.items(), key=lambda item: -item[1].dtype.itemsize):  # aligns every tensor
             if files[-1] and filled + info.nbytes > self._file_bytes:
                 files.append({})
                 filled = 0
@@ -104,6 +111,7 @@ class HfSink(Sink):
         return headers
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Write our weight `name` to its rows of the Hugging Face tensor, quantized if planned."""
         location, shape = self._locations[name], self._shapes[name]
         stored = self._stored[location.name]
         assert len(tensor) >= shape[0], f"{name}: {tuple(tensor.shape)}"
@@ -128,6 +136,7 @@ class HfSink(Sink):
                 self._behind.add(self.hidden / stored.file, start, size)
 
     def finish(self) -> None:
+        """Write the scales of the cache, the index, config.json, generation_config.json and the tokenizer."""
         for part in [] if self._quantized is None else self._quantized.kv_cache_scales:
             self._write_part(part)
         self._check_done(self._shapes)
@@ -151,7 +160,7 @@ def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
 
 
 def _config(model: ModelSpec, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json. Raises ValueError where no family has such a model."""
+    """Return the config.json of `model`. Raises ValueError if no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
     theirs = about.get("huggingface")
     if theirs is not None and _describes(theirs, model):
@@ -160,15 +169,15 @@ def _config(model: ModelSpec, about: Mapping[str, Any], dtype: torch.dtype) -> d
 
 
 def _describes(config: Mapping[str, Any], model: ModelSpec) -> bool:
-    """Whether a config.json that the model was converted from still describes it."""
+    """Return whether the config.json from which the model was converted still describes it."""
     try:
         return not differences(model, read_config(config)[1])
-    except ValueError:  # converted by an earlier release, which knew fewer keys
+    except ValueError:  # an earlier release, which knew fewer keys, converted the model
         return False
 
 
 def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> Iterator[tuple[int, int]]:
-    """Write one of our tensors to its rows of theirs, in blocks; given are the first byte of each, and its size."""
+    """Write one of our tensors to its rows of a Hugging Face tensor, in blocks; yield each block's start and size."""
     dtype, start, shape = stored.info.dtype, stored.start, location.shape
     if location.outer is not None:
         shape = shape[1:]

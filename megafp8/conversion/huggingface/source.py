@@ -1,25 +1,25 @@
-"""A Hugging Face folder as a source.
+"""Source that reads a Hugging Face folder.
 
-    config.json                            the model (`hf_config`)
+    config.json                            the model (`config`)
     model.safetensors, or                  the weights in one file,
-    model.safetensors.index.json           or which file has which of them
+    model.safetensors.index.json           or the file of each weight
     tokenizer.json, generation_config.json, ...
 
-The constructor reads headers and checks everything that can be checked without weights: the model is supported, each of
-its tensors is there with its shape in floating point, no file is truncated, and no tensor would be silently left out.
-safetensors has no checksums, so flipped bits in the data are not detected.
+The constructor reads headers and checks everything that can be checked without reading weights: the model is supported,
+each of its tensors is present with the right shape and in floating point, no file is truncated, and no tensor would
+silently be left out. safetensors has no checksums, so flipped bits in the data are not detected.
 
-One check reads weights: where config.json has tie_word_embeddings = true, but the files hold an output layer too. If
-it equals the embedding it is left out. If it differs the folder is refused, because readers disagree: transformers 5
-uses both tensors and does not tie them, transformers 4 drops the output layer.
+One check does read weights: config.json has tie_word_embeddings = true, but the files also have an output layer. If the
+output layer equals the embedding, it is left out. If it differs, the folder is refused, because readers disagree:
+transformers 5 uses both tensors and does not tie them, and transformers 4 drops the output layer.
 
-Layers of multi-token prediction (deepseek_v3) are numbered after the model's own. transformers neither reads nor writes
-them, so config.json may promise layers that are not there. Their copies of the embedding and the output layer are left
-out.
+Layers of multi-token prediction (deepseek_v3) are numbered after the other layers. transformers neither reads nor
+writes them, so config.json may announce layers that the files do not have. Their copies of the embedding and the output
+layer are left out.
 
-A tensor is read when it is asked for, by rows where only some are wanted. q, k and v of GPT-2 are parts of one
-transposed tensor, which is read whole for each of them; so are the parts of tensors whose rows alternate. Quantized
-weights are dequantized while they are read (`quantized_folder`).
+A tensor is read when it is requested, and only the requested rows are read. q, k and v of GPT-2 are parts of one
+transposed tensor, which is read completely for each of them. The same applies to parts of a tensor with alternating
+rows. Quantized weights are dequantized while they are read (`quantized_folder`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "mod
 
 
 class HfSource(CheckpointSource):
-    """The model in the folder `path`. Raises ValueError naming file, and key or tensor, where it is not supported.
+    """Source that reads the model in a Hugging Face folder.
 
-    `vocab_multiple`: the vocabulary is padded with zeros to a multiple of it, as model.vocab_multiple. `about`
-    has the whole config.json under the key `huggingface`, without what is left out and what says how it is quantized.
+    `about` has config.json under the key `huggingface`, without its quantization and multi-token prediction. Raises
+    ValueError, with the file and the key or tensor, if the model is not supported.
+
+    Args:
+        path: Folder of the model.
+        vocab_multiple: The vocabulary is padded with zeros to a multiple of this number (model.vocab_multiple).
     """
 
     def __init__(self, path: str | Path, vocab_multiple: int = 128) -> None:
@@ -83,14 +87,14 @@ class HfSource(CheckpointSource):
         self.tensors = self._check()
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Entries under the names of a model with an output layer, without constants."""
+        """Return the entries with the prefix of models with an output layer, without constants."""
         prefix, is_of_head = self._names.prefix, self._names.is_of_head
         has_it = any(name.startswith(prefix) for name in entries)
         full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:
-        """Our tensors, after checking that the files have all of them and nothing else."""
+        """Return shape and dtype of our tensors, after checking that the files have all of them and nothing else."""
         tensors: dict[str, TensorInfo] = {}
         used: set[str] = set()
         largest = max((math.prod(entry.shape) for entry in self._entries.values()), default=0)
@@ -99,19 +103,19 @@ class HfSource(CheckpointSource):
                 unpadded = self.model.stem.known_vocab_size * math.prod(shape[1:])
             else:
                 unpadded = math.prod(shape)
-            if unpadded > largest:  # `location` makes a list of rows
+            if unpadded > largest:  # check first, because `location` makes a list of rows
                 raise ValueError(
-                    f"{self.path}: {name} has shape {list(shape)} by {CONFIG_FILE}, and the largest in its files "
-                    f"has {largest:,} values"
+                    f"{self.path}: {name} has shape {list(shape)} by {CONFIG_FILE}, but the largest tensor in its "
+                    f"files has {largest:,} values"
                 )
             location = self.location(name, shape)
             entry = self._entries.get(location.name)
             if entry is None:
-                raise ValueError(f"{self.path} has no tensor {location.name}, which {CONFIG_FILE} promises")
+                raise ValueError(f"{self.path} has no tensor {location.name}, which {CONFIG_FILE} requires")
             if entry.dtype not in DTYPES:
                 raise ValueError(f"{entry.file}: {location.name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
             if entry.shape != location.shape:
-                shapes = f"{list(entry.shape)}, and {list(location.shape)} by {CONFIG_FILE}"
+                shapes = f"{list(entry.shape)}, but {list(location.shape)} by {CONFIG_FILE}"
                 raise ValueError(f"{entry.file}: {location.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(location.name)
@@ -121,9 +125,9 @@ class HfSource(CheckpointSource):
             if not self._is_equal(output, word):
                 raise ValueError(
                     f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {output} in "
-                    f"{self._entries[output].file.name} is not {word}, and releases of transformers differ in what "
+                    f"{self._entries[output].file.name} is not {word}, and releases of transformers differ in which "
                     "they use. Set tie_word_embeddings to false to use both tensors (as transformers 5 does), or "
-                    f"remove {output} to tie them (as 4 does)"
+                    f"remove {output} to tie them (as transformers 4 does)"
                 )
             used.add(output)
         for name, original in self._names.copies.items():
@@ -141,7 +145,7 @@ class HfSource(CheckpointSource):
         return tensors
 
     def _is_equal(self, copy: str, original: str) -> bool:
-        """Whether one tensor of theirs is a copy of another."""
+        """Return whether one stored tensor is a copy of another."""
         one, other = self._entries[copy], self._entries[original]
         if one.shape != other.shape or one.dtype not in DTYPES:
             return False
@@ -154,14 +158,16 @@ class HfSource(CheckpointSource):
         return True
 
     def location(self, name: str, shape: Shape) -> Location:
-        """Where our tensor `name` of `shape` lies. It has no rows for the padding of the vocabulary."""
+        """Return the location of our tensor `name` of `shape`. It has no rows for the padding of the vocabulary."""
         unpadded = (self.model.stem.known_vocab_size, *shape[1:]) if is_vocabulary(name) else shape
         return self._names.locate(self.model, name, unpadded)
 
     def read(self, name: str) -> Tensor:
+        """Return a whole tensor, dequantized if it is quantized."""
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of a tensor, dequantized if it is quantized."""
         location = self.location(name, self.tensors[name].shape)
         entry, rows = self._entries[location.name], location.rows[first:last]
         if location.outer is not None:
@@ -184,9 +190,9 @@ class HfSource(CheckpointSource):
         return frozenset(n for n, x in locations.items() if quantized_folder.is_fp8(self._entries[x.name]))
 
     def fp8_rows(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor] | None:
-        """Rows `[first, last)` of `read(name)` as they are stored: E4M3 data, and the scale of each row in fp32.
+        """Return rows `[first, last)` of a tensor as stored: E4M3 data, and the scale of each row in fp32.
 
-        None where they are not stored so.
+        Return None if they are not stored in E4M3 with one scale per row.
         """
         location = self.location(name, self.tensors[name].shape)
         rows = location.rows[first:last]
@@ -202,18 +208,18 @@ class HfSource(CheckpointSource):
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """config.json of the folder `path`. Raises ValueError."""
+    """Return the config.json of the folder `path`. Raises ValueError if it is missing or damaged."""
     file = path / CONFIG_FILE
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder; a Hugging Face model is one, with {CONFIG_FILE} in it")
+        raise ValueError(f"{path} is not a folder; a Hugging Face model is a folder with {CONFIG_FILE} in it")
     if not file.is_file():
-        raise ValueError(f"{path} is no Hugging Face model: it has no {CONFIG_FILE}")
-    # transformers 4 writes infinite limits so, and 5 as what they become here.
+        raise ValueError(f"{path} is not a Hugging Face model: it has no {CONFIG_FILE}")
+    # transformers 4 writes infinite limits as JSON constants; convert them to the form that transformers 5 writes.
     return parse_object(file, read_file(file), lambda text: {"__float__": text})
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """All tensors in the weight files of `path`."""
+    """Return all tensors in the weight files of the folder `path`, by name."""
     if (path / INDEX_FILE).is_file():
         return _indexed(path)
     if (path / WEIGHTS_FILE).is_file():
@@ -223,29 +229,29 @@ def _entries(path: Path) -> dict[str, Entry]:
         load = f"m = transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})"
         save = f"m.save_pretrained({str(path) + '-safetensors'!r})"
         raise ValueError(
-            f"{path} has its weights in {bins[0]}, a pickle, which can run any code when it is read; if you trust it, "
-            f'convert it: python -c "import transformers; {load}; {save}"'
+            f"{path} has its weights in {bins[0]}, a pickle, which can run arbitrary code when it is read; if you "
+            f'trust it, convert it: python -c "import transformers; {load}; {save}"'
         )
     raise ValueError(f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
 
 
 def _indexed(path: Path) -> dict[str, Entry]:
-    """The tensors of several files with an index; refuses files and an index that contradict each other."""
+    """Return the tensors of several files with an index. Raises ValueError if files and index contradict each other."""
     index = path / INDEX_FILE
     files = parse_object(index, read_file(index)).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
-        raise ValueError(f"{index} is damaged: it has no weight_map of names to files")
+        raise ValueError(f"{index} is damaged: it has no weight_map from names to files")
     if (path / WEIGHTS_FILE).is_file() and WEIGHTS_FILE not in files.values():
         raise ValueError(f"{path} has both {WEIGHTS_FILE} and {INDEX_FILE}, which are two models; remove one")
     headers = {}
     for file, name in {file: name for name, file in reversed(files.items())}.items():
         if not (path / file).is_file():
-            raise ValueError(f"{path / file} is missing; {index.name} says that it holds {name}")
+            raise ValueError(f"{path / file} is missing; by {index.name} it holds {name}")
         headers[file] = read_header(path / file)
     for name, file in files.items():
         if name not in headers[file]:
-            raise ValueError(f"{path / file} has no tensor {name}, which {index.name} says it holds")
-    for file, header in headers.items():  # transformers would load these too
+            raise ValueError(f"{path / file} has no tensor {name}, but by {index.name} it holds it")
+    for file, header in headers.items():  # transformers would load unlisted tensors, too
         if unlisted := [name for name in header if files.get(name) != file and not is_buffer(name)]:
-            raise ValueError(f"{path / file} holds {join_names(unlisted)}, and {index.name} does not say so")
+            raise ValueError(f"{path / file} holds {join_names(unlisted)}, which {index.name} does not list there")
     return {name: headers[file][name] for name, file in files.items()}

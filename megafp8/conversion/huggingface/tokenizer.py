@@ -1,26 +1,27 @@
-"""A run's tokenizer as files that `AutoTokenizer.from_pretrained` loads.
+"""Write a run's tokenizer as files that `AutoTokenizer.from_pretrained` loads.
 
-transformers recognizes a tokenizer by the names of files and classes; a run's tokenizer is a file of any name and one
-of four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`, which
-holds the whole pipeline and needs no class of its own:
+transformers recognizes a tokenizer by the names of files and classes. A run's tokenizer, however, is a file of any name
+and one of four kinds, or no file at all. So it is written as tokenizer.json, the format of the library `tokenizers`,
+which describes the whole pipeline and does not need a separate class:
 
-    huggingface      the file itself; of vocab.json and merges.txt one in their place
-    sentencepiece    BPE or unigram with the same pieces and normalization; the .model lies beside as tokenizer.model
+    huggingface      the file itself; vocab.json and merges.txt are replaced by one file
+    sentencepiece    BPE or unigram with the same pieces and normalization; the .model is added as tokenizer.model
     tiktoken, bytes  byte-level BPE with the same ranks, pattern and special tokens
 
-tokenizer_config.json and special_tokens_map.json give the special tokens: eos ends the run's documents; bos, unk and
-pad are the tokenizer's own. A tokenizer without bos gets eos there, after which each document of a run begins.
+tokenizer_config.json and special_tokens_map.json state the special tokens. eos ends the run's documents; bos, unk and
+pad come from the tokenizer. If the tokenizer has no bos, eos is used as bos, because a run's document begins after the
+eos of the previous one.
 
-Each conversion is checked: both tokenizers encode `SAMPLES`. Where they differ, or where the original cannot be read,
-a warning says so and only the original is written. A tokenizer of a Hugging Face folder is copied, and its files are
-changed only if the run ends its documents with another token. A tiktoken folder is converted, because transformers
-would need the tokenizer's own code to load it.
+Each conversion is checked by encoding `SAMPLES` with both tokenizers. If they differ, or if the original cannot be
+read, a warning is logged and only the original is written. The tokenizer of a Hugging Face folder is copied, and its
+files are changed only if the run begins or ends its documents differently. A tiktoken folder is converted, because
+transformers would need the tokenizer's code to load it.
 
-Limits. Special tokens spelled out in a text, such as "</s>", are recognized by transformers and not by sentencepiece.
-Unigram models are ambiguous: where several ways to split a text are equally likely, as in a long run of one character,
-and for combining characters that normalization composes, the libraries differ; a warning says so. For model_type qwen2
-transformers 5 always uses its own Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json but not its
-pre-tokenizer; a warning says how to load the folder's tokenizer then.
+Limits. transformers recognizes special tokens that are spelled out in a text, such as "</s>", and sentencepiece does
+not. Unigram models are ambiguous: the libraries differ if several ways to split a text are equally likely, as in a long
+run of one character, and for combining characters that normalization composes. A warning states this. For model_type
+qwen2, transformers 5 always uses its Qwen2Tokenizer, which keeps the vocabulary of tokenizer.json but not its
+pre-tokenizer. A warning explains how to load the folder's tokenizer in this case.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ SAMPLES = (
     "x",
     "\n",
 )
-"""Texts that a written tokenizer.json encodes as the run's tokenizer does."""
+"""Texts that a written tokenizer.json must encode in the same way as the run's tokenizer."""
 
 
 class TokenizerExport(NamedTuple):
-    """Files by name, and the ids of the tokens that begin, end and pad a text, or None where they are not known."""
+    """Files of a tokenizer by name, and the ids of the tokens that begin, end and pad a text (None if unknown)."""
 
     files: Mapping[str, bytes]
     bos_id: int | None = None
@@ -71,15 +72,15 @@ class TokenizerExport(NamedTuple):
 
 
 def export_tokenizer(source: CheckpointSource, model_type: str) -> TokenizerExport:
-    """The tokenizer of `source` for a folder of `model_type`; no files where it has none.
+    """Return the tokenizer of `source` for a folder of `model_type`. It has no files if `source` has no tokenizer.
 
-    Logs a warning where AutoTokenizer cannot load it, or gives other ids.
+    Logs a warning if AutoTokenizer cannot load the tokenizer, or returns other ids.
     """
     files = {file.name: file.read_bytes() for file in source.tokenizer_files}
     tokenizer_path = find_tokenizer(source)
     if tokenizer_path is None:
         if path := _run_tokenizer(source).get("path"):
-            logger.warning("the tokenizer %s of the run is not there any more; none is written", path)
+            logger.warning("the run's tokenizer %s no longer exists; no tokenizer is written", path)
         return TokenizerExport(files)
     kind, path = tokenizer_path["kind"], tokenizer_path["path"]
     is_folder = CONFIG_FILE in files and kind != "tiktoken" and Path(path).name in TOKENIZER_NAMES
@@ -87,11 +88,11 @@ def export_tokenizer(source: CheckpointSource, model_type: str) -> TokenizerExpo
         tokenizer = build_tokenizer(**tokenizer_path)
         library, roles = _CONVERTERS[kind](tokenizer, path)
         if not is_folder and (differing := _differing(tokenizer, library)):
-            raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} otherwise")
+            raise ValueError(f"as tokenizer.json it would encode {differing[0]!r} differently")
     except (ValueError, ImportError) as error:
         if not is_folder:
             what = f"the tokenizer {path or ''} ({kind}) is not written as {TOKENIZER_FILE}"
-            logger.warning("%s, so AutoTokenizer may not load it or give other tokens: %s", what, error)
+            logger.warning("%s, so AutoTokenizer may not load it, or may return other tokens: %s", what, error)
         return TokenizerExport(files)
     end = library.id_to_token(tokenizer.eod_id)
     roles = {"bos_token": end, **roles, **(_stated_roles(library, path) if path else {}), "eos_token": end}
@@ -105,7 +106,7 @@ def export_tokenizer(source: CheckpointSource, model_type: str) -> TokenizerExpo
     elif not is_folder:
         if model_type == "qwen2":
             logger.warning(
-                "AutoTokenizer of transformers 5 splits text in Qwen2's way for models of type qwen2, and so may give "
+                "AutoTokenizer of transformers 5 splits text like Qwen2 for models of type qwen2, so it may return "
                 "other tokens than the run's tokenizer; transformers.PreTrainedTokenizerFast.from_pretrained does not"
             )
         original = files.pop(Path(path).name, None) if path and not path.endswith("vocab.json") else None
@@ -124,14 +125,14 @@ def export_tokenizer(source: CheckpointSource, model_type: str) -> TokenizerExpo
 
 
 def _stated_roles(library: Any, path: str) -> dict[str, str]:
-    """Return the tokens that the files in its folder state, by role, as far as `library` has them."""
+    """Return the special tokens that the files in the tokenizer's folder state, by role, if `library` has them."""
     stated = read_special_tokens(Path(path).parent)
     roles = ("bos_token", "unk_token", "pad_token")
     return {role: stated[role] for role in roles if library.token_to_id(stated.get(role, "")) is not None}
 
 
 def _starts_with(library: Any, start_ids: Sequence[int]) -> Any:
-    """Return the post-processor that puts `start_ids` before a text."""
+    """Return a post-processor that puts `start_ids` before a text."""
     from tokenizers.processors import TemplateProcessing
 
     special = [(library.id_to_token(token), token) for token in start_ids]
@@ -140,7 +141,7 @@ def _starts_with(library: Any, start_ids: Sequence[int]) -> Any:
 
 
 def _with_boundaries(files: Mapping[str, bytes], tokenizer: Tokenizer, end: str) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder that state another end or beginning than the run's, corrected."""
+    """Return corrected versions of the files that state another end or beginning of documents than the run uses."""
     adds_bos, changed = bool(tokenizer.start_ids), {}
     for name in (CONFIG_FILE, TOKENS_FILE):
         content = _parsed(files, name)
@@ -156,9 +157,10 @@ def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def find_tokenizer(source: CheckpointSource) -> dict[str, Any] | None:
-    """Arguments of `build_tokenizer` for the source's tokenizer; None where it has none.
+    """Return the arguments of `build_tokenizer` for the source's tokenizer, or None if the source has none.
 
-    As the config of its run says, with the path of the file that lies with the source, or else by names of files.
+    The arguments come from the config of the source's run, with the path of the file in the source. If that is not
+    possible, they are inferred from the names of the files.
     """
     files = {file.name: str(file) for file in source.tokenizer_files}
     described = {key: value for key, value in _run_tokenizer(source).items() if value is not None}
@@ -173,23 +175,26 @@ def find_tokenizer(source: CheckpointSource) -> dict[str, Any] | None:
     for name in (TOKENIZER_FILE, _SENTENCEPIECE_FILE, *sorted(files)):
         suffix = ".tiktoken" if name == _TIKTOKEN_FILE else Path(name).suffix
         if name in files and suffix in by_suffix and (suffix != ".json" or name == TOKENIZER_FILE):
-            same_kind = described if described.get("kind") == by_suffix[suffix] else {}  # of a folder, or the Hub
+            same_kind = described if described.get("kind") == by_suffix[suffix] else {}  # a folder or a Hub name
             return same_kind | {"kind": by_suffix[suffix], "path": files[name]}
     return None
 
 
 def _run_tokenizer(source: CheckpointSource) -> Mapping[str, Any]:
-    """data.tokenizer of the run that saved the source."""
+    """Return the config section data.tokenizer of the run that saved the source."""
     return (source.about.get("config", {}).get("data") or {}).get("tokenizer") or {}
 
 
 def _differing(tokenizer: Tokenizer, library: Any) -> list[str]:
-    """The samples of which the two make different ids."""
+    """Return the samples that the two tokenizers encode differently."""
     return [t for t in SAMPLES if library.encode(t, add_special_tokens=False).ids != tokenizer.encode(t)]
 
 
 def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
-    """The file itself, or one for a vocabulary and its merges; roles from unknown token, padding, usual names."""
+    """Return the library's tokenizer for a tokenizer.json, or for a vocabulary and its merges, and its special tokens.
+
+    Special tokens by role come from the model's unknown token, from the padding, and from usual names.
+    """
     from tokenizers import Tokenizer as Library
 
     assert path is not None
@@ -203,7 +208,7 @@ def _from_huggingface(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict
         roles["unk_token"] = unknown
     if library.padding:
         roles["pad_token"] = library.padding["pad_token"]
-    library.no_truncation()  # as transformers does, unless a call asks for it
+    library.no_truncation()  # transformers does not truncate or pad, either, unless a call requests it
     library.no_padding()
     return library, roles
 
@@ -218,7 +223,10 @@ def _from_bytes(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, 
 
 
 def _byte_level(ranks: Mapping[bytes, int], pattern: str | None, special: Mapping[str, int]) -> Any:
-    """Byte-level BPE. `pattern`: regular expression of the words that text is split into first; None: one word."""
+    """Return a byte-level BPE tokenizer.
+
+    `pattern` is the regular expression of the words into which text is split first. None does not split it.
+    """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -236,14 +244,14 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str | None, special: Mappin
 
 
 def byte_letters() -> list[str]:
-    """The printable character for each byte in byte-level vocabularies, since GPT-2."""
+    """Return the printable character that stands for each byte in byte-level vocabularies (as in GPT-2)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]) -> list[tuple[str, str]]:
-    """All pairs of `parts` whose concatenation is a token of `order`, which is sorted by priority."""
+    """Return all pairs of `parts` that concatenate to a token in `order`, which is sorted by priority."""
     merges = []
     for token in order:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -253,7 +261,10 @@ def _merges(ids: Mapping[str, int], order: Iterable[str], parts: Collection[str]
 
 
 def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, dict[str, str]]:
-    """BPE or unigram. Raises ValueError for what the library `tokenizers` has no equivalent of."""
+    """Return the library's tokenizer for a BPE or unigram model, and its special tokens by role.
+
+    Raises ValueError for features that have no equivalent in the library `tokenizers`.
+    """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # type: ignore[attr-defined]
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Library
@@ -269,14 +280,14 @@ def _from_sentencepiece(tokenizer: Tokenizer, path: str | None) -> tuple[Any, di
     if trainer.model_type == TrainerSpec.BPE:
         merges = _merges(ids, sorted(normal, key=lambda one: -normal[one]), normal.keys())
         unknown, fallback = model.id_to_piece(model.unk_id()), trainer.byte_fallback
-        whole = any(len(one) > 1 for one in inserted)  # no merges lead to a user-defined symbol
+        whole = any(len(one) > 1 for one in inserted)  # merges cannot produce user-defined symbols
         library = Library(
             models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=whole)
         )
     elif trainer.model_type == TrainerSpec.UNIGRAM:
         logger.warning(
-            "%s is a unigram model: transformers may split rare texts otherwise, such as long runs of one character; "
-            "tokenizer.model, which is written beside tokenizer.json, does not", path,
+            "%s is a unigram model: transformers may split rare texts differently, such as long runs of one character; "
+            "tokenizer.model, which is written in addition to tokenizer.json, does not", path,
         )  # fmt: skip
         scores = [(one.piece, one.score) for one in proto.pieces]
         library = Library(models.Unigram(scores, model.unk_id(), trainer.byte_fallback))

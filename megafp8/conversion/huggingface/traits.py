@@ -1,4 +1,4 @@
-"""Traits that several of Hugging Face's families have; arguments are the defaults of `transformers`."""
+"""Traits that several Hugging Face families share. Their arguments are the defaults in `transformers`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TIED, UNTIED = (same(tie_embeddings=("tie_word_embeddings", tied)) for tied in (
 INIT_STD = Trait(
     ("initializer_range",),
     lambda hf: {"init_std": hf.get("initializer_range", 0.02)},
-    # LlamaConfig refuses more than 1. It does not matter for a trained model.
+    # LlamaConfig refuses values greater than 1. The key has no effect on a trained model.
     lambda ours: {"initializer_range": ours["init_std"]} if ours["init_std"] <= 1 else {},
 )
 NO_PADDING = unread(pad_token_id=None)
-"""Where the default of `transformers` is a token that a smaller vocabulary lacks."""
+"""Trait for families in which the default of `transformers` is a token that a smaller vocabulary lacks."""
 
 
 def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Trait:
-    """Trait of an MLP's activation, `gated` or not, under any name that transformers has for it."""
+    """Return a trait for the activation of an MLP, gated or not, under any of its names in transformers."""
     kinds = {name: ours for name, ours in ACTIVATIONS.items() if ours.gated == gated}
     return same(activation=(key, default, {theirs: name for name, x in kinds.items() for theirs in x.hugging_face}))
 
@@ -64,7 +64,15 @@ def llama_like(
     rope: Trait = _ROPE,
     activation: Trait = _SILU,
 ) -> tuple[Trait, ...]:
-    """Traits of Llama and its relatives. `groups`: num_key_value_heads, None for as many as heads."""
+    """Return the traits of Llama and similar families.
+
+    Args:
+        groups: Default of num_key_value_heads; None means the number of heads.
+        head_dim: Default of head_dim.
+        norm_eps: Default of rms_norm_eps.
+        rope: Trait for the rotary embedding.
+        activation: Trait for the activation.
+    """
     return (
         rope,
         *RMSNORM_MODEL,
@@ -81,7 +89,7 @@ def _read_biases(hf: HfConfig) -> Fields:
     attention, mlp = flag(hf, "attention_bias"), flag(hf, "mlp_bias")
     if attention != mlp:
         key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
-        refuse(key, True, f"biases on all linear layers ({other} = true too), or on none")
+        refuse(key, True, f"biases on all linear layers ({other} = true, too), or on none")
     return {"linear_bias": attention}
 
 
@@ -96,19 +104,19 @@ def _check_heads(hf: HfConfig) -> None:
 
 
 HEADS_DIVIDE = check(_check_heads)
-"""What some classes of transformers check, although their layers could be otherwise."""
+"""Check that some classes of transformers make, although their layers would work without it."""
 
 _AUX_LOSS = "router_aux_loss_coef"
 AUX_LOSS = Trait((_AUX_LOSS,), write=lambda ours: {_AUX_LOSS: ours["moe.aux_loss"]})
-"""Weight of the balancing loss that the run trained with. It is not read: transformers' loss is of the whole batch, and
-is not divided by top_k."""
+"""Weight of the balancing loss, written from the run's config. It is not read, because transformers computes the loss
+over the whole batch and does not divide it by top_k."""
 ROUTER = (same("moe", top_k="num_experts_per_tok"), AUX_LOSS)
 EXPERTS_ONLY = Trait((), write=lambda ours: {"intermediate_size": ours["moe.ffn_hidden_size"]})
-"""Where all layers have experts, the width of an MLP is theirs."""
+"""Trait for families in which all layers have experts: the width of an MLP is the width of the experts."""
 
 
 def if_sparse(sparse: Callable[[HfConfig], bool], *traits: Trait) -> tuple[Trait, ...]:
-    """Traits of experts in a family whose models need not have any. `sparse`: whether config.json says so."""
+    """Return traits that only apply to models with experts. `sparse` returns whether a config.json has experts."""
 
     def where_sparse(trait: Trait) -> Trait:
         return Trait(
@@ -130,7 +138,7 @@ MULTI_TOKEN_PREDICTION = Trait(
 
 
 def expert_groups(groups: int, top: int) -> Trait:
-    """Groups of experts that a token's experts are chosen from; the arguments are the defaults."""
+    """Return a trait for groups of experts, some of which are candidates for a token. The arguments are defaults."""
 
     def read(hf: HfConfig) -> Fields:
         experts, count = hf.get("n_routed_experts"), hf.get("n_group", groups)
@@ -142,15 +150,21 @@ def expert_groups(groups: int, top: int) -> Trait:
 
 
 def write_expert_groups(ours: Fields) -> Keys:
-    """The numbers of groups."""
+    """Return the keys for the number of expert groups and the number of groups chosen for each token."""
     groups, top = ours["moe.num_groups"], ours["moe.top_groups"]
-    if top in (None, groups):  # experts of all groups are chosen from
+    if top in (None, groups):  # experts of all groups may be chosen
         groups = top = 1
     return {"n_group": groups, "topk_group": top}
 
 
 def shared_experts(default: int, key: str = "n_shared_experts", least: int = 1) -> Trait:
-    """One MLP in place of several shared experts of the width of the others. `least`: how few a model may have."""
+    """Return a trait that represents several shared experts, as wide as the other experts, by one MLP.
+
+    Args:
+        default: Default number of shared experts.
+        key: Key for the number of shared experts.
+        least: Smallest number that the family allows.
+    """
 
     def read(hf: HfConfig) -> Fields:
         count, width = hf.get(key, default), hf.get("moe_intermediate_size")
@@ -165,26 +179,26 @@ def shared_experts(default: int, key: str = "n_shared_experts", least: int = 1) 
 
 
 def num_experts(key: str, other: str) -> Trait:
-    """The number of experts, under either name."""
+    """Return a trait for the number of experts under either of two names."""
     return either("moe.num_experts", key, other)
 
 
 def check_window(window: Any, kinds: list[str] | None) -> None:
-    """Refuse layer_types that contradict a window of all layers, or of none."""
+    """Raise ValueError if layer_types (`kinds`) contradicts a window in all layers, or in none (`window` is None)."""
     kind = FULL if window is None else SLIDING
     if kinds is not None and set(kinds) != {kind}:
-        refuse("layer_types", sorted(set(kinds)), f"{kind} of all layers, as the window is {window}")
+        refuse("layer_types", sorted(set(kinds)), f"{kind} for all layers, because the window is {window}")
 
 
 NO_WINDOW = (
     check(lambda hf: check_window(None, layer_types(hf)), "layer_types"),
     only(written=False, sliding_window=None),
 )
-"""Where no layer has a window, though keys may say so."""
+"""Traits for families in which no layer has a window, although config.json may have keys for it."""
 
 
 def window_of_all(default: int | None) -> Trait:
-    """A window that all layers have, or none."""
+    """Return a trait for a window that either all layers have, or none."""
 
     def read(hf: HfConfig) -> Fields:
         window = hf.get("sliding_window", default)

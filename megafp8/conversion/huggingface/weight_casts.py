@@ -1,13 +1,13 @@
-"""How training casts each weight of a model to FP8: which layers it computes in FP8, and the data and scales of these.
+"""Reproduce training's FP8 casts: which layers a run computes in FP8, and the data and scales of their weights.
 
-`weight_casts` builds the model on torch's meta device, as a run does, with the run's FP8 manager. So which layers are
-FP8 follows from the model's parts and the run's patterns, and a cast is that of the layer's own quantizer, with the
-scales that a checkpoint holds. A weight is cast a few rows at a time.
+`weight_casts` builds the model on torch's meta device in the same way as a run, with the run's FP8 manager. So the
+model's parts and the run's patterns determine the FP8 layers, and each layer's quantizer casts its weights, with the
+scales in the checkpoint. A weight is cast a few rows at a time.
 
-A layer's matrix may be several weights, one below the other (q, k and v; gate and up). Where a scale is that of the
-whole matrix, all of them are read for its amax.
+A layer's matrix may consist of several weights, one below the other (q, k and v; gate and up). If the whole matrix has
+one scale, all its weights are read to compute the amax.
 
-Shapes: n rows, k columns of a weight.
+Shapes: n rows and k columns of a weight.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ _CACHED_BYTES = 1 << 22
 
 
 class LinearMatrix(NamedTuple):
-    """The matrix of a linear layer: its weights, from top to bottom, and their rows.
+    """Matrix of a linear layer, which consists of one or more weights, one below the other.
 
-    `shard_rows`, `shard_columns`: of a tensor-parallel rank, whose shards of the weights lie one below the other.
+    Attributes:
+        layer: Name of the layer.
+        weights: Names of the weights, from top to bottom.
+        rows: Rows of each weight.
+        shard_rows: Rows of each weight on one tensor-parallel rank; the rank's shards are one below the other, too.
+        shard_columns: Columns of the matrix on one tensor-parallel rank.
     """
 
     layer: str
@@ -55,15 +60,16 @@ class LinearMatrix(NamedTuple):
 
     @classmethod
     def from_weight(cls, layer: str, weight: str, n: int, k: int) -> LinearMatrix:
-        """The matrix of a layer that has one weight `[n, k]`, on one rank."""
+        """Return the matrix of a layer that has a single weight `[n, k]`, on one rank."""
         return cls(layer, (weight,), (n,), (n,), k)
 
 
 @dataclass(frozen=True)
 class WeightCast:
-    """The cast of a weight of `matrix` by `quantizer`; `scale`: that of the matrix where it has one.
+    """Cast of a weight of `matrix` by `quantizer`.
 
-    It reads the checkpoint for its amax when it has to.
+    `scale` returns the scale of the matrix, if there is one scale for all of it. If necessary, it reads the checkpoint
+    to compute the amax.
     """
 
     matrix: LinearMatrix
@@ -72,10 +78,11 @@ class WeightCast:
 
     @property
     def granularity(self) -> Granularity:
+        """Granularity of the scales of the weight."""
         return self.quantizer.recipe.granularity("weight")
 
     def __call__(self, w_nk: Tensor) -> ScaledTensor:
-        """Rows of the weight in E4M3; for blocks from a row that is a multiple of 128."""
+        """Cast rows of the weight to E4M3. With block scales, the first row must be a multiple of 128."""
         if self.granularity is not TENSOR:
             return self.quantizer(Plain(w_nk.contiguous()), rowwise=True, columnwise=False).required_rowwise
         scale = self.scale()
@@ -87,10 +94,12 @@ class WeightCast:
 
 @dataclass(frozen=True)
 class LayerCasts:
-    """A linear layer that is FP8.
+    """Casts of a linear layer that is computed in FP8.
 
-    `trained`: how training casts each of its weights, or why that cannot be said. `input_scale_inv`: of its input,
-    where the recipe knows it before it sees the input.
+    Attributes:
+        matrix: Matrix of the layer.
+        trained: Cast of its weights in training, or the reason why it is unknown.
+        input_scale_inv: Scale of the layer's input, if the recipe knows it before the input; otherwise None.
     """
 
     matrix: LinearMatrix
@@ -103,11 +112,11 @@ AMAX_RECIPES: Mapping[Granularity, Fp8Recipe] = {
     ROW: RowwiseScaling(),
     BLOCK_128X128: BlockwiseScaling(power_of_two=False),
 }
-"""Scales of the rule `amax`: 448 / amax of what shares a scale."""
+"""Recipes of the rule `amax`, by granularity. A scale is 448 / amax of the values that share it."""
 
 
 def amax_cast(read: Callable[[str], Tensor], matrix: LinearMatrix, granularity: Granularity) -> WeightCast:
-    """The cast of a weight of `matrix` by the rule `amax`; `read` gives weights by name."""
+    """Return the cast of a weight of `matrix` by the rule `amax`. `read` returns a weight by its name."""
     tensor = Fp8Tensor(matrix.layer, "weight", None, None)
     return _cast(read, matrix, RecipeQuantizer(AMAX_RECIPES[granularity], tensor, torch.device("cpu")))
 
@@ -121,10 +130,19 @@ def weight_casts(
     tensor: int = 1,
     expert_tensor: int = 1,
 ) -> list[LayerCasts]:
-    """The FP8 layers of `model`, by the patterns and the recipe of `fp8`, of which no layer has been built.
+    """Return the casts of the layers that the patterns and the recipe of `fp8` make FP8.
 
-    `trained`: why the recipe is not that of the run; else empty, and `source` has its scales. `tensor`,
-    `expert_tensor`: ranks over which the run cut its layers. Raises ValueError where scales are missing.
+    Args:
+        source: Checkpoint with the weights and scales.
+        model: Config of the network.
+        fp8: FP8 manager with which no layer has been built yet.
+        trained: Reason why the recipe differs from the run's recipe; empty if it is the run's recipe, and `source` has
+            its scales.
+        tensor: Number of tensor-parallel ranks of the run.
+        expert_tensor: Number of tensor-parallel ranks for the run's experts.
+
+    Raises:
+        ValueError: Scales are missing in `source`.
     """
     stage = _build(model, fp8, tensor, expert_tensor)
     layers = list(_layers(stage))
@@ -142,7 +160,7 @@ def weight_casts(
 
 
 def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -> nn.Module:
-    """The model on the meta device, as the first tensor-parallel rank of one expert-parallel rank has it."""
+    """Build the model on the meta device, as on the first tensor-parallel rank, with a single expert-parallel rank."""
     context = BuildContext(
         tensor=cast(ProcessGroup, PlannedGroup(tensor)),
         fp8=fp8,
@@ -158,7 +176,7 @@ def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -
 
 
 def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
-    """Each linear layer and its matrix; of experts the layer of each."""
+    """Yield the matrix and the state of each linear layer. Each expert has its own layers."""
     for weight, state in linear_weights(stage):
         states, shards = states_of(state), spec_of(weight).shards
         rows = weight.shape[0] // len(states)
@@ -177,22 +195,22 @@ def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
 
 
 def _load_scales(source: CheckpointSource, fp8: Fp8Manager) -> None:
-    """Scales of weights and inputs as the checkpoint has them; nothing is cast from gradients."""
+    """Load the scales of weights and inputs from the checkpoint. Scales of gradients are not needed."""
     state = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
-    load_scales(source, state, ", so its FP8 weights are unknown; give the run's own checkpoint")
+    load_scales(source, state, ", so its FP8 weights are unknown; use the run's own checkpoint")
     fp8.invalidate_weights()
 
 
 def _why_unknown(state: LinearState) -> str:
-    """Why it cannot be said how training casts a layer's weight; empty where it can."""
+    """Return why training's cast of a layer's weight is unknown; an empty string if it is known."""
     if state.plan.calibrating:
         return "its static scales are still being calibrated"
     quantizer = state.own_quantizers.weight
     if not isinstance(quantizer, RecipeQuantizer):
-        return "its recipe is none whose scales the format has a place for"
+        return "the format cannot hold the scales of its recipe"
     granularity = quantizer.recipe.granularity("weight")
     if granularity not in AMAX_RECIPES:
-        return f"its recipe has a scale for each {granularity.name}, which the format has no place for"
+        return f"its recipe has a scale for each {granularity.name}, which the format cannot hold"
     return ""
 
 
@@ -227,10 +245,10 @@ def _amax(w_nk: Tensor) -> Tensor:
 
 
 def rows_at_a_time(w_nk: Tensor) -> int:
-    """Rows of a weight whose fp32 values fit into a processor's cache, a multiple of 128."""
+    """Return a number of rows, a multiple of 128, such that their fp32 values fit into a processor's cache."""
     return max(1, _CACHED_BYTES // (512 * max(w_nk.shape[1], 1))) * 128
 
 
 def casts_of(layers: Sequence[LayerCasts]) -> dict[str, LayerCasts]:
-    """The layer of each weight."""
+    """Return the layer of each weight, by the weight's name."""
     return {name: layer for layer in layers for name in layer.matrix.weights}

@@ -1,1 +1,1 @@
-"""Megatron-LM's checkpoints, of both formats."""
+"""Conversion of Megatron-LM checkpoints, in both of its formats."""

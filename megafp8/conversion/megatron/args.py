@@ -1,10 +1,10 @@
-"""Megatron-LM's arguments, which every checkpoint of it holds <-> `ModelSpec`.
+"""Translate between `ModelSpec` and Megatron-LM's arguments, which each of its checkpoints contains.
 
-Reading takes the arguments that decide what a model computes. One that asks for something megafp8 does not have is
-refused by name; arguments in no table here concern the run, and are ignored. Arguments that an old checkpoint lacks
-have the value that Megatron-LM used then, and so have those that are None.
+Only arguments that affect the model's results are read. An argument for a feature that megafp8 does not have is refused
+by name. Arguments that are not in any table of this module concern the run, and are ignored. Arguments that an old
+checkpoint lacks, or that are None, have the value that Megatron-LM used at the time.
 
-A model can be written if what is written reads back as the same model.
+A model can be written if the written arguments read back as the same model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megafp8.spec import ModelSpec
 Args = Mapping[str, Any]
 Implementation = Literal["transformer_engine", "local"]
 
-_ROPE_SCALING = RopeScaling()  # Megatron-LM has these numbers in its code, all but the factor
+_ROPE_SCALING = RopeScaling()  # Megatron-LM has all of these numbers in its code, except for the factor
 _REFUSED = {
     "latent attention": "multi_latent_attention",
     "multi-token prediction": "mtp_num_layers",
@@ -53,15 +53,15 @@ _REFUSED = {
     "random routing": "moe_router_force_load_balancing",
     "routing by token": "moe_n_hash_layers",
 }
-"""What megafp8 does not have, and the arguments that ask for it."""
+"""Features that megafp8 does not have, and the arguments that request them."""
 _UNUSED = {
     "rotary_percent": (1,), "rotary_seq_len_interpolation_factor": (1,), "moe_expert_capacity_factor": (-1,),
     "softmax_type": ("vanilla", "learnable"),
 }  # fmt: skip
-"""True values of these that do not ask for it."""
+"""Truthy values of these arguments that do not request the feature."""
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _BALANCING = {"seq_aux_loss": "sequence", "global_aux_loss": "global_batch", "aux_loss": None, "none": None}
-"""Their balancing losses, and the `moe.aux_loss_scope` of those that are ours."""
+"""Megatron-LM's balancing losses, with the equivalent `moe.aux_loss_scope` or None."""
 
 
 def _read_positions(args: Args) -> Fields:
@@ -75,7 +75,7 @@ def _write_positions(ours: Fields) -> Keys:
     kind, theta = ours["position_embedding"], ours["rope_theta"]
     return {
         "position_embedding_type": next((theirs for theirs, x in _POSITIONS.items() if x == kind), "none"),
-        "add_position_embedding": True,  # unused, but compared at load: True is its default
+        "add_position_embedding": True,  # unused, but compared at load; True is its default
         "use_rotary_position_embeddings": kind == "rope",
         "rotary_base": int(theta) if theta == int(theta) else theta,
         "use_rope_scaling": ours["rope_scaling"] is not None,
@@ -100,14 +100,14 @@ def _read_activation(args: Args) -> Fields:
 def _read_windows(args: Args) -> Fields:
     window = tuple(args.get("window_size") or (-1, 0))
     if len(window) != 2 or window[1] not in (0, -1):
-        raise ValueError(f"window_size = {window}: megafp8 has causal windows only, (n, 0)")
+        raise ValueError(f"window_size = {window}: megafp8 only has causal windows, (n, 0)")
     per_layer = args.get("window_attn_skip_freq")
-    if isinstance(per_layer, int):  # every so many layers one attends to everything
+    if isinstance(per_layer, int):  # the last layer of each interval of this length has full attention
         per_layer = [int((i + 1) % per_layer != 0) for i in range(args["num_layers"])]
     if window[0] < 0:
         return {}
     full = [i for i, windowed in enumerate(per_layer or []) if not windowed]
-    return {"sliding_window": window[0] + 1, "full_attention_layers": full}  # theirs does not count the token itself
+    return {"sliding_window": window[0] + 1, "full_attention_layers": full}  # Megatron-LM excludes the token itself
 
 
 def _write_windows(ours: Fields) -> Keys:
@@ -158,7 +158,7 @@ def _read_router(args: Args) -> Fields:
         raise ValueError("moe_router_topk = 1 without moe_router_pre_softmax: the only score would always be 1")
     if score == "softmax" and args.get("moe_router_enable_expert_bias"):
         raise ValueError("moe_router_enable_expert_bias = True with moe_router_score_function = 'softmax'")
-    # Softmax of the chosen logits alone is what normalizing the scores gives.
+    # A softmax over only the chosen logits equals normalized scores.
     normalize = not before_choice if score == "softmax" else top_k > 1
     fields = {"moe.score": score, "moe.top_k": top_k, "moe.normalize": normalize}
     groups, top = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
@@ -169,7 +169,7 @@ def _read_router(args: Args) -> Fields:
     if top != groups and ranked_by != supported:
         raise ValueError(
             f"moe_router_group_topk = {top} with moe_router_topk = {top_k} ranks groups by the sum of their "
-            f"{ranked_by} largest scores, and with the score function {score} megafp8 takes {supported}"
+            f"{ranked_by} largest scores, but with the score function {score} megafp8 uses {supported}"
         )
     return fields | {"moe.num_groups": groups, "moe.top_groups": top}
 
@@ -188,7 +188,7 @@ def _write_router(ours: Fields) -> Keys:
 
 
 def _read_losses(args: Args) -> Fields:
-    """The balancing loss; of losses that ours is not, the weight is not read."""
+    """Read the weights of the router's losses. The weight of a balancing loss that megafp8 does not have is ignored."""
     balancing = args.get("moe_router_load_balancing_type") or "aux_loss"
     for word in balancing if isinstance(balancing, list) else [balancing]:
         if word not in _BALANCING:
@@ -208,7 +208,7 @@ def _write_losses(ours: Fields) -> Keys:
 
 
 def _read_sparse_layers(args: Args) -> Fields:
-    """Layers with experts: all at multiples of a number, or a list of 0 and 1."""
+    """Read which layers have experts: multiples of a number, or a list of 0 and 1."""
     freq, layers = args.get("moe_layer_freq") or 1, args["num_layers"]
     pattern = list(freq) if isinstance(freq, (list, tuple)) else [int(i % freq == 0) for i in range(layers)]
     sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
@@ -218,7 +218,7 @@ def _read_sparse_layers(args: Args) -> Fields:
     fields = {"first_dense_layers": 0 if sparse[0] < interval else sparse[0], "layer_interval": interval}
     as_ours = MoeConfig.model_validate({"num_experts": 1, **fields})
     if sparse != [layer for layer in range(layers) if as_ours.is_sparse(layer)]:
-        refuse("moe_layer_freq", freq, "experts in every layer, or every n-th counted from the first n, from some on")
+        refuse("moe_layer_freq", freq, "experts in layers n - 1, 2n - 1, ... counted from 0, from some layer on")
     return in_section("moe", fields)
 
 
@@ -243,47 +243,54 @@ _EXPERTS = (
 
 
 def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelSpec:
-    """The model. `bert`: of Megatron-LM's pretrain_bert.py, which no argument says.
+    """Return the model that Megatron-LM's arguments describe.
 
-    Raises ValueError naming the argument where it is not supported, or is missing.
+    Args:
+        args: Arguments of the checkpoint.
+        vocab_size: Number of tokens before padding.
+        vocab_multiple: The vocabulary is padded to a multiple of this number.
+        bert: Whether the model comes from pretrain_bert.py; the arguments do not state this.
+
+    Raises:
+        ValueError: An argument is missing or not supported. The message names it.
     """
     args = {key: value for key, value in args.items() if value is not None}
-    if type(args.get("num_layers")) is int and args["num_layers"] > MOST_LAYERS:  # which are counted below
+    if type(args.get("num_layers")) is int and args["num_layers"] > MOST_LAYERS:  # traits loop over the layers
         refuse("num_layers", args["num_layers"], f"up to {MOST_LAYERS:,}")
     for meaning, keys in _REFUSED.items():
         for key in keys.split():
             if args.get(key) and args[key] not in _UNUSED.get(key, ()):
                 raise ValueError(f"{key} = {args[key]!r}, {meaning}, which megafp8 does not have")
     if args.get("qk_layernorm") and args.get("normalization", "LayerNorm") == "LayerNorm":
-        raise ValueError("qk_layernorm with normalization = 'LayerNorm': megafp8 has RMSNorm of queries and keys only")
+        raise ValueError("qk_layernorm with normalization = 'LayerNorm': megafp8 only has RMSNorm of queries and keys")
     if missing := [key for key in ("num_layers", "hidden_size", "num_attention_heads") if key not in args]:
         raise ValueError(f"the arguments have no {missing[0]}")
     fields: dict[str, Any] = {"vocab_size": vocab_size, "vocab_multiple": vocab_multiple}
     for trait in (*_MODEL, *(_EXPERTS if args.get("num_experts") else ())):
         fields |= trait.read(args)
-    if bert:  # the GELU of the head is exact whatever that of the MLP is
+    if bert:  # the head always has exact GELU, independent of the MLP
         binary = bool(args.get("bert_binary_head", True))
         fields |= {"architecture": "bert", "transform_activation": "gelu"}
         fields |= {"binary_head": binary, "token_types": 2 * binary}
     model = build_model(fields)
     if model.has_experts and model.linear_bias:
         raise ValueError(
-            "add_bias_linear = True with num_experts: where experts have biases, megafp8's routers have too"
+            "add_bias_linear = True with num_experts: if experts have biases, megafp8's routers have biases, too"
         )
     return model
 
 
 def write_args(model: ModelSpec, seq_length: int | None) -> Keys:
-    """The arguments that describe `model`. Raises ValueError where Megatron-LM has no such model."""
+    """Return the arguments that describe `model`. Raises ValueError if Megatron-LM has no such model."""
     if (kind := model.architecture) != "gpt":
-        raise ValueError(f"model.architecture = {kind!r}: of Megatron-LM's models megafp8 writes gpt only")
+        raise ValueError(f"model.architecture = {kind!r}: megafp8 only writes Megatron-LM's gpt")
     if others := {spec.mixer.kind for spec in model.distinct_layers} - {"attention", "latent_attention"}:
         raise ValueError(
-            f"layers whose mixer is {' or '.join(sorted(others))}: megafp8 writes those with attention only"
+            f"layers with {' or '.join(sorted(others))}: megafp8 only writes layers with attention to this format"
         )
     fields, vocab_size, multiple = flat_keys(model), model.stem.known_vocab_size, model.stem.vocab_multiple
     if has_mixed_experts(fields):
-        raise ValueError("layers have two kinds of experts (model.layer_kinds), and Megatron-LM has no such model")
+        raise ValueError("layers have two kinds of experts (model.layer_kinds), but Megatron-LM has no such model")
     args: dict[str, Any] = {
         "encoder_num_layers": model.num_layers, "seq_length": seq_length, "num_experts": None,
         "rotary_percent": 1.0, "rotary_interleaved": False, "apply_layernorm_1p": False, "squared_relu": False,
@@ -302,7 +309,10 @@ def layout_args(
     t: int, p: int, e: int, virtual: int, layers_per_stage: int, padded_vocab: int, dtype: torch.dtype,
     implementation: Implementation,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments that describe how the checkpoint is sharded, and its dtype."""
+    """Return the arguments that describe how the checkpoint is sharded, and its dtype.
+
+    The parallel sizes are `t` (tensor), `p` (pipeline) and `e` (expert).
+    """
     return {
         "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,

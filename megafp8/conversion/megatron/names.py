@@ -1,6 +1,6 @@
-"""Megatron-LM's names: where in its per-rank tensors each of ours lies.
+"""Megatron-LM's tensor names, and the location of each of our tensors in its per-rank tensors.
 
-Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
+Megatron core's GPTModel has these tensors, with layers counted from 0 on each pipeline stage:
 
     embedding.word_embeddings.weight                  [v/t, h]        first stage
     embedding.position_embeddings.weight              [positions, h]  first stage
@@ -13,30 +13,30 @@ Megatron core's GPTModel, its layers counted from 0 on each pipeline stage:
     decoder.layers.0.mlp.linear_fc2.weight            [h, f/t]
     decoder.layers.0.mlp.router.weight                [e, h]
     decoder.layers.0.mlp.router.expert_bias           [e]
-    decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight  as that of an MLP; experts count from 0 on each
+    decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight  like an MLP; experts count from 0 on each
                                                       expert-parallel rank
-    decoder.layers.0.mlp.shared_experts.linear_fc1.weight           as that of an MLP
+    decoder.layers.0.mlp.shared_experts.linear_fc1.weight           like an MLP
     decoder.layers.0.mlp.shared_experts.gate_weight   [1, h]
     decoder.final_layernorm.weight                    [h]             last stage
-    output_layer.weight                               [v/t, h]        last stage; of tied weights a copy
+    output_layer.weight                               [v/t, h]        last stage; a copy if weights are tied
 
-With Transformer Engine the norms belong to the layers after them (`linear_qkv.layer_norm_weight`), though not before
-experts, and its grouped GEMMs number the weights of the experts (`experts.linear_fc1.weight0`). Models from before
-Megatron core have other names for the same tensors. BertModel has `encoder` in place of `decoder`, and
+With Transformer Engine, norms belong to the layers after them (`linear_qkv.layer_norm_weight`), except before experts.
+Its grouped GEMMs number the weights of the experts (`experts.linear_fc1.weight0`). Models from before Megatron core
+have other names for the same tensors. BertModel has `encoder` instead of `decoder`, and in addition
 
     embedding.tokentype_embeddings.weight             [2, h]          first stage
-    lm_head.dense.weight, lm_head.layer_norm.weight   [h, h], [h]     last stage, as all below
+    lm_head.dense.weight, lm_head.layer_norm.weight   [h, h], [h]     last stage, like all tensors below
     output_layer.bias                                 [v/t]
     pooler.dense.weight, binary_head.weight           [h, h], [2, h]
 
-`canonical` translates all of these to the above.
+`canonical` translates all of these names to the names in the first table.
 
-Three of these are sharded along dim 0 and hold several of our tensors, or padding. In the concatenation of all ranks'
-tensors along the sharded dim, each tensor of ours is a few `RankSlice`s:
+Three kinds of tensors are sharded along dim 0 and contain several of our tensors, or padding. In the concatenation of
+all ranks' tensors along the sharded dim, each of our tensors consists of a few `RankSlice`s:
 
     linear_qkv   by query group: its query heads, its key head, its value head; then the next group
-    linear_fc1   by tensor-parallel rank: this rank's rows of gate, then its rows of up
-    vocabulary   one run; rows past it are padding
+    linear_fc1   by tensor-parallel rank: the rank's rows of gate, then its rows of up
+    vocabulary   one slice; the rows after it are padding
 
 Shapes: v vocabulary, h hidden, a query heads, g query groups, d head width, f MLP width, e experts, t tensor-parallel
 size, n = (a + 2g)·d.
@@ -53,7 +53,7 @@ from megafp8.layers.activation.record import ACTIVATIONS
 from megafp8.parallel.sharding import Shape
 from megafp8.spec import LayerSpec, ModelSpec
 
-# Names of modules of ours, or of parameters, in theirs; those of mixers and feed-forward networks are with each part.
+# Megatron-LM's names by our names of modules or parameters. Each mixer and feed-forward part has its own names.
 EMBEDDING = {
     "embedding.word": "embedding.word_embeddings",
     "embedding.position": "embedding.position_embeddings",
@@ -82,7 +82,7 @@ _TRANSFORMER_ENGINE = (
 _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.weight(\d+)$")
 _SEQUENTIAL = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight$")
 _LEGACY = (
-    (r"^encoder\.", "decoder."),  # of BertModel
+    (r"^encoder\.", "decoder."),  # BertModel
     (r"^language_model\.embedding\.", "embedding."),
     (r"^language_model\.(encoder|transformer)\.", "decoder."),
     (r"^(language_model\.output_layer|word_embeddings_for_head)\.", "output_layer."),
@@ -97,9 +97,13 @@ _LEGACY = (
 
 
 class MegatronPlace(NamedTuple):
-    """A tensor of theirs: its key within layer `layer` of the model, or outside of layers (None).
+    """Megatron-LM tensor that holds one of our tensors.
 
-    `expert`: the expert of the layer that it belongs to, by whose number on its rank the * in the key is replaced.
+    Attributes:
+        layer: Number of the model's layer, or None outside the layers.
+        key: Key of the tensor within its layer, or its full key outside the layers. `*` stands for the number of the
+            expert on its rank.
+        expert: Number of the expert in the layer, or None.
     """
 
     layer: int | None
@@ -107,20 +111,20 @@ class MegatronPlace(NamedTuple):
     expert: int | None = None
 
     def named(self, layer: int, expert: int) -> str:
-        """The full key on a stage where the layer has number `layer`, and its expert `expert` on the rank."""
+        """Return the full key on a rank on which the layer has the number `layer`, and the expert `expert`."""
         key = self.key.replace("*", str(expert))
         return key if self.layer is None else f"decoder.layers.{layer}.{key}"
 
     @property
     def dim(self) -> int | None:
-        """The dim along which ranks shard it; None where it is replicated."""
+        """Dim along which tensor-parallel ranks shard the tensor, or None if it is replicated."""
         if self.key.endswith(_SHARDED_ROWS):
             return 0
         return 1 if self.key.endswith(_SHARDED_COLUMNS) else None
 
 
 class RankSlice(NamedTuple):
-    """`length` rows (or columns) of our tensor from `ours` on, which rank `rank` holds from `theirs` on."""
+    """Range of `length` rows or columns: from `ours` on in our tensor, and from `theirs` on in the tensor of `rank`."""
 
     rank: int
     ours: int
@@ -129,7 +133,7 @@ class RankSlice(NamedTuple):
 
 
 def place(name: str) -> MegatronPlace:
-    """The place of our tensor `name`, such as model.layers.3.attention.q.weight."""
+    """Return the Megatron-LM tensor that holds our tensor `name`, such as model.layers.3.attention.q.weight."""
     module, _, kind = name.removeprefix("model.").rpartition(".")
     if module in _OUTER:
         return MegatronPlace(None, f"{_OUTER[module]}.{kind}")
@@ -141,14 +145,16 @@ def place(name: str) -> MegatronPlace:
 
 
 def _layer(at: MegatronPlace, model: ModelSpec) -> LayerSpec:
-    """Return the layer that has a tensor."""
+    """Return the config of the layer to which a tensor belongs."""
     assert at.layer is not None
     return model.layers[at.layer]
 
 
 def canonical(key: str) -> str:
-    """A key of Transformer Engine's layers, a legacy model or BertModel as a key of GPTModel of Megatron core's own
-    layers."""
+    """Translate a key to its name in a GPTModel with Megatron core's own layers.
+
+    The key may come from Transformer Engine's layers, a model from before Megatron core, or BertModel.
+    """
     for core, fused in _TRANSFORMER_ENGINE:
         key = key.replace(fused, core)
     for pattern, core in _LEGACY:
@@ -157,7 +163,10 @@ def canonical(key: str) -> str:
 
 
 def with_transformer_engine(key: str, sparse: bool) -> str:
-    """A canonical key as a key of Transformer Engine's layers. `sparse`: of a layer with experts."""
+    """Translate a canonical key to its name in Transformer Engine's layers.
+
+    `sparse` states whether the layer has experts; the norm before experts keeps its name.
+    """
     for core, fused in _TRANSFORMER_ENGINE:
         if not (sparse and core == "pre_mlp_layernorm."):
             key = key.replace(core, fused)
@@ -165,7 +174,10 @@ def with_transformer_engine(key: str, sparse: bool) -> str:
 
 
 def their_shape(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> Shape:
-    """The shape of a rank's tensor that holds (a part of) our tensor `name` of `shape`."""
+    """Return the shape of a rank's tensor that holds our tensor `name` of `shape`, or a part of it.
+
+    `t` is the number of tensor-parallel ranks, and `padded_vocab` the number of rows of the padded vocabulary.
+    """
     at = place(name)
     if at.dim is None:
         return shape
@@ -182,9 +194,9 @@ def their_shape(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab:
 
 
 def runs(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -> list[RankSlice]:
-    """The runs of our tensor `name` of `shape` in the tensors of t ranks, along the dim of its place.
+    """Return the slices of our tensor `name` of `shape` in the tensors of `t` ranks, along the sharded dim.
 
-    A replicated tensor is one run for each rank. Padding that the other side does not have is in no run.
+    A replicated tensor has one slice for each rank. Padding that only one side has is not part of any slice.
     """
     at = place(name)
     if at.dim is None:
@@ -201,7 +213,7 @@ def runs(name: str, shape: Shape, model: ModelSpec, t: int, padded_vocab: int) -
 
 
 def _blocks(name: str, size: int, model: ModelSpec, t: int, padded_vocab: int) -> Iterator[tuple[int, int, int]]:
-    """`(ours, theirs, length)` of each run of our tensor in the concatenation of all ranks' tensors."""
+    """Yield `(ours, theirs, length)` of each slice of our tensor in the concatenation of all ranks' tensors."""
     at, part = place(name), name.split(".")[-2]
     if "linear_qkv" in at.key:
         mixer = _layer(at, model).mixer

@@ -1,13 +1,13 @@
-"""Megatron-LM's classic checkpoints as a sink: a folder for its `--load`, one file a rank, any layout.
+"""Sink for Megatron-LM's classic checkpoints: a folder for its `--load` with one file per rank, in any layout.
 
-Sizes, names and arguments are known before the first tensor, so `begin` writes all files with empty space for their
-tensors (`torch_file.reserve`). Tensors may then come in any order; each is written to its rows or columns of each
-rank's tensor, in blocks of 32 MiB. `finish` adds checksums, for which the files are read once more.
+Sizes, names and arguments are known before the first tensor arrives, so `begin` writes all files with empty space for
+their tensors (`torch_file.reserve`). Tensors may then arrive in any order. Each one is written to its rows or columns
+of each rank's tensor, in blocks of 32 MiB. `finish` adds checksums, for which it reads the files again.
 
-Names are those of Transformer Engine's layers with --moe-grouped-gemm, or of Megatron-LM's own ("local") without it.
-Expert ranks have copies of all but the experts. The files hold no optimizer or random-number state. Where the source
-knows its step the folder is `iter_<step>`, to be loaded with --finetune, or with --no-load-optim --no-load-rng to keep
-the count; else it is `release`, which Megatron-LM loads as weights alone.
+The names are Transformer Engine's with --moe-grouped-gemm, or Megatron-LM's own ("local") without it. All expert ranks
+have copies of all tensors except the experts. The files have no optimizer or random-number state. If the source knows
+its step, the folder is `iter_<step>`. Load it with --finetune, or with --no-load-optim --no-load-rng to keep the step.
+Otherwise the folder is `release`, from which Megatron-LM loads only weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITH_STATE = re.compile(r"(linear_(?:qkv|proj|fc1|fc2)\.)weight\d*$")
 
 
 class _Target(NamedTuple):
-    """A tensor of theirs: pipeline rank of its stage, expert rank, the stage's key in the file, its own key in that."""
+    """Megatron-LM tensor: pipeline and expert rank of its file, key of its stage in the file, and key in the stage."""
 
     pipeline_rank: int
     expert_rank: int
@@ -47,10 +47,15 @@ class _Target(NamedTuple):
 
 
 class MegatronSink(Sink):
-    """Writes the folder `path` for TP `tensor`, PP `pipeline`, EP `expert`.
+    """Sink that writes a classic Megatron-LM checkpoint.
 
-    `virtual_pipeline`: stages a pipeline rank, None for one. `implementation`: the --transformer-impl that Megatron-LM
-    will be started with.
+    Args:
+        path: Folder to write.
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline-parallel ranks.
+        virtual_pipeline: Number of stages per pipeline rank; None means one.
+        implementation: The --transformer-impl with which Megatron-LM will be started.
+        expert: Number of expert-parallel ranks.
     """
 
     def __init__(
@@ -67,6 +72,10 @@ class MegatronSink(Sink):
         self.virtual = virtual_pipeline or 1
 
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        """Write all files without tensors, and return the names of the weights yet to be written.
+
+        Raises ValueError if Megatron-LM has no such model, or if the layout does not divide it.
+        """
         self._model, self._shapes = check_source(source)
         self._check_layout(self._model)
         multiple = self._model.stem.vocab_multiple * self.layout.tensor
@@ -84,30 +93,31 @@ class MegatronSink(Sink):
     def _check_layout(self, model: ModelSpec) -> None:
         (t, p, e), stages = self.layout, self.layout.pipeline * self.virtual
         if min(t, p, e, self.virtual) < 1:
-            raise ValueError(f"a layout of TP {t}, PP {p}, EP {e}, virtual PP {self.virtual}: sizes are 1 or more")
+            raise ValueError(f"a layout of TP {t}, PP {p}, EP {e}, virtual PP {self.virtual}: sizes must be at least 1")
         parts = [part for layer in model.distinct_layers for part in (layer.mixer, layer.ffn)]
         sizes = [(key, size) for part in parts for key, size in part.widths(model).items()]
         sizes += [("moe.ffn_hidden_size", record.width) for record in model.expert_records]
         for key, size in sizes:
             if size % t:
-                raise ValueError(f"TP {t} does not divide the model's {key} = {size}; take a divisor of it")
+                raise ValueError(f"TP {t} does not divide the model's {key} = {size}; use one of its divisors")
         for experts in [record.num_experts for record in model.expert_records] or [1]:
             if experts % e:
                 raise ValueError(
-                    f"EP {e} does not divide the model's moe.num_experts = {experts}; take a divisor of it"
+                    f"EP {e} does not divide the model's moe.num_experts = {experts}; use one of its divisors"
                 )
         if model.num_layers % stages:
             raise ValueError(
-                f"Megatron-LM gives each stage the same number of layers, and {p} × {self.virtual} stages "
+                f"Megatron-LM gives each stage the same number of layers, but {p} × {self.virtual} stages "
                 f"(PP × virtual PP) do not divide {model.num_layers} layers"
             )
         if self.virtual > 1 and self.layout.pipeline == 1:
-            raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages from PP 2 on")
+            raise ValueError(f"virtual PP {self.virtual} with PP 1: Megatron-LM has virtual stages only if PP > 1")
 
     def _targets(self, name: str) -> Iterator[_Target]:
-        """Where our tensor `name` goes: a tensor of each expert rank or, of an expert, of its own.
+        """Yield the tensors to which our tensor `name` is written.
 
-        Tied weights on two stages are two tensors.
+        An expert is written to its own expert rank, and any other tensor to every expert rank. Tied weights on two
+        stages are two tensors.
         """
         at, last = place(name), self.layout.pipeline * self.virtual - 1
         if at.layer is None:
@@ -130,7 +140,7 @@ class MegatronSink(Sink):
                 yield _Target(p, e, f"model{v}" if self.virtual > 1 else "model", key)
 
     def _reserve(self, about: dict[str, Any], fresh: bool) -> None:
-        """Write the files where the conversion starts anew; the first byte of each tensor goes to `self._starts`."""
+        """Write the files if the conversion is new, and store the position of each tensor in `self._starts`."""
         self._starts: dict[tuple[int, _Target], int] = {}
         dtypes = {name: self._source.tensors[name].dtype for name in self._shapes}
         infos: dict[tuple[int, int], dict[_Target, tuple[Shape, torch.dtype]]] = defaultdict(dict)
@@ -142,7 +152,7 @@ class MegatronSink(Sink):
             content |= {f"model{v}": {} for v in range(self.virtual)} if self.virtual > 1 else {"model": {}}
             targets = infos[rank.pipeline, rank.expert]
             if self.implementation == "transformer_engine":
-                for target in targets:  # FP8 state that Transformer Engine expects, and that may be None
+                for target in targets:  # Transformer Engine expects keys for FP8 state; their value may be None
                     if _WITH_STATE.search(target.key):
                         content[target.stage][_WITH_STATE.sub(r"\1_extra_state", target.key)] = None
             file = self._file(rank)
@@ -161,6 +171,7 @@ class MegatronSink(Sink):
         return their_shape(name, self._shapes[name], self._model, self.layout.tensor, self._padded_vocab)
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Write our weight `name` to its rows or columns in the tensors of all ranks that hold it."""
         assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
         megatron_place, row_bytes = place(name), math.prod(self._their_shape(name)[1:]) * tensor.element_size()
         for target in self._targets(name):
@@ -177,6 +188,7 @@ class MegatronSink(Sink):
         self._journal.add(name)
 
     def finish(self) -> None:
+        """Store the checksums in all files, and write the tracker file and the tokenizer."""
         self._check_done(self._shapes)
         for rank in self.layout.ranks:
             seal(self._file(rank))
@@ -185,12 +197,12 @@ class MegatronSink(Sink):
 
 
 def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
-    """The dtype that most of the tensors `names` have."""
+    """Return the most common dtype of the tensors `names`."""
     return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
 def describe(source: CheckpointSource, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds besides weights. `layout`: its arguments that are not of the model."""
+    """Return the content of a checkpoint except for the weights. `layout` holds arguments that describe its layout."""
     step = source.about.get("step")
     step = step if isinstance(step, int) else 0
     args = write_args(model, seq_length(source) or model.stem.max_position_embeddings) | dict(layout)
@@ -206,12 +218,12 @@ def describe(source: CheckpointSource, model: ModelSpec, layout: Mapping[str, An
 
 
 def folder_of(step: int) -> tuple[str, str]:
-    """Content of the tracker file and name of the folder for a checkpoint of `step`, 0 where it is unknown."""
+    """Return the content of the tracker file, and the name of the folder, for a checkpoint of `step` (0: unknown)."""
     return (f"{step}", f"iter_{step:07d}") if step else ("release", "release")
 
 
 def _tokenizer_type(files: Collection[Path]) -> str | None:
-    """Megatron-LM's name for the tokenizer in `files`, compared at load only where it reads a vocab file."""
+    """Return Megatron-LM's name for the tokenizer in `files`. It is only compared at load if a vocab file is used."""
     names = {file.name for file in files}
     if "tokenizer.json" in names:
         return "HuggingFaceTokenizer"

@@ -1,10 +1,10 @@
-"""Megatron core's distributed checkpoints as a sink: a folder for Megatron-LM's `--load` in any layout.
+"""Sink for Megatron core's distributed checkpoints: a folder for Megatron-LM's `--load` in any layout.
 
-Names are those of Transformer Engine's layers, which Megatron core's own layers have here, too. Layers are stacked, in
-rectangles of one layer (and of one expert), unless experts are in some of them only; `torch_dist_source` has the
-details. q, k and v are one tensor, in rectangles of one query group, so each is written by itself. There is no
-optimizer or random-number state, and no `_extra_state`, which Megatron-LM must be told to do without
-(`--dist-ckpt-strictness`).
+The names are Transformer Engine's; in this format, Megatron core's own layers have the same names. Layers are stacked,
+in rectangles of one layer (and one expert), unless only some layers have experts; `torch_dist_source` explains the
+details. q, k and v are one tensor, in rectangles of parts of a query group, so each of them can be written separately.
+The checkpoint has no optimizer or random-number state. It also has no `_extra_state`, so Megatron-LM must be told to
+accept this (`--dist-ckpt-strictness`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""How names are made, which Megatron-LM reads before it asks for tensors."""
+"""Naming scheme of the tensors, which Megatron-LM reads before it requests tensors."""
 
 
 class _Part(NamedTuple):
-    """A run of our tensor, and its rectangle: from `low` on, of their tensor `key` of `shape`."""
+    """Slice of our tensor (`run`), and its rectangle, which begins at `low`, in Megatron's tensor `key` of `shape`."""
 
     run: RankSlice
     key: str
@@ -47,13 +47,22 @@ class _Part(NamedTuple):
 
 
 class TorchDistSink(Sink):
-    """Writes the folder `path`. `implementation`: the --transformer-impl that Megatron-LM will be started with."""
+    """Sink that writes a distributed checkpoint of Megatron core.
+
+    Args:
+        path: Folder to write.
+        implementation: The --transformer-impl with which Megatron-LM will be started.
+    """
 
     def __init__(self, path: Any, implementation: Implementation = "transformer_engine") -> None:
         super().__init__(path)
         self.implementation = implementation
 
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        """Create or continue the hidden folder, and return the names of the weights yet to be written.
+
+        Raises ValueError if Megatron-LM has no such model.
+        """
         self._model, self._shapes = check_source(source)
         self._padded_vocab = self._model.stem.rows
         dtype = common_dtype(source, self._shapes)
@@ -70,7 +79,7 @@ class TorchDistSink(Sink):
         return [name for name in self._shapes if any((key, low) not in done for _, key, low, _ in self._parts(name))]
 
     def _parts(self, name: str) -> Iterator[_Part]:
-        """The rectangles of our tensor `name`, one a run."""
+        """Yield the rectangles of our tensor `name`, one for each slice."""
         at, model = place(name), self._model
         shape = their_shape(name, self._shapes[name], model, 1, self._padded_vocab)
         key, lead, counts = at.key, [], []
@@ -89,6 +98,7 @@ class TorchDistSink(Sink):
             yield _Part(run, key, (*lead, *low), (*counts, *shape))
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Append the rectangles of our weight `name` to the data files."""
         assert tuple(tensor.shape) == self._shapes[name], f"{name}: {tuple(tensor.shape)}"
         dim, done = place(name).dim or 0, self._writer.parts
         for run, key, low, shape in self._parts(name):
@@ -98,6 +108,7 @@ class TorchDistSink(Sink):
                 self._journal.add(self._writer.add(key, values[leading], low, shape))
 
     def finish(self) -> None:
+        """Write the index, common.pt, metadata.json and the tokenizer."""
         self._journal.flush()
         self._writer.finish()
         torch.save(self._about, self._folder / COMMON_FILE)

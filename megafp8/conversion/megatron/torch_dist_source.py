@@ -1,31 +1,32 @@
-"""Megatron core's distributed checkpoints (`--ckpt-format torch_dist`) as a source, whatever layout saved them.
+"""Source that reads Megatron core's distributed checkpoints (`--ckpt-format torch_dist`), saved by any layout.
 
     <dir>/latest_checkpointed_iteration.txt    100, or release
     <dir>/iter_0000100/metadata.json           the formats: {"sharded_backend": "torch_dist", ...}
-    <dir>/iter_0000100/common.pt               what is not sharded, among it the run's arguments (`args`)
+    <dir>/iter_0000100/common.pt               data that is not sharded, including the run's arguments (`args`)
     <dir>/iter_0000100/.metadata               the index of torch.distributed.checkpoint
     <dir>/iter_0000100/__0_0.distcp            data
 
-Tensors are global and have the names of `megatron_names`, as of one tensor-parallel rank and one pipeline stage, with
+Tensors are global. They have the names in `megatron.names` for one tensor-parallel rank and one pipeline stage, with
 these differences:
 
-    decoder.layers.self_attention.linear_qkv.weight          [l, n, h]       all layers, where they are of one kind
-    decoder.layers.3.self_attention.linear_qkv.weight        [n, h]          else, with numbers in the model
+    decoder.layers.self_attention.linear_qkv.weight          [l, n, h]       all layers, if they are of one kind
+    decoder.layers.3.self_attention.linear_qkv.weight        [n, h]          otherwise, with numbers in the model
     decoder.layers.3.mlp.experts.experts.linear_fc1.weight   [e, 2f, h]      all experts of a layer
     decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight [2f, h]         with `singleton_local_shards`
-    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v          [f, h]          gate and up, with the same
+    decoder.layers.3.mlp.linear_fc1.weight_w, ..._v          [f, h]          gate and up, with `singleton_local_shards`
 
-l layers, e experts, n rows of queries, keys and values, f MLP width, h hidden. The order of rows in linear_fc1 is all
-of gate, then all of up. Tied output layers are stored once. Adam's state has the names of the weights:
+Shapes: l layers, e experts, n rows of queries, keys and values, f MLP width, h hidden. linear_fc1 has all rows of gate,
+then all rows of up. Tied output layers are stored once. Adam's state has the names of the weights:
 
-    optimizer.state.exp_avg.<key>, ...exp_avg_sq.<key>       of the weight's shape, else it is not read
-    optimizer.state.fp32_param.<key>, or ...param.<key>      fp32 masters; the second of the distributed optimizer
+    optimizer.state.exp_avg.<key>, ...exp_avg_sq.<key>       not read unless it has the weight's shape
+    optimizer.state.fp32_param.<key>, or ...param.<key>      fp32 masters; the second with the distributed optimizer
 
-Optimizers that are not distributed are saved so, and distributed ones with `--dist-ckpt-optim-fully-reshardable`. The
-others' (`dp_reshardable`) is not read: flat buffers `optimizer.distributed.dp_group_idx_0.gbuf_idx_0...bucket_idx_0.
-exp_avg`. Which weight lies where in them follows from the saving job's model-parallel ranks, order of parameters,
-buckets and padding, which no file has. Objects (`_extra_state`, random-number states) are ignored. No code in the files
-runs (`torch_file`, `dcp.parse_index`).
+Optimizers that are not distributed use these names, as do distributed optimizers with
+`--dist-ckpt-optim-fully-reshardable`. The state of other distributed optimizers (`dp_reshardable`) is not read. It
+consists of flat buffers `optimizer.distributed.dp_group_idx_0.gbuf_idx_0...bucket_idx_0.exp_avg`. The positions of the
+weights in these buffers depend on the saving job's model-parallel ranks, order of parameters, buckets and padding,
+which are not in any file. Objects (`_extra_state`, random-number states) are ignored. Code in the files is not run
+(`torch_file`, `dcp.parse_index`).
 """
 
 from __future__ import annotations
@@ -67,16 +68,20 @@ from megafp8.spec import ModelSpec
 
 CONFIG_FILE = "metadata.json"
 HALVES = {"gate": "_w", "up": "_v"}
-"""Suffixes of the two tensors that `singleton_local_shards` makes of linear_fc1."""
+"""Suffixes of the two tensors into which `singleton_local_shards` splits linear_fc1."""
 _FLAT = "optimizer.distributed.dp_group_idx_"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _MASTERS = ("fp32_param", "param")
 
 
 class _Candidate(NamedTuple):
-    """A stored tensor that may hold one of ours at the leading indices `lead`, of dims of sizes `counts`.
+    """Stored tensor that may hold one of our tensors.
 
-    `half`: it is gate or up alone.
+    Attributes:
+        key: Canonical key of the stored tensor.
+        lead: Indices of our tensor in additional leading dims (layer, expert).
+        counts: Sizes of these leading dims.
+        half: Whether the stored tensor is only gate or only up.
     """
 
     key: str
@@ -86,7 +91,7 @@ class _Candidate(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Where a tensor of ours lies: in the stored tensor `key` at the leading indices `lead`, in these runs."""
+    """Location of one of our tensors: slices `runs` along `dim` of stored tensor `key` at leading indices `lead`."""
 
     key: str
     lead: Shape
@@ -95,9 +100,14 @@ class _Part(NamedTuple):
 
 
 class TorchDistSource(CheckpointSource):
-    """The checkpoint at `path`: the folder given to Megatron-LM's `--load` (its newest), or one iteration's in there.
+    """Source that reads a distributed checkpoint of Megatron core.
 
-    `vocab_size`: tokens before padding. Raises ValueError naming the file that is missing, damaged or not supported.
+    Args:
+        path: Folder of one iteration, or the folder for Megatron-LM's `--load`, in which the newest iteration is read.
+        vocab_size: Number of tokens before padding; by default from the arguments.
+
+    Raises:
+        ValueError: A file is missing, damaged or not supported. The message names it.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None) -> None:
@@ -112,7 +122,7 @@ class TorchDistSource(CheckpointSource):
         args = content["args"]
         self._stored = _weights(self.path, index)
         if EMBEDDING not in self._stored:
-            raise ValueError(f"{self.path} has no {EMBEDDING}: it is no GPT or BERT model")
+            raise ValueError(f"{self.path} has no {EMBEDDING}: it is not a GPT or BERT model")
         self._padded_vocab = self._stored[EMBEDDING][1].shape[0]
         try:
             vocab = tokens_before_padding(args, vocab_size, self._padded_vocab)
@@ -134,7 +144,7 @@ class TorchDistSource(CheckpointSource):
         self.tokenizer_files = tokenizer_files(self.path.parent)
 
     def _check(self) -> dict[str, TensorInfo]:
-        """Our tensors, after checking that the checkpoint has all of them and no others."""
+        """Return shape and dtype of our tensors, after checking that the checkpoint has all of them and no others."""
         used, tensors = {OUTPUT} if self.model.head.tied else set(), {}
         for name, shape in model_tensors(self.model).items():
             at = place(name)
@@ -143,14 +153,14 @@ class TorchDistSource(CheckpointSource):
             candidate = next((option for option in options if option.key in self._stored), None)
             if candidate is None:
                 keys = " or ".join(option.key for option in options)
-                raise ValueError(f"{self.path} has no tensor {keys}, which its arguments promise")
+                raise ValueError(f"{self.path} has no tensor {keys}, which its arguments require")
             key, info = self._stored[candidate.key]
             expected = (*candidate.counts, *(shape if candidate.half else expected))
             if info.shape != expected:
-                shapes = f"has shape {list(info.shape)}, and {list(expected)} by the arguments"
+                shapes = f"has shape {list(info.shape)}, but {list(expected)} by the arguments"
                 raise ValueError(f"{self.path}: {key} {shapes}")
             if not info.dtype.is_floating_point:
-                raise ValueError(f"{self.path}: {key} is {info.dtype}, and no floating point")
+                raise ValueError(f"{self.path}: {key} is {info.dtype}, not floating point")
             whole = [RankSlice(0, 0, 0, shape[0])]
             where = whole if candidate.half else runs(name, shape, self.model, 1, self._padded_vocab)
             self._parts[name] = _Part(key, candidate.lead, where, at.dim or 0)
@@ -163,7 +173,7 @@ class TorchDistSource(CheckpointSource):
         return tensors
 
     def _optimizer_state(self, index: Metadata) -> dict[str, TensorInfo]:
-        """Adam's moments and the masters; none where any has another shape than its weight."""
+        """Return shape and dtype of Adam's moments and the masters; empty if any has a shape unlike its weight."""
         names, tensors = defaultdict(list), {}
         for name, part in self._parts.items():
             names[part.key].append(name)
@@ -185,24 +195,26 @@ class TorchDistSource(CheckpointSource):
         return tensors
 
     def why_without(self, name: str) -> str:
+        """Return a message for the user that explains why the tensor `name` cannot be read."""
         if self._flat is None or not name.startswith("optimizer."):
             return super().why_without(name)
         return (
-            f"{self.path} has Adam's state in flat buffers of each rank ({self._flat}), and nothing says where in them "
-            "each weight's is; load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable"
+            f"{self.path} has Adam's state in flat buffers of each rank ({self._flat}), but no file states where the "
+            "weights are in them; load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable"
         )
 
     def read(self, name: str) -> Tensor:
+        """Return a whole tensor, assembled from its slices in the stored tensor."""
         shape, dtype = self.tensors[name]
         part = self._parts[name]
-        out = torch.zeros(shape, dtype=dtype)  # zeros in rows of padding that theirs does not have
+        out = torch.zeros(shape, dtype=dtype)  # rows of padding that the checkpoint does not have stay zero
         first = min(run.theirs for run in part.runs)
         length = max(run.theirs + run.length for run in part.runs) - first
         low = (*part.lead, *(first if dim == part.dim else 0 for dim in range(len(shape))))
         if len(part.runs) == 1:
             self._read(part, low, out.narrow(part.dim, part.runs[0].ours, length))
             return out
-        # Checksums are of whole rectangles, so what lies between the runs is read once, too.
+        # Checksums cover whole rectangles, so the data between the slices must be read, too.
         buffer = torch.empty([length if dim == part.dim else n for dim, n in enumerate(shape)], dtype=dtype)
         self._read(part, low, buffer)
         for run in part.runs:
@@ -215,23 +227,23 @@ class TorchDistSource(CheckpointSource):
 
 
 def _check_backend(folder: Path) -> None:
-    """Raise ValueError where `folder` is no checkpoint of torch_dist."""
+    """Raise ValueError if `folder` is not a torch_dist checkpoint."""
     for name in (CONFIG_FILE, COMMON_FILE):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no distributed checkpoint of Megatron core: it has no {name}")
+            raise ValueError(f"{folder} is not a distributed checkpoint of Megatron core: it has no {name}")
     config = folder / CONFIG_FILE
     backend = parse_object(config, read_file(config)).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(
-            f"{folder / CONFIG_FILE} says sharded_backend = {backend!r}: megafp8 reads torch_dist. A Megatron-LM that "
-            "reads it can save it with --ckpt-format torch_dist"
+            f"{folder / CONFIG_FILE} has sharded_backend = {backend!r}: megafp8 reads torch_dist. A Megatron-LM that "
+            "reads the checkpoint can save it with --ckpt-format torch_dist"
         )
     if not (folder / INDEX_FILE).is_file():
         raise ValueError(f"{folder} has no {INDEX_FILE}: it is not complete")
 
 
 def _weights(path: Path, index: Metadata) -> dict[str, tuple[str, TensorInfo]]:
-    """The stored weights by canonical key: their own key, shape and dtype."""
+    """Return the stored weights by canonical key: the stored key, shape and dtype."""
     keys = [
         name
         for name, entry in index.state_dict_metadata.items()
@@ -249,7 +261,7 @@ def _weights(path: Path, index: Metadata) -> dict[str, tuple[str, TensorInfo]]:
 
 
 def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
-    """The counts of steps in `tree`, what common.pt holds of the optimizers."""
+    """Yield the step counts in `tree`, the state of the optimizers in common.pt."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
         if key not in ("step", "common_step"):
             yield from _optimizer_steps(common, value)
@@ -262,7 +274,7 @@ def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:
 
 
 def _candidates(at: MegatronPlace, name: str, model: ModelSpec) -> Iterator[_Candidate]:
-    """The stored tensors, by canonical key, that may hold our tensor `name`, whose place is `at`."""
+    """Yield the stored tensors, by canonical key, that may hold our tensor `name`, which has the place `at`."""
     layers: dict[str, tuple[Shape, Shape]] = {"": ((), ())}
     half = None
     if at.layer is not None:

@@ -1,1 +1,1 @@
-"""Adapter folders of PEFT."""
+"""Conversion of adapter folders of PEFT."""

@@ -1,7 +1,7 @@
-"""Matching of regular expressions from files of others, in time linear in the text (RE2).
+"""Match regular expressions from untrusted files, in time linear in the length of the text (RE2).
 
-Python's `re` backtracks: `(a+)+b` takes twice as long for each further `a` of the text. RE2 does not, and for that
-refuses back references and look-around. A pattern must also be valid in Python, for which it was written.
+Python's `re` backtracks: the time of `(a+)+b` doubles with each additional `a` in the text. RE2 does not backtrack, and
+therefore refuses back references and look-around. A pattern must also be valid in Python, for which it was written.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import warnings
 from megafp8.host.shipped import install_command
 
 _LONGEST = 1000
-"""Maximum number of characters of a pattern and of a name."""
+"""Maximum number of characters in a pattern or a name."""
 
 
 def matches_end(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches a dotted name, or all of it after one of its dots, as in PEFT.
+    """Return whether `pattern` matches a dotted name, or everything after one of its dots, as in PEFT.
 
     Raises:
         ValueError: The pattern is invalid, too long or not supported, or google-re2 is not installed.
@@ -31,7 +31,7 @@ def matches_end(pattern: str, name: str) -> bool:
     options.log_errors = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Python warns of sets and flags that RE2 reads otherwise
+            warnings.simplefilter("error")  # Python warns about sets and flags that RE2 interprets differently
             re.compile(whole)
         if re.search(r"\{,\d*\}", pattern):
             raise ValueError("RE2 reads {,n} as text; write {0,n}")

@@ -1,12 +1,12 @@
-"""An adapter folder of PEFT as a sink: A and B of a run with LoRA, which `peft.PeftModel` adds to its base model.
+"""Sink for PEFT adapter folders: A and B of a run with LoRA, which `peft.PeftModel` adds to its base model.
 
-The modules are those of the base model's folder, which config.json there names. Where a module of theirs holds several
-projections of ours (GPT-NeoX's query_key_value), it gets the A's of all of them one below the other, and a B of blocks
-on the diagonal: rank and alpha are so many times ours, and the sum is the same. Projections that are not adapted have
-zeros.
+The modules are the modules of the base model's folder, as its config.json determines them. If a Hugging Face module
+holds several of our projections (GPT-NeoX's query_key_value), it gets the A matrices of all of them, one below the
+other, and a block-diagonal B. Its rank and alpha are multiplied by the number of projections, so that the sum is the
+same. Projections that are not adapted have zeros.
 
-Rows of B are in the order of the base model's (`hf_names`). Adapters are small, so a block of B is written by reading
-and writing the whole matrix.
+The rows of B are in the order of the base model's rows (`huggingface.names`). Adapters are small, so a block of B is
+written by reading and writing the whole matrix.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megafp8.spec import ModelSpec
 
 
 class _Block(NamedTuple):
-    """Where a matrix of ours lies in the tensor `name` of theirs: rows of an A, or rows and columns of a B."""
+    """Location of one of our matrices in the PEFT tensor `name`: rows of an A, or rows and columns of a B."""
 
     name: str
     rows: Tensor | slice
@@ -49,14 +49,22 @@ class _Block(NamedTuple):
 
 
 class PeftSink(Sink):
-    """Writes the folder `path`. `base`: the Hugging Face folder of the model whose weights are adapted; default: where
-    the run's weights are from (checkpoint.init_from)."""
+    """Sink that writes a PEFT adapter folder.
+
+    Args:
+        path: Folder to write.
+        base: Hugging Face folder of the base model; by default the origin of the run's weights (checkpoint.init_from).
+    """
 
     def __init__(self, path: str | Path, base: str | Path | None = None) -> None:
         super().__init__(path)
         self._given_base = base
 
     def begin(self, source: CheckpointSource, options: Mapping[str, Any]) -> Collection[str]:
+        """Allocate the adapter file, and return the names of the matrices yet to be written.
+
+        Raises ValueError if there is no base folder, or if it describes a different model.
+        """
         lora: Lora = source.about["adapters"]
         base = str(self._given_base or _base_of(source.about["base"], source.path))
         family, model = read_config(read_config_file(Path(base)))
@@ -64,7 +72,7 @@ class PeftSink(Sink):
         if fields := differences(ours, model):
             requested, expected = flat_keys(model), flat_keys(ours)
             changes = ", ".join(f"{field} is {requested[field]}, not {expected[field]}" for field in fields)
-            raise ValueError(f"{Path(base) / CONFIG_FILE} describes another model than {source.path}: {changes}")
+            raise ValueError(f"{Path(base) / CONFIG_FILE} describes a different model than {source.path}: {changes}")
         modules = _modules(family.names, model)
         stems = [name.removesuffix(f".{A}") for name in source.tensors if name.endswith(f".{A}")]
         theirs: dict[str, TensorInfo] = {}
@@ -106,6 +114,7 @@ class PeftSink(Sink):
         return [name for name in source.tensors if name not in self._journal.done]
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Write A or B of one of our projections to its block of the PEFT tensor."""
         block, file = self._blocks[name], self.hidden / ADAPTER_FILE
         entry = read_header(file)[block.name]
         values = read_rows(entry, block.name, 0, entry.shape[0])
@@ -115,12 +124,13 @@ class PeftSink(Sink):
         self._journal.add(name)
 
     def finish(self) -> None:
+        """Write adapter_config.json."""
         self._check_done(self._source.tensors)
         (self.hidden / ADAPTER_CONFIG_FILE).write_bytes(to_json(self._config))
 
 
 class _Modules(NamedTuple):
-    """`of`: module of theirs and location for each of our projections; `parts`: our projections of each module."""
+    """Hugging Face modules: the module and location of each of our projections (`of`), and its inverse (`parts`)."""
 
     of: Mapping[str, tuple[str, Location]]
     parts: Mapping[str, list[str]]
@@ -140,7 +150,7 @@ def _modules(names: TensorNames, model: ModelSpec) -> _Modules:
 
 
 def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> str:
-    """The shortest end of a module's name that no module has which is not adapted."""
+    """Return the shortest end of a module's name that only adapted modules have."""
     words = module.split(".")
     for i in reversed(range(len(words))):
         end = ".".join(words[i:])
@@ -150,12 +160,12 @@ def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> 
 
 
 def _alpha(alpha: float) -> float:
-    """LoRA's alpha, an integer where it is one, as PEFT declares it."""
+    """Return LoRA's alpha, as an integer if possible, because PEFT declares it as an integer."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _base_of(folder: str | None, run: Path) -> str:
-    """The Hugging Face folder that a run with LoRA began with; adapters may have been trained in several runs."""
+    """Return the Hugging Face folder from which a run with LoRA started, if necessary through several runs."""
     path = Path(folder or "")
     if folder is not None and (path / CONFIG_FILE).is_file():
         return folder
@@ -169,6 +179,6 @@ def _base_of(folder: str | None, run: Path) -> str:
         if config.get("lora") is not None:
             return _base_of(config["checkpoint"]["init_from"], run)
     raise ValueError(
-        f"{run}: an adapter folder names the modules of a Hugging Face model, and the weights of the run are from "
-        f"{folder}, which is none here; give the model's folder by --base (a native one is converted by --to hf)"
+        f"{run}: an adapter folder names the modules of a Hugging Face model, but the run's weights come from "
+        f"{folder}, which is not one on this machine; give the model's folder by --base (--to hf converts a native one)"
     )

@@ -1,16 +1,16 @@
-"""An adapter folder of PEFT (huggingface/peft) as a source: LoRA beside the Hugging Face model that it is for.
+"""Source that reads a PEFT adapter folder (huggingface/peft): LoRA, and the Hugging Face model to which it belongs.
 
     adapter_config.json           rank, alpha, and the base model's folder (`base_model_name_or_path`)
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, k], lora_B.weight [n, r]
 
-A module of theirs may hold several projections of ours side by side (Phi-3's qkv_proj). Then each of them has A, and
-its rows of B. Where the rank is `r` of the config times the number of these projections, and B is zero outside blocks
-on the diagonal, each has its own rows of A and its own block of B: so `PeftSink` writes adapters of ours.
+A Hugging Face module may hold several of our projections (Phi-3's qkv_proj). Each projection then gets the whole A, and
+its rows of B. There is one exception: if the rank is `r` of the config times the number of projections, and B is block-
+diagonal, each projection gets its own rows of A and its own block of B. `PeftSink` writes our adapters in this form.
 
-Adapters that do something else than add scale · B A to weights (DoRA, trained biases or embeddings, initial values that
-change the base model) are refused.
+Adapters that do anything other than add scale · B A to weights are refused (DoRA, trained biases or embeddings, initial
+values that change the base model).
 
-Shapes: n outputs, k inputs of a module, r rank.
+Shapes: n outputs and k inputs of a module, r rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREFIX = "base_model.model."
 SUFFIXES = {A: ".lora_A.weight", B: ".lora_B.weight"}
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _PLAIN_START = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the weights of the base model alone."""
+"""Values of init_lora_weights that do not change the weights of the base model."""
 _REFUSED = (
     "use_dora",
     "lora_bias",
@@ -55,11 +55,11 @@ _REFUSED = (
     "layer_replication",
     "alora_invocation_tokens",
 )
-"""Keys that may be absent, false or empty only."""
+"""Keys that must be absent, false or empty."""
 
 
 class _Module(NamedTuple):
-    """A module of theirs: its A and B, by the name of the file's tensors, and what B A is multiplied by."""
+    """Adapted Hugging Face module: the locations of A and B in the file, and the factor of the product B A."""
 
     a: Entry
     b: Entry
@@ -67,14 +67,18 @@ class _Module(NamedTuple):
 
 
 def open_peft(path: str | Path, vocab_multiple: int = 128) -> CheckpointSource:
-    """The base model with the adapters of the folder `path` merged into it."""
+    """Open the base model, with the adapters of the folder `path` merged into it."""
     return MergedSource(PeftSource(path, vocab_multiple))
 
 
 class PeftSource(AdaptedSource):
-    """The base model, and A and B beside its weights. Raises ValueError naming file, and key or tensor.
+    """Source with the weights of the base model, and with A and B of the adapters.
 
-    `vocab_multiple`: as for `HfSource`.
+    Raises ValueError, with the file and the key or tensor, if the adapters are not supported.
+
+    Args:
+        path: Adapter folder.
+        vocab_multiple: The base model's vocabulary is padded to a multiple of this number.
     """
 
     def __init__(self, path: str | Path, vocab_multiple: int = 128) -> None:
@@ -91,13 +95,15 @@ class PeftSource(AdaptedSource):
         self.tensors: Mapping[str, TensorInfo] = {**self._base.tensors, **matrices}
 
     def read(self, name: str) -> Tensor:
+        """Return a weight of the base model, or A or B of a projection."""
         return self._matrices[name] if name in self._matrices else self._base.read(name)
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` of `read(name)`."""
         return self._matrices[name][first:last] if name in self._matrices else self._base.read_rows(name, first, last)
 
     def _split(self, modules: Mapping[str, _Module], rank: int) -> dict[str, float]:
-        """Divide the A and B of each module among our projections; their scales."""
+        """Divide A and B of each module among our projections, and return the scale of each projection."""
         scales: dict[str, float] = {}
         parts: dict[str, dict[str, Location]] = {}
         for name, info in self._base.tensors.items():
@@ -116,7 +122,7 @@ class PeftSource(AdaptedSource):
             if a.shape[1] != k or b.shape[0] != n or a.shape[0] != b.shape[1]:
                 raise ValueError(
                     f"{self.path / ADAPTER_FILE}: A {list(a.shape)} and B {list(b.shape)} of {module} do not fit "
-                    f"{self._base.path}, of which {module} is {[n, k]}"
+                    f"{self._base.path}, in which {module} is {[n, k]}"
                 )
             blocks = _blocks(b, [location.rows for location in module_parts.values()], rank)
             for i, (stem, location) in enumerate(module_parts.items()):
@@ -129,7 +135,7 @@ class PeftSource(AdaptedSource):
 
 
 def _blocks(b: Tensor, rows: list[Tensor], rank: int) -> bool:
-    """Whether each of the projections with these `rows` of B has its own `rank` columns of it."""
+    """Return whether B is block-diagonal, with `rank` columns for each projection; `rows` are the rows of each."""
     if len(rows) == 1 or b.shape[1] != len(rows) * rank:
         return False
     rest = b.clone()
@@ -139,7 +145,7 @@ def _blocks(b: Tensor, rows: list[Tensor], rank: int) -> bool:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """adapter_config.json of the folder `path`. Raises ValueError where it describes what is not supported."""
+    """Return adapter_config.json of the folder `path`. Raises ValueError if it is damaged or not supported."""
     file = path / ADAPTER_CONFIG_FILE
     config = parse_object(file, read_file(file))
     if config.get("peft_type") != "LORA":
@@ -150,16 +156,16 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     if refused:
         key = refused[0]
         raise ValueError(
-            f"{file}: {key} = {config[key]!r}: more than a product of two matrices is added to weights; merge it by "
-            "PEFT's merge_and_unload, and convert the model that this gives"
+            f"{file}: {key} = {config[key]!r}: this adapter does more than add a product of two matrices to weights; "
+            "merge it by PEFT's merge_and_unload, and convert the merged model"
         )
     if type(config.get("r")) is not int or config["r"] < 1 or not _is_number(config.get("lora_alpha")):
         raise ValueError(f"{file} is damaged: it has no r and lora_alpha")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
-        raise ValueError(f"{file}: alpha_pattern is no mapping of patterns to numbers")
+        raise ValueError(f"{file}: alpha_pattern is not a mapping from patterns to numbers")
     if not isinstance(config.get("base_model_name_or_path"), str | None):
-        raise ValueError(f"{file}: base_model_name_or_path = {config['base_model_name_or_path']!r} is no text")
+        raise ValueError(f"{file}: base_model_name_or_path = {config['base_model_name_or_path']!r} is not text")
     return {"base_model_name_or_path": None} | config | {"alpha_pattern": patterns}
 
 
@@ -175,17 +181,17 @@ def _base_folder(path: Path, base: str | None) -> Path:
         except NotOnThisMachine as error:
             raise ValueError(f"{what}: {error}") from None
     if base is None or not Path(base).is_dir():
-        raise ValueError(f"{what} is no folder here; set it to that of the model that the adapter was trained on")
+        raise ValueError(f"{what} is not a folder on this machine; set it to the folder of the adapter's base model")
     return Path(base)
 
 
 def _modules(path: Path, config: Mapping[str, Any]) -> dict[str, _Module]:
-    """The adapted modules in the file, by their names."""
+    """Return the adapted modules in the file, by name."""
     file = path / ADAPTER_FILE
     if not file.is_file() and (path / "adapter_model.bin").is_file():
         raise ValueError(
-            f"{path} has its tensors in adapter_model.bin, a pickle, which can run any code when it is read; if you "
-            "trust it, load and save it by PEFT"
+            f"{path} has its tensors in adapter_model.bin, a pickle, which can run arbitrary code when it is read; if "
+            "you trust it, load and save it by PEFT"
         )
     pairs: dict[str, dict[str, Entry]] = {}
     for name, entry in read_header(file).items():

@@ -66,11 +66,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
         D | {"rms_norm_eps": 1e-5},
-        "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers uses for the norms of the latents",
+        "rms_norm_eps = 1e-05: .*supported: 1e-06, which transformers always uses for the norms of the latents",
     ),
     "scores scaled without rotated channels": (
         D | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}},
-        "rope_scaling.mscale = None: .*a number beside mscale_all_dim",
+        "rope_scaling.mscale = None: .*a number with mscale_all_dim",
     ),
     "rotated channels scaled alone": (
         D | {"rope_scaling": YARN | {"mscale": 0.7}},
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
     "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
     "no family": (LLAMA, "model_type = None"),
-    "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true too\)"),
+    "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true, too\)"),
     "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
     "bias in Qwen3": (Q3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
     "yarn without its original length": (
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "longrope with a factor of scores": (
         P3 | {"rope_scaling": LONG | {"attention_factor": 1.2}},
-        "attention_factor = 1.2: .*null, as it follows from the factor",
+        "attention_factor = 1.2: .*null, because it follows from the factor",
     ),
     "longrope with another factor": (
         P3 | {"rope_scaling": LONG | {"factor": 3.0}, "max_position_embeddings": 8192},
@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaled by layer": (G | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     "mixed layers": (
         M | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        r"layer_types = \['full_attention', 'sliding_attention'\]: .*sliding_attention of all layers, as the window is",
+        r"layer_types = \['full_attention', 'sliding_attention'\]: .*sliding_attention for all layers, because the win",
     ),
     "layers of another kind": (
         Q3 | {"layer_types": ["chunked_attention"] * 3},
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         Q3 | {"attention_multiplier": 0.1},
         "attention_multiplier = 0.1: .*this key of qwen3",
     ),
-    "an unknown key that is null": (L | {"new": None}, "new = None: .*if that is not so, remove new"),
+    "an unknown key that is null": (L | {"new": None}, "new = None: .*if not, remove new"),
     "a key of another family": (G | {"rope_theta": 500.0}, "rope_theta = 500.0: .*does not know this key of gpt2"),
     "a window in Llama": (L | {"sliding_window": 8}, "sliding_window = 8: .*supported: None"),
     "windows in Llama's layers": (
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bias in Qwen3-MoE": (E3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
     "windows of some layers with experts": (
         E2 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "layer_types = .*full_attention of all layers",
+        "layer_types = .*full_attention for all layers",
     ),
     "another rope in Mistral 4": (
         M4 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chunks without a size": (
         L4 | {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 3},
-        "attention_chunk_size = None: .*as layer_types has chunked_attention",
+        "attention_chunk_size = None: .*because layer_types has chunked_attention",
     ),
     "windows in Llama 4": (
         L4 | {"layer_types": ["sliding_attention"] * 3},

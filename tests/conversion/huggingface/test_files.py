@@ -245,12 +245,12 @@ def _truncate(folder: Path) -> str:
 def _remove(folder: Path) -> str:
     file = _file(folder, 1)
     file.unlink()
-    return f"{file} is missing; model.safetensors.index.json says that it holds model."
+    return f"{file} is missing; by model.safetensors.index.json it holds model."
 
 
 def _empty(folder: Path) -> str:
     _file(folder).write_bytes(b"")
-    return f"{_file(folder)} is no safetensors file, or damaged"
+    return f"{_file(folder)} is damaged or not a safetensors file"
 
 
 def _swap(folder: Path) -> str:
@@ -272,7 +272,7 @@ def _only_bin(folder: Path) -> str:
 
 def _no_config(folder: Path) -> str:
     (folder / "config.json").unlink()
-    return f"{folder} is no Hugging Face model: it has no config.json"
+    return f"{folder} is not a Hugging Face model: it has no config.json"
 
 
 def _config_is_no_json(folder: Path) -> str:
@@ -294,7 +294,7 @@ def _unlisted(folder: Path) -> str:
     file = content["weight_map"].pop("model.norm.weight")
     assert file in content["weight_map"].values()
     index.write_text(json.dumps(content))
-    return f"{folder / file} holds model.norm.weight, and {index.name} does not say so"
+    return f"{folder / file} holds model.norm.weight, which {index.name} does not list there"
 
 
 def _two_models(folder: Path) -> str:
@@ -316,12 +316,12 @@ def _header(content: Any, expected: str) -> Callable[[Path], str]:
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 DAMAGES: dict[str, Callable[[Path], str]] = {
     "header": _overwrite(8, b"?", "the header of {file} is damaged: "),
-    "header length": _overwrite(0, b"\xff" * 8, "{file} is no safetensors file, or damaged"),
+    "header length": _overwrite(0, b"\xff" * 8, "{file} is damaged or not a safetensors file"),
     "another shape": _set(
-        "model.layers.0.mlp.gate_proj.weight has shape [48, 32], and [56, 32] by config.json", intermediate_size=56
+        "model.layers.0.mlp.gate_proj.weight has shape [48, 32], but [56, 32] by config.json", intermediate_size=56
     ),
     "more layers": _set(
-        "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json promises", num_hidden_layers=4
+        "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json requires", num_hidden_layers=4
     ),
     "fewer layers": _set(
         "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
@@ -333,7 +333,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "layers for hours": _set("num_hidden_layers = 1000000000: megafp8 has no such model", num_hidden_layers=10**9),
     "no number": _set("num_attention_heads", num_attention_heads=[4]),
     "heads for memory": _set("{folder}", num_attention_heads=10**9, num_key_value_heads=10**9, head_dim=2),
-    "dims": _header({"x": ONE | {"shape": [1] * 200_000}}, "its header says of x: {'dtype'"),
+    "dims": _header({"x": ONE | {"shape": [1] * 200_000}}, "the entry of x in its header is {'dtype'"),
     "shared bytes": _header({"a": ONE, "b": ONE}, "a and b share bytes"),
     "depth": _header("[" * 100_000, "nested too deeply"),
     "unsupported": _set("{folder}/config.json: attention_bias = True", attention_bias=True),
@@ -367,7 +367,7 @@ def test_tokenizer_files_that_are_links(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("{}")
     (folder / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(ValueError, match=r"tokenizer.json is a symbolic link to .*/secret, outside of its folder"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is a symbolic link to .*/secret, outside its folder"):
         HfSource(folder)
     (folder / "tokenizer.json").unlink()
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"

@@ -79,7 +79,7 @@ def test_code_in_a_file_does_not_run(where: str, truth: RandomSource, tmp_path: 
     save(tmp_path / "a", truth, args, (1, 1, 1), more={"rng_state": payload} if where == "beside" else {})
     if where == "as a weight":
         change(file_of(tmp_path / "a", "mp_rank_00"), lambda c: c["model"].update({"output_layer.weight": payload}))
-        with pytest.raises(ValueError, match=r"output_layer.weight is <posix.system>, and no plain tensor"):
+        with pytest.raises(ValueError, match=r"output_layer.weight is <posix.system>, not a plain tensor"):
             MegatronSource(tmp_path / "a")
     else:
         assert_same(MegatronSource(tmp_path / "a"), truth)
@@ -99,7 +99,7 @@ def test_missing_and_superfluous_ranks(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"iter_0000100 has no mp_rank_01_001 of 2 × 2 ranks"):
         MegatronSource(folder)
     shutil.rmtree(file_of(folder, "mp_rank_01_000").parent)
-    with pytest.raises(ValueError, match="says tensor_model_parallel_size = 2, and there are folders for 1"):
+    with pytest.raises(ValueError, match="has tensor_model_parallel_size = 2, but there are folders for 1"):
         MegatronSource(folder)
     file_of(folder, "mp_rank_00_000").unlink()
     with pytest.raises(ValueError, match=r"mp_rank_00_000 has no model_optim_rng.pt"):
@@ -119,10 +119,10 @@ def test_missing_expert_ranks(tmp_path: Path) -> None:
         MegatronSource(tmp_path)
     shutil.rmtree(tmp_path / "iter_0000100")
     save(tmp_path, random_source("mixtral"), ARGS["mixtral"] | {"num_experts": 3}, (1, 1, 1, 2))
-    with pytest.raises(ValueError, match="has folders for 2 expert ranks, and num_experts = 3"):
+    with pytest.raises(ValueError, match="has folders for 2 expert ranks, but num_experts = 3"):
         MegatronSource(tmp_path)
     shutil.rmtree(file_of(tmp_path, "mp_rank_00_001").parent)
-    with pytest.raises(ValueError, match="says expert_model_parallel_size = 2, and there are folders for 1"):
+    with pytest.raises(ValueError, match="has expert_model_parallel_size = 2, but there are folders for 1"):
         MegatronSource(tmp_path)
 
 
@@ -131,10 +131,10 @@ def test_missing_expert_ranks(tmp_path: Path) -> None:
     [
         (lambda c: c.update(checkpoint_version=2.0), "checkpoint_version 2.0: before 3.0 the rows of query_key_value"),
         (lambda c: c.pop("checkpoint_version"), "checkpoint_version 0"),
-        (lambda c: c.update(iteration=90), "is of iteration 90, others of 100"),
+        (lambda c: c.update(iteration=90), "has iteration 90, others have 100"),
         (lambda c: c.pop("args"), "has no arguments"),
-        (lambda c: c.pop("model"), "has no weights: there is args, checkpoint_version, iteration, and no model"),
-        (lambda c: setattr(c["args"], "num_layers", 5), "num_layers = 5, and another file has 4"),
+        (lambda c: c.pop("model"), "has no weights: it has args, checkpoint_version, iteration, but no model"),
+        (lambda c: setattr(c["args"], "num_layers", 5), "num_layers = 5, but another file has 4"),
         (
             lambda c: c["model"].pop("decoder.layers.0.mlp.linear_fc2.weight"),
             "has no tensor decoder.layers.0.mlp.linear",
@@ -149,7 +149,7 @@ def test_missing_expert_ranks(tmp_path: Path) -> None:
         ),
         (
             lambda c: c["model"].update({"decoder.final_layernorm.weight": torch.ones(15)}),
-            r"final_layernorm.weight has shape \[15\], and \[16\] by the arguments",
+            r"final_layernorm.weight has shape \[15\], but \[16\] by the arguments",
         ),
         (
             lambda c: c["model"].update({"decoder.final_layernorm.weight": torch.ones(16).half()}),
@@ -174,17 +174,17 @@ def test_a_file_of_another_checkpoint(how: Callable[[dict[str, Any]], None], mes
     [
         (E | {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type = 'sinkhorn'"),
         (E | {"moe_router_topk": 1}, "moe_router_topk = 1 without moe_router_pre_softmax"),
-        (E | {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "sum of their 2 largest scores, and with the"),
-        (E | {"moe_layer_freq": 2}, "moe_layer_freq = 2: .*experts in every layer, or every n-th"),
+        (E | {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "sum of their 2 largest scores, but with the"),
+        (E | {"moe_layer_freq": 2}, "moe_layer_freq = 2: .*experts in layers n - 1"),
         (E | {"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor = 1.5, experts that drop tokens"),
-        (E | {"add_bias_linear": True}, "add_bias_linear = True with num_experts: where exp"),
-        (E | {"expert_tensor_parallel_size": 2}, "experts that are sharded as the other layers, over 1"),
+        (E | {"add_bias_linear": True}, "add_bias_linear = True with num_experts: if exp"),
+        (E | {"expert_tensor_parallel_size": 2}, "experts that are sharded like the other layers, over 1"),
         (E, "has no tensor decoder.layers.0.mlp.router.weight"),
         ({"apply_layernorm_1p": True}, "norms whose weights are stored minus one"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
         ({"rotary_percent": 0.5}, "rotary embedding of a part of each head"),
-        ({"normalization": "LayerNorm", "qk_layernorm": True}, "megafp8 has RMSNorm of queries and keys only"),
-        ({"window_size": (8, 8)}, "causal windows only"),
+        ({"normalization": "LayerNorm", "qk_layernorm": True}, "megafp8 only has RMSNorm of queries and keys"),
+        ({"window_size": (8, 8)}, "only has causal windows"),
         ({"window_size": 8}, "int"),
         ({"hidden_size": None}, "the arguments have no hidden_size"),
         ({"num_attention_heads": "many"}, "num_attention_heads"),
@@ -204,7 +204,7 @@ def test_other_formats_and_wrong_folders(folder: Path, tmp_path: Path) -> None:
         MegatronSource(tmp_path)
     strange = folder / "iter_0000100" / "mp_rank_00_000_001_000"
     strange.mkdir()
-    with pytest.raises(ValueError, match="mp_rank_00_000_001_000: an unknown name"):
+    with pytest.raises(ValueError, match="mp_rank_00_000_001_000: unknown name"):
         MegatronSource(folder)
     strange.rmdir()
     shutil.copytree(file_of(folder).parent, folder / "iter_0000100" / "mp_rank_00_000_001")
@@ -214,10 +214,10 @@ def test_other_formats_and_wrong_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"distributed checkpoint of Megatron-LM .* --ckpt-convert-format torch "):
         MegatronSource(folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("200")
-    with pytest.raises(ValueError, match=r"says 200, and there is no .*iter_0000200"):
+    with pytest.raises(ValueError, match=r"names 200, but there is no .*iter_0000200"):
         MegatronSource(folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("\x00")
-    with pytest.raises(ValueError, match="is damaged: it says"):
+    with pytest.raises(ValueError, match="is damaged: it has"):
         MegatronSource(folder)
 
 

@@ -210,7 +210,7 @@ def test_a_vocabulary_of_unknown_size_is_all_rows(tmp_path: Path) -> None:
     save(tmp_path, truth, args, (2, 1, 1), multiple=8)
     assert MegatronSource(tmp_path).model.stem.vocab_size == 64
     assert MegatronSource(tmp_path, vocab_size=50).read("model.output.weight").shape == (56, 16)
-    with pytest.raises(ValueError, match="vocab_size 65 was given, and the embedding has 64 rows"):
+    with pytest.raises(ValueError, match="vocab_size is 65, but the embedding has 64 rows"):
         MegatronSource(tmp_path, vocab_size=65)
 
 
@@ -298,11 +298,11 @@ def test_a_router_chooses_as_its_arguments_say(args: dict[str, Any]) -> None:
         ({"activation": "geglu_tanh"}, (), "no model with activation = 'geglu_tanh'"),
         ({"rope_scaling": {"low_freq_factor": 2.0}}, (), "no model with rope_scaling"),
         ({"normalization": "layernorm", "qk_norm": True}, (), "qk_layernorm with normalization = 'LayerNorm'"),
-        (READ_ONLY["bert"], (), "architecture = 'bert': of Megatron-LM's models megafp8 writes gpt only"),
+        (READ_ONLY["bert"], (), "architecture = 'bert': megafp8 only writes Megatron-LM's gpt"),
         (
             {"layer_kinds": {"a": {"mixer": {"kind": "mamba2", "num_heads": 8}}}, "pattern": ["a"]},
             (),
-            "layers whose mixer is mamba2: megafp8 writes those with attention only",
+            "layers with mamba2: megafp8 only writes layers with attention",
         ),
         ({}, (3,), "TP 3 does not divide the model's num_attention_heads = 4"),
         ({"num_query_groups": 2}, (4,), "TP 4 does not divide the model's num_query_groups = 2"),
@@ -333,7 +333,9 @@ def test_t5_is_refused(tmp_path: Path) -> None:
     first = {key: x for key, x in content["model"].items() if key.startswith("encoder.layers.0.")}
     content["model"] |= {key.replace("encoder", "decoder"): x for key, x in first.items()}
     torch.save(content, file)
-    with pytest.raises(ValueError, match=r"model_optim_rng\.pt is of T5; megafp8 reads Megatron-LM's GPT and BERT"):
+    with pytest.raises(
+        ValueError, match=r"model_optim_rng\.pt is a T5 model; megafp8 reads Megatron-LM's GPT and BERT"
+    ):
         MegatronSource(tmp_path)
 
 

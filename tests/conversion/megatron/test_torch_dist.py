@@ -221,7 +221,7 @@ def test_a_vocabulary_of_another_padding(tmp_path: Path) -> None:
     save(tmp_path, tensors, ARGS["llama"])
     assert_same(TorchDistSource(tmp_path), truth)
     assert TorchDistSource(tmp_path, vocab_size=57).model.stem.vocab_size == 57
-    with pytest.raises(ValueError, match="vocab_size 65 was given, and the embedding has 64 rows"):
+    with pytest.raises(ValueError, match="vocab_size is 65, but the embedding has 64 rows"):
         TorchDistSource(tmp_path, vocab_size=65)
 
 
@@ -248,16 +248,16 @@ def test_damaged_and_other_checkpoints(tmp_path: Path) -> None:
     truth = random_source("llama")
     tensors = global_tensors(truth, singleton=False)
     one = save(tmp_path / "a", {k: x for k, x in tensors.items() if "fc2" not in k}, ARGS["llama"])
-    with pytest.raises(ValueError, match=r"has no tensor decoder.layers.mlp.linear_fc2.weight or .* promise"):
+    with pytest.raises(ValueError, match=r"has no tensor decoder.layers.mlp.linear_fc2.weight or .* require"):
         TorchDistSource(one)
     two = save(tmp_path / "b", tensors | {"decoder.strange": torch.ones(1)}, ARGS["llama"])
     with pytest.raises(ValueError, match=r"1 tensors that no model of ours has: decoder.strange"):
         TorchDistSource(two)
     three = save(tmp_path / "c", tensors, ARGS["llama"] | {"num_layers": 3})
-    with pytest.raises(ValueError, match=r"has shape \[4, 16\], and \[3, 16\] by the arguments"):
+    with pytest.raises(ValueError, match=r"has shape \[4, 16\], but \[3, 16\] by the arguments"):
         TorchDistSource(three)
     four = save(tmp_path / "d", tensors, ARGS["llama"], backend="zarr")
-    with pytest.raises(ValueError, match="says sharded_backend = 'zarr': megafp8 reads torch_dist"):
+    with pytest.raises(ValueError, match="has sharded_backend = 'zarr': megafp8 reads torch_dist"):
         TorchDistSource(four)
     with pytest.raises(ValueError, match="read it as torch_dist, not as megatron"):
         MegatronSource(four)
@@ -267,7 +267,7 @@ def test_damaged_and_other_checkpoints(tmp_path: Path) -> None:
     at = content.index(tensors["decoder.final_layernorm.weight"].numpy().tobytes())
     content[at] ^= 1
     data.write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged at decoder.final_layernorm.weight .* not those that were saved"):
+    with pytest.raises(ValueError, match=r"damaged at decoder.final_layernorm.weight .* do not match their checksum"):
         TorchDistSource(good).read("model.final_norm.weight")
     data.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="is truncated"):

@@ -167,10 +167,10 @@ def test_their_adapters_are_merged(world2: World, tmp_path: Path, family: str, o
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": ["q_proj", "lm_head"]}, "has a tensor base_model.model.lm_head.base_layer.weight"),
-    ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora = True: more than a product"),
-    ({"target_modules": ["q_proj"], "bias": "all"}, "bias = 'all': more than a product"),
-    ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, r"modules_to_save = \['norm'\]: more than"),
-    ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': more than"),
+    ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora = True: this adapter does more"),
+    ({"target_modules": ["q_proj"], "bias": "all"}, "bias = 'all': this adapter does more"),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, r"modules_to_save = \['norm'\]: this adapter"),
+    ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights = 'pissa': this adapter"),
 ]
 
 
@@ -205,9 +205,11 @@ def test_folders_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     make_theirs("qwen2").save_pretrained(other)
     save = ["--load", str(adapter), "--save", str(tmp_path / "x"), "--to", "peft"]
     assert convert_checkpoint.main([*save, "--base", str(other)]) == 2
-    assert "describes another model than" in capsys.readouterr().err
+    assert "describes a different model than" in capsys.readouterr().err
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"base_model_name_or_path = '.*base' is no folder here; set it to that of"):
+    with pytest.raises(
+        ValueError, match=r"base_model_name_or_path = '.*base' is not a folder on this machine; set it to the folder of"
+    ):
         open_source(adapter)
 
 

@@ -1,8 +1,9 @@
-"""Hugging Face's families of models (`model_type`), one file each, or several in one where they differ in little.
+"""Hugging Face's families of models (`model_type`), one per file; similar families share a file.
 
-To add a family, add a file here that defines `FAMILIES`, a tuple of records; `hf_config` finds it. A record says how
-config.json maps to our model and back and what it refuses (`keys`, and `hf_traits` for what several families have),
-and which names of tensors are not those of Llama (`hf_names`).
+To add a family, add a file to this folder that defines `FAMILIES`, a tuple of records. `huggingface.config` finds it. A
+record defines how config.json is translated to our model and back, and what is refused (by traits, from `keys`, and
+from `huggingface.traits` for properties that several families share). It also has the names of the tensors, as far as
+they differ from Llama's (`huggingface.names`).
 """
 
 from typing import NamedTuple
@@ -14,11 +15,20 @@ LLAMA_NAMES = like_llama()
 
 
 class Family(NamedTuple):
-    """What `transformers` calls a model_type, with the class that holds its weights.
+    """Family of models, which is one model_type in `transformers`.
 
-    `also`: another name of the class. `moe`: its layers have experts, None: or not; `latent`: they have latent
-    attention. `sparse`: it is to tokens that an indexer chooses. `hyper`: they have hyper-connections. `kind`:
-    `ModelSpec.architecture`. `rank`: of the families that can express a model, the one of lowest rank is written.
+    Attributes:
+        model_type: Name of the family in config.json.
+        architecture: Class of `transformers` that holds the weights.
+        traits: Traits that translate config.json to flat keys and back.
+        names: Names of the tensors.
+        also: Another name of the class, or None.
+        moe: Whether its models have experts; None if they may or may not have them.
+        latent: Whether layers have latent attention.
+        sparse: Whether attention is restricted to tokens that an indexer selects.
+        hyper: Whether layers have hyper-connections.
+        kind: `ModelSpec.architecture` of its models.
+        rank: Preference among the families that can express a model; the lowest rank is written.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Arcee's AFM: Llama with squared ReLU, without a gate."""
+"""Arcee's AFM, which is Llama with squared ReLU and without a gate."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family

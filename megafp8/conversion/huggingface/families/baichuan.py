@@ -1,4 +1,4 @@
-"""Baichuan 1, with 7 billion parameters and 13: their config.json does not say which."""
+"""Baichuan 1, with 7 and with 13 billion parameters. Their config.json does not state which of the two it is."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
@@ -9,7 +9,7 @@ _LENGTHS = ("max_position_embeddings", "model_max_length")
 
 
 def _read_positions(hf: HfConfig) -> Fields:
-    """The two models have different names for the length."""
+    """Read the kind of position embedding from the key for the length, which differs between the two models."""
     if "z_loss_weight" in hf:
         raise ValueError("z_loss_weight: this is Baichuan 2, whose output layer normalizes its weights")
     lengths = [key for key in _LENGTHS if key in hf]

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 and attention, with an MLP in each layer."""
+"""Bamba, with Mamba-2 or attention, and an MLP, in each layer."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
@@ -15,7 +15,7 @@ def _kinds(hf: HfConfig) -> list[str]:
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """Half of a head is rotated, whatever the key says."""
+    """Read the rotary embedding. It always rotates half of a head; partial_rotary_factor is ignored."""
     return read_rope({key: x for key, x in hf.items() if key != "partial_rotary_factor"}, 1e4, 0.5)
 
 

@@ -7,13 +7,13 @@ from megafp8.conversion.huggingface.names import HfPlace, Names, TensorNames, af
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, expect, only, same, unread
 
 _CLASSES = {"BertForPreTraining": True, "BertForMaskedLM": False}
-"""Whether each class has the pooler and the binary head."""
+"""Classes, with whether they have the pooler and the binary head."""
 _ROBERTA_OFFSET = 2
-"""Rows of RoBERTa's position table before that of the first token."""
+"""Number of rows in RoBERTa's position table before the row of the first token."""
 
 
 def _read_class(hf: HfConfig) -> Fields:
-    """What the class in config.json says; folders of BertForMaskedLM may have the tensors of the other head too."""
+    """Read from the class whether there is a binary head. Folders of BertForMaskedLM may have its tensors anyway."""
     named = hf.get("architectures") or ["BertForMaskedLM"]
     if len(named) != 1 or named[0] not in _CLASSES:
         refuse("architectures", named, " or ".join(repr([name]) for name in _CLASSES))
@@ -27,8 +27,8 @@ def _write_class(ours: Fields) -> Keys:
 def _read_roberta_positions(hf: HfConfig) -> Fields:
     rows = hf.get("max_position_embeddings", 512)
     if not isinstance(rows, int) or rows <= _ROBERTA_OFFSET:
-        refuse("max_position_embeddings", rows, f"more than {_ROBERTA_OFFSET}, the rows before the first token's")
-    expect(hf, "pad_token_id", 1, "1, which positions begin after")
+        refuse("max_position_embeddings", rows, f"more than {_ROBERTA_OFFSET}, the rows before the first token's row")
+    expect(hf, "pad_token_id", 1, "1, because positions begin after it")
     return {"max_position_embeddings": rows - _ROBERTA_OFFSET}
 
 
@@ -46,9 +46,9 @@ _BERT = (
     ),
     always(architecture="bert", position_embedding="learned", normalization="layernorm", norm_position="post"),
     always(embedding_norm=True, linear_bias=True, tie_embeddings=True),
-    only(tie_word_embeddings=True, why="as the head's bias is shared like its weight"),
+    only(tie_word_embeddings=True, why="because the head's bias is shared like its weight"),
     only(written=False, position_embedding_type="absolute", is_decoder=False),
-    # The pooler of multilingual releases, which no class reads.
+    # The pooler of multilingual releases; no class reads these keys.
     unread("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
     unread("pooler_size_per_head", "pooler_type"),
 )  # fmt: skip

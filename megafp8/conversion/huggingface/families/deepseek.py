@@ -12,14 +12,14 @@ from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, al
 
 _DERIVED_WIDTHS = {
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
-    "head_dim": ("qk_rope_head_dim",),  # of the rotary embedding
+    "head_dim": ("qk_rope_head_dim",),  # width of the rotary embedding
     "num_key_value_heads": ("num_attention_heads",),
 }
 _GROUP_METHODS = ("greedy", "group_limited_greedy")
 
 
 def check_derived_widths(hf: HfConfig, derived: Mapping[str, tuple[str, ...]] = _DERIVED_WIDTHS) -> None:
-    """Keys that follow from others, but that transformers uses as they are in config.json."""
+    """Raise ValueError if a key that follows from other keys has another value; transformers would use that value."""
     for key, parts in derived.items():
         values = [x for part in parts if isinstance(x := hf.get(part), int)]  # others are refused elsewhere
         if len(values) == len(parts):
@@ -27,7 +27,7 @@ def check_derived_widths(hf: HfConfig, derived: Mapping[str, tuple[str, ...]] = 
 
 
 def _read_group_method(hf: HfConfig) -> Fields:
-    """deepseek_v2 has groups with one method, and ignores their number with the other."""
+    """Read the expert groups of deepseek_v2, which uses them with one method and ignores them with the other."""
     method = hf.get("topk_method", "greedy")
     if method not in _GROUP_METHODS:
         refuse("topk_method", method, ", ".join(_GROUP_METHODS))
@@ -52,14 +52,14 @@ LATENT_KEYS = (
 )  # fmt: skip
 LATENT_MODEL = (
     *LATENT_KEYS, always(norm_eps=1e-6),
-    only(rms_norm_eps=1e-6, why="which transformers uses for the norms of the latents, whatever this key says"),
+    only(rms_norm_eps=1e-6, why="which transformers always uses for the norms of the latents"),
 )  # fmt: skip
 DEEPSEEK_KEYS = (
     rope(1e4),
-    # The default of transformers is 128 in deepseek_v3, whatever the number of heads.
+    # The default of transformers is 128 in deepseek_v3, regardless of the number of heads.
     check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
-    only(moe_layer_freq=1),  # read by other engines than transformers, as those below
-    unread("aux_loss_alpha", "seq_aux"),  # of losses that ours is not, as router_aux_loss_coef
+    only(moe_layer_freq=1),  # this key and the next ones are read by engines other than transformers
+    unread("aux_loss_alpha", "seq_aux"),  # like router_aux_loss_coef, for losses that we do not have
 )  # fmt: skip
 _DEEPSEEK = *LATENT_MODEL, *DEEPSEEK_KEYS
 _NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: compressed attention, experts by token id in the first layers, and hyper-connections."""
+"""DeepSeek-V4, with compressed attention, experts by token id in the first layers, and hyper-connections."""
 
 from typing import Any
 
@@ -38,14 +38,14 @@ def _read_mixers(hf: HfConfig) -> Fields:
     lists |= {"kind": [_KIND] * len(kinds), "compress_rate": [rates.get(kind) for kind in kinds]}
     ropes = {label: _read_rope(hf, label) for label in ("main", "compress")}
     if ropes["main"][_PARTIAL] != ropes["compress"][_PARTIAL]:
-        refuse(_ROPE, hf[_ROPE], f"one {_PARTIAL} of both")
+        refuse(_ROPE, hf[_ROPE], f"the same {_PARTIAL} for both")
     for key in ("rope_theta", "rope_interpolation_factor", "rope_scaling", "yarn"):
         lists[key] = [ropes["main" if kind == _WINDOW else "compress"].get(key) for kind in kinds]
     return {f"mixer.{ours}": values for ours, values in lists.items()} | {_PARTIAL: ropes["main"][_PARTIAL]}
 
 
 def _read_rope(hf: HfConfig, label: str) -> Fields:
-    """The rotary embedding of layers with a window only (main), or of those with entries."""
+    """Read the rotary embedding of layers with only a window (`main`), or of layers with compressed entries."""
     top, rope = ("rope_theta", 1e4) if label == "main" else ("compress_rope_theta", 1.6e5), hf.get(_ROPE) or {}
     is_nested = isinstance(rope, dict) and {"main", "compress"} <= rope.keys()
     scaled = dict(rope[label] if is_nested else {} if label == "main" else rope or hf.get("rope_scaling") or {})

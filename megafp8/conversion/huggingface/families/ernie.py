@@ -12,7 +12,7 @@ _LAYER_KEYS = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interv
 
 
 def _read_layers(hf: HfConfig) -> Fields:
-    """Layers with experts: from the first to the last index (-1: to the end), those at multiples of the interval."""
+    """Read which layers have experts: multiples of the interval, from the first to the last index (-1 for the end)."""
     layers = num_layers(hf)
     first, last, interval = (hf.get(key, default) for key, default in zip(_LAYER_KEYS, (1, -1, 1), strict=True))
     for key, value in zip(_LAYER_KEYS, (first, last, interval), strict=True):
@@ -25,7 +25,7 @@ def _read_layers(hf: HfConfig) -> Fields:
 def _write_layers(ours: Fields) -> Keys:
     sparse = [i for i, kind in enumerate(ours["ffn.kind"]) if kind == "moe"]
     if not sparse:
-        raise ValueError("layers without experts alone (ffn.kind)")
+        raise ValueError("no layer with experts (ffn.kind)")
     interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
     return dict(zip(_LAYER_KEYS, (sparse[0], sparse[-1], interval), strict=True))
 
@@ -39,7 +39,7 @@ FAMILIES = (
         aliases(num_experts="moe_num_experts", num_experts_per_tok="moe_k"),
         traits.shared_experts(2, "moe_num_shared_experts", least=0), always("moe", selection_bias=True),
         only(moe_norm_min=1e-12), traits.AUX_LOSS,
-        # Read by Baidu's own code.
+        # Baidu's own code reads these keys.
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(
         {"mlp.router.bias": HfPlace("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",

@@ -9,7 +9,7 @@ from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Trait, aliases,
 
 
 def _read_embedding_multiplier(hf: HfConfig) -> Fields:
-    hidden = hf.get("hidden_size")  # refused elsewhere where it is no number
+    hidden = hf.get("hidden_size")  # another trait refuses it if it is not a number
     return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) else {}
 
 

@@ -34,12 +34,12 @@ def _types(hf: HfConfig) -> list[str]:
     if (types := layer_types(hf)) is None:
         return [*full_every(6)(hf)[:-1], FULL]
     if types[-1] != FULL:
-        refuse("layer_types", types[-1], f"{FULL} for the last layer, as transformers takes it")
+        refuse("layer_types", types[-1], f"{FULL} for the last layer, because transformers always uses that")
     return types
 
 
 def _read_heads(hf: HfConfig) -> Fields:
-    """Widths and numbers of heads: those of layers with a window, and others of the rest."""
+    """Read the widths and numbers of heads, which differ between layers with and without a window."""
     types, equal = _types(hf), flag(hf, "attention_k_eq_v")
     sources = kv_sources(hf, types)
     usual = {"head_dim": hf.get("head_dim", 256), "num_key_value_heads": hf.get("num_key_value_heads", 4)}
@@ -49,10 +49,10 @@ def _read_heads(hf: HfConfig) -> Fields:
     overrides = {str(i): full for i, kind in enumerate(types) if kind == FULL}
     if (per_layer := hf.get("per_layer_config")) is not None:
         if old := [key for key in _OLD_HEADS if key in hf]:
-            refuse(old[0], hf[old[0]], "per_layer_config without it, which says the same")
+            refuse(old[0], hf[old[0]], "per_layer_config without it, because both have the same meaning")
         overrides = {str(i): x for i, x in per_layer.items()}
         if unknown := sorted({key for x in overrides.values() for key in x} - {*usual}):
-            refuse("per_layer_config", unknown[0], f"{' and '.join(usual)} of layers")
+            refuse("per_layer_config", unknown[0], f"{' and '.join(usual)} for each layer")
     layers = [usual | overrides.get(str(i), {}) for i in range(len(types))]
     return {f"mixer.{ours}": [x[theirs] for x in layers] for theirs, ours in _HEADS.items()} | {
         "mixer.keys_as_values": [equal and x == FULL and y is None for x, y in zip(types, sources, strict=True)],
@@ -70,7 +70,7 @@ def _write_heads(ours: Fields) -> Keys:
 
 
 def _read_widths(hf: HfConfig) -> Fields:
-    """Widths of MLPs, of layers without keys of their own perhaps twice as wide, or of MLPs beside experts."""
+    """Read the widths of MLPs, perhaps doubled in layers without their own keys, or of experts and shared expert."""
     width, sources = hf.get("intermediate_size", 9216), kv_sources(hf, _types(hf))
     double = flag(hf, "use_double_wide_mlp") and any(source is not None for source in sources)
     if not flag(hf, "enable_moe_block"):
@@ -93,12 +93,12 @@ def _write_widths(ours: Fields) -> Keys:
 
 
 def _check(hf: HfConfig) -> None:
-    if (attention := hf.get("use_bidirectional_attention")) not in (None, "vision"):  # which differ for images only
+    if (attention := hf.get("use_bidirectional_attention")) not in (None, "vision"):  # these only differ for images
         refuse("use_bidirectional_attention", attention, "null, vision")
 
 
 def _read_per_layer(hf: HfConfig) -> Fields:
-    """Per-layer embeddings, whose table has the tokens of the other one."""
+    """Read the per-layer embeddings. Their table must have the tokens of the main embedding."""
     width, rows = hf.get("hidden_size_per_layer_input", 256), hf.get("vocab_size_per_layer_input", 262_144)
     if width and rows != hf.get("vocab_size", 262_144):
         refuse("vocab_size_per_layer_input", rows, "vocab_size")

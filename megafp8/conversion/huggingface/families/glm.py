@@ -1,4 +1,4 @@
-"""GLM-4, whose norms are before attention and MLP (glm) or on both sides (glm4), and GLM-4.5 and 4.6 (glm4_moe)."""
+"""GLM-4 with norms before attention and MLP (glm) or on both sides (glm4), and GLM-4.5 and 4.6 (glm4_moe)."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family

@@ -49,7 +49,7 @@ FAMILIES = (
             attention_dropout=("attn_pdrop", 0.1), hidden_dropout=("resid_pdrop", 0.1),
         ),
         *_LEARNED, traits.activation("activation_function", "gelu_new", gated=False),
-        # After the embedding the dropout is that of the branches here.
+        # The dropout after the embedding is our hidden_dropout, too.
         Trait(("embd_pdrop",), write=lambda ours: {"embd_pdrop": ours["hidden_dropout"]}),
         aliases(
             num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head",

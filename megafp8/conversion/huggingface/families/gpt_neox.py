@@ -8,7 +8,7 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, eithe
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """Under names of its own at the top level, where transformers does not read the usual ones."""
+    """Read the rotary embedding from this family's names; transformers does not read the usual names at top level."""
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
     return read_rope({names.get(key, key): value for key, value in hf.items()}, 1e4, 0.25)
 
@@ -31,7 +31,7 @@ FAMILIES = (
         always(position_embedding="alibi", normalization="layernorm", embedding_norm=True),
         always(activation="gelu_tanh", linear_bias=True), only(apply_residual_connection_post_layernorm=False),
         only(written=False, n_inner=None),
-        # Of the program that trained it; transformers does not read them.
+        # Keys of the program that trained it; transformers does not read them.
         unread("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi"),
         unread("seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id"),
     ), TensorNames({

@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""The gpt-oss family."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -11,7 +11,7 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, alwa
 
 def _read_rope(hf: HfConfig) -> Fields:
     if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
-        refuse("rope_scaling", None, "a dictionary, as releases of transformers differ in its default for gpt_oss")
+        refuse("rope_scaling", None, "a dictionary, because releases of transformers differ in its default")
     return read_rope(hf, 1.5e5)
 
 

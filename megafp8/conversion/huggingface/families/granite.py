@@ -1,4 +1,4 @@
-"""Granite, GraniteMoE, and Granite 4 (granitemoehybrid), of Mamba-2 and attention."""
+"""Granite, GraniteMoE, and Granite 4 (granitemoehybrid) with Mamba-2 and attention."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -28,7 +28,7 @@ _SHARED = {
     **fused("shared_mlp.input_linear", equal_parts(2), ("mlp.gate", "mlp.up")),
     **dict.fromkeys(("mlp.shared.down", "mlp.down"), "shared_mlp.output_linear"),
 }
-"""The MLP beside the experts, which models without experts have alone."""
+"""Names of the shared expert, which is the only MLP in models without experts."""
 
 
 def _kinds(hf: HfConfig) -> list[str]:
@@ -52,7 +52,7 @@ def _write_shared(ours: Fields) -> Keys:
     if ours["moe"] is None:
         return {"num_local_experts": 0, "shared_intermediate_size": ours["ffn_hidden_size"]}
     width = ours["moe.shared_ffn_hidden_size"]
-    return {} if width is None else {"shared_intermediate_size": width}  # it has a shared expert, of 1024 by default
+    return {} if width is None else {"shared_intermediate_size": width}  # by default there is a shared expert of 1024
 
 
 _HYBRID = (

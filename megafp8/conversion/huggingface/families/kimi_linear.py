@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention, and some layers of latent attention without rotary embedding."""
+"""Kimi Linear, with Kimi Delta Attention, and latent attention without rotary embedding in some layers."""
 
 from megafp8.config import LatentMixerConfig
 from megafp8.conversion.base import refuse
@@ -29,12 +29,16 @@ _KEYS = {
     "num_heads": ("num_heads", "linear_num_heads", 32), "head_dim": ("head_dim", "linear_head_dim", 128),
     "conv_kernel_size": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
 }  # fmt: skip
-"""By our key theirs within linear_attn_config, which counts first, and outside, with its default."""
+"""By our key: the foreign key in linear_attn_config, which has priority, the foreign key outside, and its default."""
 _NESTED, _LISTS = "linear_attn_config", {"kda_layers": _LINEAR, "full_attn_layers": FULL}
 
 
 def _types(hf: HfConfig) -> list[str]:
-    """The kind of each layer: layer_types, or two lists of layers, counted from 1, or by default every fourth full."""
+    """Return the kind of each layer.
+
+    It comes from layer_types, or from two lists of layer numbers that count from 1. By default, layers 4, 8, ...
+    (counted from 0) have full attention.
+    """
     layer_types, layers, nested = layer_list(hf, "layer_types", (FULL, _LINEAR)), num_layers(hf), hf.get(_NESTED) or {}
     if layer_types is not None:
         return layer_types
@@ -106,7 +110,7 @@ FAMILIES = (
             lambda hf: check_derived_widths(hf, {"num_key_value_heads": ("num_attention_heads",)}),
             num_key_value_heads=lambda ours: ours["num_attention_heads"],
         ),
-        # Read by the code of the published folder, where transformers has one value.
+        # The code in the published folder reads these keys; transformers always uses this value.
         only(attention_bias=False), only(written=False, moe_layer_freq=1, moe_router_activation_func="sigmoid",
              mla_use_nope=True, num_nextn_predict_layers=0),
         unread("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "rope_parameters", "use_grouped_topk",

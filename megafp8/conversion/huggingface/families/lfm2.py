@@ -1,4 +1,4 @@
-"""LFM2 with experts: gated short convolutions, and some layers of attention."""
+"""LFM2 with experts. Its layers have gated short convolutions, and some have attention."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits

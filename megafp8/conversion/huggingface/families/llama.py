@@ -13,7 +13,7 @@ MIXTRAL_EXPERTS = {f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", (
         *llama_like(None), traits.LINEAR_BIASES, *traits.NO_WINDOW,
-        traits.HEADS_DIVIDE,  # others are written as Mistral
+        traits.HEADS_DIVIDE,  # other models are written as Mistral
     ), rank=0),
     Family("mistral", "MistralForCausalLM", (
         *llama_like(8), traits.window_of_all(4096), only(written=False, attention_bias=False, mlp_bias=False),

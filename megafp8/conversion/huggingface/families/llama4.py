@@ -14,13 +14,13 @@ _QUERY_SCALING = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 
 
 def _read_chunks(hf: HfConfig) -> Fields:
-    """Without layer_types, layers with rotary embedding have chunks."""
+    """Read the attention chunk of each layer. Without layer_types, layers with rotary embedding have chunks."""
     chunk, types = hf.get("attention_chunk_size", 8192), layer_types(hf, (FULL, CHUNKED))
     if types is None:
         positions = _NO_ROPE.read(hf)["mixer.position_embedding"]
         types = [CHUNKED if x == "rope" and chunk is not None else FULL for x in positions]
     elif chunk is None and CHUNKED in types:
-        refuse("attention_chunk_size", None, f"a number of tokens, as layer_types has {CHUNKED}")
+        refuse("attention_chunk_size", None, f"a number of tokens, because layer_types has {CHUNKED}")
     return {"mixer.attention_chunk": [chunk if kind == CHUNKED else None for kind in types]}
 
 
@@ -31,7 +31,7 @@ def _write_chunks(ours: Fields) -> Keys:
 
 
 def _read_heads(hf: HfConfig) -> Fields:
-    """Norms of queries and keys of layers with rotary embedding; scaled queries of the others."""
+    """Read norms of queries and keys, in layers with rotary embedding, and the scaling of queries in other layers."""
     rotates = [x == "rope" for x in _NO_ROPE.read(hf)["mixer.position_embedding"]]
     normed, scaled = flag(hf, "use_qk_norm", default=True), flag(hf, "attn_temperature_tuning", default=True)
     scaling = {"factor": hf.get("attn_scale", 0.1), "length": hf.get("floor_scale", 8192), "first_position": 1}
@@ -48,7 +48,7 @@ def _write_heads(ours: Fields) -> Keys:
 
 
 def _read_layers(hf: HfConfig) -> Fields:
-    """Layers with experts: those in moe_layers, or at multiples of interleave_moe_layer_step."""
+    """Read which layers have experts: the layers in moe_layers, or multiples of interleave_moe_layer_step."""
     layers, step, moe_layers = num_layers(hf), hf.get("interleave_moe_layer_step", 1), hf.get("moe_layers")
     if moe_layers is None and (not isinstance(step, int) or step < 1):
         refuse("interleave_moe_layer_step", step, "a number of layers from 1 on")
@@ -57,7 +57,7 @@ def _read_layers(hf: HfConfig) -> Fields:
 
 
 def _read_widths(hf: HfConfig) -> Fields:
-    """The width of experts, shared ones too, and that of MLPs."""
+    """Read the width of experts, including shared experts, and the width of MLPs."""
     width = hf.get("intermediate_size", 8192)
     experts = {"moe.ffn_hidden_size": width, "moe.shared_ffn_hidden_size": width}
     return {**experts, "ffn_hidden_size": hf.get("intermediate_size_mlp", 16384)}

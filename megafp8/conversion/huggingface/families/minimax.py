@@ -10,7 +10,11 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only,
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """The first folders say how much of a head is rotated by rotary_dim; transformers takes the other name first."""
+    """Read the rotary embedding.
+
+    The first folders state the number of rotated channels as rotary_dim. If partial_rotary_factor is also present,
+    transformers prefers it, so the two must agree.
+    """
     fields, width, dim = read_rope(hf, 5e6, 1.0), hf.get("head_dim", 128), hf.get("rotary_dim")
     if dim is None:
         return fields
@@ -29,7 +33,7 @@ FAMILIES = (
         *traits.llama_like(8, 128, rope=Trait((*ROPE_KEYS, "rotary_dim"), _read_rope, _write_rope)),
         *traits.NO_WINDOW, always(qk_norm="projection"), *traits.ROUTER, traits.EXPERTS_ONLY,
         traits.num_experts("num_local_experts", "num_experts"), always("moe", score="sigmoid", selection_bias=True),
-        # Read by the code of the first folders, where transformers has one value.
+        # The code in the first folders reads these keys; transformers always uses this value.
         only(written=False, use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True,
              shared_intermediate_size=0, attention_bias=False),
         unread("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),

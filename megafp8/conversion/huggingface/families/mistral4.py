@@ -1,4 +1,4 @@
-"""Mistral 4: DeepSeek's latent attention with queries scaled by their positions, and softmax of all experts."""
+"""Mistral 4, with DeepSeek's latent attention, queries scaled by their positions, and a softmax over all experts."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _WIDTHS = {
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """YaRN, with the scaling of queries in the same dictionary, and keys that follow from others."""
+    """Read YaRN and the scaling of queries from one dictionary, which also has keys that follow from others."""
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = dict(hf.get(key) or {})
     if rope.get("rope_type", rope.get("type")) != "yarn":
@@ -38,7 +38,7 @@ def _read_rope(hf: HfConfig) -> Fields:
 
 
 def _write_rope(ours: Fields) -> Keys:
-    """Nothing where the queries of a model are scaled otherwise, or not."""
+    """Return the keys of YaRN and of the scaling of queries; none if a model's scaling differs or is missing."""
     scaling, yarn = ours["query_scaling"], ours["yarn"]
     if scaling is None or yarn is None or scaling.length != yarn.original_max_position_embeddings:
         return {}

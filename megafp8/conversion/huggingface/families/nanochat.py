@@ -1,4 +1,4 @@
-"""nanochat."""
+"""The nanochat family."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: layers that are one of Mamba-2, attention, MLP and experts, each with one norm."""
+"""Nemotron-H and Nemotron 3. Each layer is one of Mamba-2, attention, MLP and experts, and has one norm."""
 
 import logging
 import re
@@ -18,7 +18,7 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
 def _kinds(hf: HfConfig) -> list[str]:
-    """The kind of each layer: a list of words, or the letters of `hybrid_override_pattern` in the first folders."""
+    """Return the kind of each layer, from a list of words, or in the first folders from `hybrid_override_pattern`."""
     key, letters = "layers_block_type", hf.get("hybrid_override_pattern")
     if letters is None:
         return kinds_of(hf.get(key), key, [*_LETTERS.values()])
@@ -26,7 +26,7 @@ def _kinds(hf: HfConfig) -> list[str]:
         refuse("hybrid_override_pattern", letters, f"letters of {' '.join(_LETTERS)}")
     kinds = [_LETTERS[letter] for letter in letters]
     if key in hf and kinds_of(hf[key], key, [*_LETTERS.values()]) != kinds:
-        refuse(key, hf[key], "what hybrid_override_pattern says")
+        refuse(key, hf[key], "the kinds in hybrid_override_pattern")
     return kinds
 
 
@@ -45,17 +45,17 @@ def _write_layers(ours: Fields) -> Keys:
 
 
 def _check_limit(hf: HfConfig) -> None:
-    """transformers takes time_step_min as the lower limit, and reads no other."""
+    """Raise ValueError for a time_step_limit. transformers ignores it, and uses time_step_min as the lower limit."""
     least, most = hf.get("time_step_limit") or (0.0, NO_LIMIT[0])
     if least or most not in NO_LIMIT:
-        refuse("time_step_limit", [least, most], "0 and infinity, as transformers does not read it")
+        refuse("time_step_limit", [least, most], "0 and infinity, because transformers does not read it")
 
 
 def _stored(model: ModelSpec, entries: Entries) -> Entries:
-    """The tensors without those of multi-token prediction, whose layers are of other kinds than the model's."""
+    """Return the tensors without multi-token prediction, whose layers have other kinds than the model's layers."""
     main = {name: entry for name, entry in entries.items() if not name.startswith("mtp.")}
     if len(main) < len(entries):
-        logger.info("mtp: the layers of multi-token prediction are left out, as transformers does")
+        logger.info("mtp: the layers of multi-token prediction are left out; transformers does not read them, either")
     return main
 
 

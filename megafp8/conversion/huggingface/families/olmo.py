@@ -10,7 +10,10 @@ from megafp8.conversion.keys import HfConfig, always, check, only, same
 
 
 def _check_head_dim(hf: HfConfig) -> None:
-    """transformers norms hidden_size channels of the queries of olmoe, whatever head_dim says."""
+    """Raise ValueError for a head_dim of olmoe that differs from its default.
+
+    transformers always normalizes hidden_size channels of the queries, regardless of head_dim.
+    """
     hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim")
     if width is not None and isinstance(hidden, int) and isinstance(heads, int) and width * heads != hidden:
         refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / heads:g}) in this family")

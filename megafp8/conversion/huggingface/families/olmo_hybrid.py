@@ -1,4 +1,4 @@
-"""OLMo Hybrid: Gated DeltaNet with norms of inputs, and some layers of attention with norms of outputs."""
+"""OLMo Hybrid, with Gated DeltaNet and norms of its inputs, and some layers of attention with norms of its outputs."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _KEYS = {
 
 
 def _values(hf: HfConfig) -> dict[str, Any]:
-    """Keys of Gated DeltaNet; those that are not given follow from others."""
+    """Return the values of the keys of Gated DeltaNet. Missing keys follow from others."""
     values = {ours: hf.get(key) for ours, key in _KEYS.items()}
     heads = values["num_key_heads"] or hf["num_attention_heads"]
     width = values["key_head_dim"] or int(0.75 * hf["hidden_size"] / heads)
@@ -55,12 +55,12 @@ def _write_layers(ours: Fields) -> Keys:
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """Without a base, as published, there is no rotary embedding."""
+    """Read the rotary embedding. If its base is null, as in published folders, there is none."""
     rope = hf.get("rope_parameters")
     if not isinstance(rope, dict) or rope.get("rope_theta", 0) is not None:
         return read_rope(hf, 1e4)
     if others := {key: hf[key] for key in ROPE_KEYS if key != "rope_parameters" and hf.get(key) is not None}:
-        refuse(next(iter(others)), next(iter(others.values())), "null, as rope_parameters.rope_theta is")
+        refuse(next(iter(others)), next(iter(others.values())), "null, because rope_parameters.rope_theta is null")
     return {"position_embedding": "none"}
 
 
@@ -71,10 +71,10 @@ def _write_rope(ours: Fields) -> Keys:
 
 
 def _stored(model: ModelSpec, entries: Entries) -> Entries:
-    """The tensors of a folder under the names of published ones.
+    """Return the tensors of a folder under the names in published folders.
 
-    transformers 5.24 names a norm of attention layers as those of others. It splits the convolution, which it has as a
-    whole, into three equal parts, whatever the widths of queries, keys and values.
+    transformers 5.24 gives a norm of attention layers the name that it has in other layers. It splits the convolution,
+    which it holds in one piece, into three equal parts, regardless of the widths of queries, keys and values.
     """
     for layer in range(model.num_layers):
         name, net = f"model.layers.{layer}", model.layers[layer].mixer
@@ -97,7 +97,7 @@ def _stored(model: ModelSpec, entries: Entries) -> Entries:
 
 
 _NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-"""Names of the norms of layers of linear attention: in transformers, and in published folders."""
+"""Names of the norms in layers of linear attention: the name in transformers, and the name in published folders."""
 _LINEARS = {"q": "q", "k": "k", "v": "v", "z": "g", "beta": "b", "decay": "a", "proj": "o"}
 _PLACES = {
     **{ours: f"{theirs}_proj" for ours, theirs in _LINEARS.items()}, **{f"{x}_conv": f"{x}_conv1d" for x in "qkv"},

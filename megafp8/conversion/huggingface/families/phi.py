@@ -9,9 +9,10 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only
 
 
 def _read_rope(hf: HfConfig) -> Fields:
-    """longrope, whose first name is su, or none: transformers takes yarn for longrope in this family.
+    """Read a rotary embedding with longrope, formerly named su, or without scaling.
 
-    It reads the original length at the top level of config.json, with a default, whatever the dictionary says.
+    Other kinds are refused, because transformers treats yarn as longrope in this family. transformers always reads the
+    original length at the top level of config.json, with a default, regardless of the dictionary.
     """
     original, ropes = hf.get(ORIGINAL_LENGTH, 4096), {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -22,12 +23,12 @@ def _read_rope(hf: HfConfig) -> Fields:
     fields = read_rope({**hf, **ropes, ORIGINAL_LENGTH: original}, 1e4, 1.0)
     if {"yarn", "rope_scaling", "rope_interpolation_factor"} & fields.keys():
         scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
-        refuse("rope_scaling", scaling, "in this family rope_type 'longrope', or null")
+        refuse("rope_scaling", scaling, "rope_type 'longrope', or null in this family")
     return fields
 
 
 def _write_rope(ours: Fields) -> Keys:
-    """transformers 4 takes three keys of rope_scaling only."""
+    """Return the keys of the rotary embedding. transformers 4 only accepts three keys in rope_scaling."""
     written = write_rope(ours) | {"partial_rotary_factor": ours["partial_rotary_factor"]}
     if ours["longrope"] is not None:
         kept = ("short_factor", "long_factor")
@@ -39,7 +40,7 @@ FAMILIES = (
     Family("phi3", "Phi3ForCausalLM", (
         *traits.llama_like(None, norm_eps=1e-5, rope=Trait(ROPE_KEYS, _read_rope, _write_rope)), traits.NO_PADDING,
         traits.window_of_all(None),
-        # The others are in Phi-4-mini's, and are read by code of its own.
+        # Phi-4-mini has the other keys, which its own code reads.
         only(written=False, attention_bias=False, mlp_bias=False, lm_head_bias=False),
         only(written=False, full_attn_mod=1, interpolate_factor=1),
     ), like_llama(fused("self_attn.qkv_proj", qkv, QKV), FUSED_GATE_UP), rank=2),

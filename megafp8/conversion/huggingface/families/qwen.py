@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, with experts and without."""
+"""Qwen2 and Qwen3, with and without experts."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -12,7 +12,11 @@ _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 
 def _read_window(hf: HfConfig) -> Fields:
-    """With use_sliding_window, layers from max_window_layers on have the window, or those in layer_types."""
+    """Read the window of each layer.
+
+    With use_sliding_window, the layers in layer_types have a window, or by default the layers from max_window_layers
+    on.
+    """
     kinds, window = layer_types(hf), hf.get("sliding_window", 4096) if flag(hf, "use_sliding_window") else None
     if window is None:
         traits.check_window(None, kinds)
@@ -35,13 +39,14 @@ def _write_window(ours: Fields) -> Keys:
 
 def _check_no_window(hf: HfConfig) -> None:
     if flag(hf, "use_sliding_window"):
-        # In transformers 5 those of qwen3_moe are all, and of qwen2_moe every second below max_window_layers.
-        refuse("use_sliding_window", True, "false in models with experts, as releases differ in which layers have it")
+        # In transformers 5, all layers of qwen3_moe have a window, and every second layer of qwen2_moe below
+        # max_window_layers.
+        refuse("use_sliding_window", True, "false in models with experts: releases differ in which layers have it")
     traits.check_window(None, layer_types(hf))
 
 
 def _read_sparse_layers(hf: HfConfig) -> Fields:
-    """Layers with experts: those at multiples of decoder_sparse_step, but for mlp_only_layers."""
+    """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
     layers, step, dense = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(layers, int):
         refuse("num_hidden_layers", layers, "a number of layers")

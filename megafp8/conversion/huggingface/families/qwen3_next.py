@@ -1,4 +1,4 @@
-"""Qwen3-Next and the texts of Qwen3.5: layers of linear attention, and some of attention with a gate."""
+"""Qwen3-Next and the language models of Qwen3.5, with linear attention, and with gated attention in some layers."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ _KEYS = {
 
 
 def _read_layers(hf: HfConfig) -> Fields:
-    """Kinds of layers; without layer_types the last of each full_attention_interval has attention."""
+    """Read the kind of each layer. By default, the last layer of each full_attention_interval has attention."""
     kinds, interval = layer_types(hf, (LINEAR, FULL)), hf.get("full_attention_interval", 4)
     if kinds is None:
         if not isinstance(interval, int) or interval < 1:
@@ -46,7 +46,7 @@ _LAYERS = Trait(
 
 
 def _read_experts(hf: HfConfig) -> Fields:
-    """Layers with experts: each decoder_sparse_step-th, but for mlp_only_layers."""
+    """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(step, int) or step < 1:
         refuse("decoder_sparse_step", step, "a number of layers from 1 on")
@@ -65,9 +65,10 @@ _SPARSE_LAYERS = Trait(("decoder_sparse_step", "mlp_only_layers"), _read_experts
 
 
 def _by_key_head(part: int, *widths: str) -> Rows:
-    """Rows of the `part`-th of several tensors, of which those of a key head stand together.
+    """Return the rows of a part, if several tensors are stored together by key head.
 
-    `widths`: of each, the rows of a key head, as q and k (`key_head_dim`) or those of its value heads have them.
+    `widths` states the rows per key head of each tensor: `key` (the key's width), `value` (the widths of its value
+    heads), or `heads` (the number of its value heads).
     """
 
     def rows(net: GatedDeltaNetConfig, n: int) -> tuple[Tensor, int]:
@@ -81,7 +82,7 @@ def _by_key_head(part: int, *widths: str) -> Rows:
 
 
 def _convolution(part: int) -> Rows:
-    """Rows of the convolution's queries, keys and values, one below the other."""
+    """Return the rows of a part, if the convolutions of queries, keys and values are stored one after the other."""
 
     def sizes(net: GatedDeltaNetConfig) -> list[int]:
         return [*[net.num_key_heads * net.key_head_dim] * 2, net.num_value_heads * net.value_head_dim]

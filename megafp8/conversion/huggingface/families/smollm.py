@@ -10,7 +10,10 @@ _NO_ROPE = without_rotary(4)
 
 
 def _read_windows(hf: HfConfig) -> Fields:
-    """With use_sliding_window, layers of layer_types have the window, or those without rotary embedding."""
+    """Read the window of each layer.
+
+    With use_sliding_window, the layers in layer_types have a window, or by default the layers without rotary embedding.
+    """
     types, window = layer_types(hf), hf.get("sliding_window") if flag(hf, "use_sliding_window") else None
     if types is None:
         positions = _NO_ROPE.read(hf)["mixer.position_embedding"]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: latent attention to tokens that an indexer chooses."""
+"""DeepSeek-V3.2 and GLM-5, with latent attention to tokens that an indexer selects."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -27,11 +27,11 @@ def _write_dense_layers(ours: Fields) -> Keys:
 
 
 def _check_layers(hf: HfConfig) -> None:
-    """All layers have an indexer, in the words of releases that let some use the choice of a layer before."""
+    """Raise ValueError unless all layers have an indexer. Some releases allow layers to reuse an earlier selection."""
     for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
         kinds = hf.get(key)
         if kinds is not None and kinds != [kind] * len(kinds):
-            refuse(key, kinds, f"{kind} of all layers")
+            refuse(key, kinds, f"{kind} for all layers")
 
 
 _SPARSE = (
@@ -47,7 +47,7 @@ _NAMES = like_llama(usual(SparseLatentMixerConfig), MULTI_TOKEN_PREDICTION)
 
 
 def _index(heads: int, rope: str) -> tuple[Trait, ...]:
-    """Keys of the indexer. `heads`: the default."""
+    """Return the traits for the indexer. `heads` is the default number of heads, and `rope` the rotated pairs."""
     keys = {"index_heads": ("index_n_heads", heads), "index_head_dim": ("index_head_dim", 128)}
     return same("sparse_attention", top_k=("index_topk", 2048), **keys), always("sparse_attention", index_rope=rope)
 

@@ -1,4 +1,4 @@
-"""T5, 1.0 and 1.1."""
+"""T5 1.0 and 1.1."""
 
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.names import Names, TensorNames, in_layers
@@ -8,14 +8,17 @@ _GATED = "gated-gelu"
 
 
 def _check_activation(hf: HfConfig) -> None:
-    """Keys that follow from feed_forward_proj, but that transformers writes beside it."""
+    """Raise ValueError if keys that follow from feed_forward_proj, and that transformers also writes, differ."""
     gated = hf.get("feed_forward_proj", "relu") == _GATED
     for key, value in (("is_gated_act", gated), ("dense_act_fn", "gelu_new" if gated else "relu")):
-        expect(hf, key, value, f"{value!r}, as feed_forward_proj says")
+        expect(hf, key, value, f"{value!r}, which follows from feed_forward_proj")
 
 
 def _read_tied(hf: HfConfig) -> Fields:
-    """transformers 5 writes tie_word_embeddings = true always, and what it was under the other key."""
+    """Read whether embeddings are tied.
+
+    transformers 5 always writes tie_word_embeddings = true, and writes the actual value as scale_decoder_outputs.
+    """
     tied, scaled = (flag(hf, key, default=True) for key in ("tie_word_embeddings", "scale_decoder_outputs"))
     return {"tie_embeddings": tied and scaled}
 
@@ -52,7 +55,7 @@ FAMILIES = (
         Trait(("dropout_rate",),
               lambda hf: dict.fromkeys(("hidden_dropout", "attention_dropout"), hf.get("dropout_rate", 0.1)),
               lambda ours: {"dropout_rate": ours["hidden_dropout"]}),
-        # Initial values, and a length that no class reads.
+        # Keys of initial values, and a length that no class reads.
         unread("classifier_dropout", "initializer_factor", "n_positions"),
     ), TensorNames(
         {
