@@ -280,7 +280,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     source.write_bytes(LINES)
 
     assert run(tmp_path / "out", "--input", str(tmp_path / "*.jsonl")) == 2
-    assert "no such file, and no pattern that matches one" in capsys.readouterr().err
+    assert "no such file, and no file matches it as a pattern" in capsys.readouterr().err
 
     def refused(prefix: Path, *arguments: str) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -294,7 +294,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
     (tmp_path / "old.json").write_text("")
     assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
-    assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
+    assert "in.json is an input, and --output-prefix would replace it" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     (tmp_path / "folder.idx").mkdir()
     (tmp_path / "data").mkdir()
