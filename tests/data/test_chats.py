@@ -198,7 +198,9 @@ def test_warnings_show_what_answers_teach() -> None:
     for template in (*TEMPLATES.values(), GLM, LLAMA2):
         assert ChatTemplate(template, tokens).warnings(CHATS[0], SPECIAL) == []
     (header,) = ChatTemplate(NO_PROMPT).warnings(CHATS[0], SPECIAL)
-    assert "no generation prompt, so the model also learns the header of an answer, '<|im_start|>assistant\\n'" in header
+    assert (
+        "no generation prompt, so the model also learns the header of an answer, '<|im_start|>assistant\\n'" in header
+    )
     no_end = "no special token ends the answers, so the model does not learn where to stop"
     unmarked = BLOCKS.replace("{{- '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{- '<|im_end|>' }}")
     for template in ("{% for m in messages %}{{ m.content }}\n{% endfor %}", unmarked):

@@ -201,7 +201,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.csv").write_text("x")
-    with pytest.raises(ValueError, match=r"none: no file in this folder can be read; it holds .*notes\.csv \(not one"):
+    with pytest.raises(ValueError, match=r"none: no file in this folder can be read; it contains .*notes\.csv \(its suffix is not one"):
         find_files([str(tmp_path / "none")])
     with pytest.raises(ValueError, match=r"t\.parquet\.gz: parquet files are compressed internally"):
         find_files([str(folder / "t.parquet.gz")])

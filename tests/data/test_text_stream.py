@@ -299,5 +299,5 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data.train, .*absent.jsonl: no such file"):
         source(str(tmp_path / "absent.jsonl"))
     (tmp_path / "x.arrow").write_text("")
-    with pytest.raises(ValueError, match=r"no file in this folder can be read; it holds .*x.arrow"):
+    with pytest.raises(ValueError, match=r"no file in this folder can be read; it contains .*x.arrow"):
         source(str(tmp_path))
