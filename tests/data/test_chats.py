@@ -341,7 +341,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 def test_tokenizers_that_do_not_know_the_special_tokens(tmp_path: Path) -> None:
     template = ChatTemplate(CHATML, {"eos_token": "<|end|>"})
-    with pytest.raises(ValueError, match=r"does not have the special tokens <\|end\|> of tokenizer_config.json"):
+    with pytest.raises(ValueError, match=r"does not have the special tokens <\|end\|> that tokenizer_config.json"):
         chat_encoder(build_tokenizer("huggingface", str(write_tokenizer(tmp_path, CHATML))), template)
     with pytest.raises(ValueError, match="chats need a tokenizer that finds special tokens in a text"):
         chat_encoder(build_tokenizer("bytes"), template)
@@ -518,14 +518,14 @@ def test_a_mask_of_another_data_set_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=error):
             IndexedDataset(tmp_path / "a").loss_mask()
 
-    refused("b", r"a.loss_mask.bin and .idx are not the loss mask of .*a: it is not the one that was written with it")
+    refused("b", r"a.loss_mask.bin and .idx are not the loss mask of .*a: the mask was not written with this data set")
     refused("c", "it has sequences of other lengths")
     (tmp_path / "a.json").unlink()
     refused("c", "it has sequences of other lengths")
     IndexedDatasetWriter(tmp_path / "d", np.int32).close()
     for suffix in ("bin", "idx"):
         (tmp_path / f"d.{suffix}").rename(tmp_path / f"d.loss_mask.{suffix}")
-    refused("d", "is no loss mask: it holds int32")
+    refused("d", "is not a loss mask: its dtype is int32")
     (tmp_path / "b.loss_mask.idx").unlink()
     assert IndexedDataset(tmp_path / "b").has_loss_mask
     with pytest.raises(DataError, match=r"b.loss_mask.idx cannot be opened: no such file"):

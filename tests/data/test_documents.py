@@ -191,7 +191,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "gone.jsonl").symlink_to(tmp_path / "absent")
     skipped = {file.path.name: file.reason for file in find_files([str(folder)])[1]}
     assert skipped.keys() == {"notes.csv", "_SUCCESS", "t.parquet.gz", "link", "gone.jsonl"}
-    assert skipped["notes.csv"].startswith("not one of .json/.jsonl/.ndjson/.txt/.parquet")
+    assert skipped["notes.csv"].startswith("its suffix is not one of .json/.jsonl/.ndjson/.txt/.parquet")
     assert skipped["link"] == "links to folders are not followed"
     arguments = ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / "out"), "--input"]
     assert preprocess_data.main([*arguments, str(folder)]) == 0
@@ -201,7 +201,9 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.csv").write_text("x")
-    with pytest.raises(ValueError, match=r"none: no file in this folder can be read; it contains .*notes\.csv \(its suffix is not one"):
+    with pytest.raises(
+        ValueError, match=r"none: no file in this folder can be read; it contains .*notes\.csv \(its suffix is not one"
+    ):
         find_files([str(tmp_path / "none")])
     with pytest.raises(ValueError, match=r"t\.parquet\.gz: parquet files are compressed internally"):
         find_files([str(folder / "t.parquet.gz")])

@@ -293,7 +293,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
     (tmp_path / "old.json").write_text("")
-    assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
+    assert "old.json exists; choose another output prefix, or replace it with --overwrite" in refused(tmp_path / "old")
     assert "in.json is an input, and --output-prefix would replace it" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     (tmp_path / "folder.idx").mkdir()

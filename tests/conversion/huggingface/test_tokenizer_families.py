@@ -424,7 +424,7 @@ def test_data_with_other_tokens_around_its_documents_is_refused(
     with pytest.raises(ValueError, match=r"with no beginning token, .* set data.tokenizer.add_bos_token=false, or"):
         check_boundaries(data, ours)
     data = _preprocess(folder, "huggingface", tmp_path / "tag", "--tokenizer-end-token", "</s>")
-    with pytest.raises(ValueError, match=r"with the end token \d+, and data.tokenizer has end token <eos> \(1\), "):
+    with pytest.raises(ValueError, match=r"with the end token \d+, but data.tokenizer has end token <eos> \(1\), "):
         check_boundaries(data, ours)
     earlier = tmp_path / "as_it_is.json"  # written before data sets recorded how documents begin
     about = json.loads(earlier.read_text())
