@@ -165,7 +165,7 @@ class Progress:
         return replace(self, sources=tuple(known))
 
     def moved(self, positions: Mapping[Identity, SamplePosition], length: int) -> Progress:
-        """The progress with samples of `length` in the sources of `positions`, from these positions on."""
+        """Return this record with sample length `length` for the sources in `positions`, from these positions on."""
         moved_sources = (
             replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
             for e in self.sources

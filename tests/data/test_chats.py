@@ -445,7 +445,7 @@ def test_a_bad_chat_is_named_and_counted(
         ({"conversations": [{"from": "human"}]}, "'value' of message 1 of 'conversations' is not a string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "part 1 of message 1 of 'messages' is of type image_url: parts of a content must be texts",
+            "part 1 of message 1 of 'messages' has type image_url, but parts of a content must be texts",
         ),
         ({"messages": [{"role": "user", "content": "x"}]}, "cannot be tokenized: has nothing to learn: no message"),
     ]

@@ -114,7 +114,7 @@ def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "out.json").write_text(json.dumps({"tokenizer_fingerprint": "f" * 64}))
     assert "was written with the tokenizer ffffffffffff…" in refused(prefix, "--tokenizer", "bytes")
     large = write_dataset(tmp_path / "large", [[300]]).prefix
-    assert "the data hold token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
+    assert "the data contain token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
     assert inspect_data.main([large, "--documents", "1"]) == 0
     assert "--- document 0\n300\n" in capsys.readouterr().out
     assert "nothing to plot" in refused(write_dataset(tmp_path / "none", []).prefix, "--png", str(tmp_path / "x.png"))
