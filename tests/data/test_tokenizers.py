@@ -114,7 +114,11 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"kind": "huggingface", "path": __file__}, "path", "is not a tokenizer.json"),
         ({"kind": "tiktoken", "path": __file__}, "path", "not a tiktoken ranks file: line 1: "),
         ({"kind": "tiktoken", "path": "gpt9"}, "path", "neither a file nor a tiktoken encoding"),
-        ({"kind": "tiktoken", "path": str(ranks)}, "pattern", "does not contain the regular expression that splits text"),
+        (
+            {"kind": "tiktoken", "path": str(ranks)},
+            "pattern",
+            "does not contain the regular expression that splits text",
+        ),
         (
             {"kind": "tiktoken", "path": str(ranks), "pattern": r"[\s\S]"},
             "end_token",
