@@ -483,7 +483,9 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
         raise DataError(f"{path} has the unknown dtype code {code}; known codes are {sorted(_DTYPES)}")
     dtype = np.dtype(_DTYPES[code])
     if dtype.kind == "f":
-        raise DataError(f"{path} says that its tokens are {dtype}; token ids are integers; write the data set again")
+        raise DataError(
+            f"{path} says that its tokens are {dtype}, but token ids are integers; write the data set again"
+        )
     expected = _HEADER.size + sequences * (4 + 8) + marks * 8
     if len(raw) not in (expected, expected + sequences):
         raise DataError(

@@ -519,9 +519,9 @@ def test_a_mask_of_another_data_set_is_refused(tmp_path: Path) -> None:
             IndexedDataset(tmp_path / "a").loss_mask()
 
     refused("b", r"a.loss_mask.bin and .idx are not the loss mask of .*a: the mask was not written with this data set")
-    refused("c", "it has sequences of other lengths")
+    refused("c", "the mask has sequences of other lengths")
     (tmp_path / "a.json").unlink()
-    refused("c", "it has sequences of other lengths")
+    refused("c", "the mask has sequences of other lengths")
     IndexedDatasetWriter(tmp_path / "d", np.int32).close()
     for suffix in ("bin", "idx"):
         (tmp_path / f"d.{suffix}").rename(tmp_path / f"d.loss_mask.{suffix}")

@@ -89,7 +89,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "x")
     for code, name in ((6, "float64"), (7, "float32")):
         (tmp_path / "x.idx").write_bytes(index[:17] + bytes([code]) + index[18:])
-        with pytest.raises(DataError, match=rf"x\.idx says that its tokens are {name}: token ids are integers"):
+        with pytest.raises(DataError, match=rf"x\.idx says that its tokens are {name}, but token ids are integers"):
             IndexedDataset(tmp_path / "x")
 
 
