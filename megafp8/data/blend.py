@@ -1,12 +1,13 @@
-"""A weighted blend of data sets, without state and without an index.
+"""Weighted blend of data sets that needs neither state nor an index file.
 
-Sample j of data set k, of weight w, is due at time (j + 1/2) / w, and samples are given in the order of their times
-(Webster's method of apportionment). So at any time the counts follow the weights, however small, and depend only on the
-number of samples n. Within blocks of samples the order is shuffled by (seed, block). Looking up a sample costs
-one small permutation; each data set's samples are used in order, none twice and none left out.
+Sample j of a data set with weight w is due at time (j + 1/2) / w, and the blend takes samples in the order of their
+times (Webster's method of apportionment). The number of samples taken from each data set therefore follows the weights
+at any point, even for very small weights, and depends only on the total number of samples n. Within each block of
+samples, the order is shuffled by (seed, block). Looking up a sample costs one small permutation. The samples of each
+data set are used in order; none is repeated or left out.
 
-A run whose data sets or weights change starts a new `Segment` at its current sample: the method starts again, and each
-data set continues after the samples it has given before.
+When the data sets or weights of a run change, a new `Segment` starts at the current sample. The method starts over, and
+each data set continues after the samples that the run has already taken from it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BLOCK = 1024
 
 
 def shares(weights: Sequence[float]) -> NDArray[np.float64]:
-    """`weights` divided by their sum. Pure."""
+    """Return `weights` divided by their sum. Pure."""
     normalized = np.asarray(weights, np.float64) / float(np.sum(weights))
     assert normalized.min() > 0, "a share is too small for a float; config.checks refuses such weights"
     return normalized
@@ -35,9 +36,13 @@ def shares(weights: Sequence[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Maps global samples from `first` on to samples of data sets.
+    """Mapping of global sample numbers, from `first` on, to samples of data sets. Pure.
 
-    `weights`: any positive numbers, one per data set. `starts`: samples that each has given before. Pure.
+    Attributes:
+        weights: Positive numbers, one per data set.
+        seed: Seed of the shuffle within each block.
+        first: Global number of the first sample of this segment.
+        starts: Number of samples taken from each data set before this segment.
     """
 
     weights: tuple[float, ...]
@@ -53,26 +58,26 @@ class Segment:
 
     @classmethod
     def fresh(cls, weights: Sequence[float], seed: int) -> Segment:
-        """The segment of a new run."""
+        """Return the segment that a new run starts with."""
         return cls(tuple(weights), seed, 0, (0,) * len(weights))
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Data set of global sample `index` >= `first`, and the sample's number within it."""
+        """Return the data set of global sample `index` >= `first`, and the sample's number within that data set."""
         block, place = divmod(index - self.first, BLOCK)
         assert block >= 0
         sources, numbers = self._blocks(block)
         return int(sources[place]), self.starts[sources[place]] + int(numbers[place])
 
     def given(self, end: int) -> list[int]:
-        """Samples that each data set has given before global sample `end` >= `first`, including earlier segments."""
+        """Return how many samples each data set contributes before global sample `end`, including earlier segments."""
         block, place = divmod(end - self.first, BLOCK)
         assert block >= 0
         counts = self._given(block * BLOCK) + np.bincount(self._blocks(block)[0][:place], minlength=len(self.weights))
         return [start + int(count) for start, count in zip(self.starts, counts)]
 
     def _given(self, n: int) -> NDArray[np.int64]:
-        """Samples that each data set has given after `n` of this segment."""
-        # Rounding may move n by half a sample per data set, so start that much lower.
+        """Return how many of the first `n` samples of this segment come from each data set."""
+        # Rounding can shift each count by half a sample, so start below the result and add samples one by one.
         weights = shares(self.weights)
         margin = np.ceil(weights * len(weights) / 2) + 1
         counts = np.maximum(np.floor(weights * n - margin), 0).astype(np.int64)
@@ -81,7 +86,7 @@ class Segment:
         return counts
 
     def _make_block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample of a block its data set, and how many samples of that set precede it in this segment."""
+        """Return each sample's data set, and the number of samples of that set before it in this segment."""
         before, after = self._given(block * BLOCK), self._given((block + 1) * BLOCK)
         sources = np.repeat(np.arange(len(self.weights)), after - before)
         key = np.array([self.seed & (2**64 - 1), block], dtype=np.uint64)
@@ -92,40 +97,43 @@ class Segment:
             numbers[chosen] = before[k] + np.arange(chosen.sum())
         return sources, numbers
 
-    def __reduce__(self) -> tuple[Any, ...]:  # loader processes make their own cache of blocks
+    def __reduce__(self) -> tuple[Any, ...]:  # without the block cache: each loader process makes a new one
         return type(self), (self.weights, self.seed, self.first, self.starts)
 
 
 @dataclass(frozen=True)
 class Blend:
-    """`datasets` blended by `segment`. Samples of text sources are read in order alone (`text_stream`), and those of
-    prompts are texts that a model makes."""
+    """Data sets that are blended by a segment.
+
+    Only packed data sets can be indexed here. `text_stream` reads the samples of text sources in order, and the samples
+    of a prompt source are texts that a model generates.
+    """
 
     datasets: Sequence[PackedDataset | TextSource | PromptSource]
     segment: Segment
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Global sample `index`, int64 `[seq_length + 1]`. Raises DataError."""
+        """Return global sample `index`, int64 `[seq_length + 1]`. Raises DataError."""
         packed, number = self._locate(index)
         return packed[number]
 
     def parts(self, index: int) -> list[NDArray[Any]]:
-        """The pieces of documents that global sample `index` consists of. Raises DataError."""
+        """Return the parts of documents that make up global sample `index`. Raises DataError."""
         packed, number = self._locate(index)
         return packed.parts(number)
 
     @property
     def is_remote(self) -> bool:
-        """Whether some data set is in object storage."""
+        """Whether at least one data set is in object storage."""
         return any(isinstance(x, PackedDataset) and x.dataset.is_remote for x in self.datasets)
 
     @property
     def has_text(self) -> bool:
-        """Whether some data set is tokenized while the run trains."""
+        """Whether at least one data set is tokenized during training."""
         return any(isinstance(x, TextSource) for x in self.datasets)
 
     def fetch_ahead(self, index: int) -> None:
-        """Begin to download what `parts` of global sample `index` will read. Raises DataError."""
+        """Start to download the data that `parts(index)` will read. Raises DataError."""
         packed, number = self._locate(index)
         packed.fetch_ahead(number)
 

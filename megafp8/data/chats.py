@@ -1,21 +1,22 @@
-"""Chats as token ids with a loss mask: which tokens are answers, and which are only their context.
+"""Chats as token ids with a loss mask that tells answers from their context.
 
-A chat is rendered by the tokenizer's chat template, a Jinja program, in the sandbox and with the variables and
-functions that transformers' `apply_chat_template` gives it, in a process of its own with limits of memory and time
-(`template_process`), and tokenized as a whole. So token ids are those of transformers.
+The tokenizer's chat template, a Jinja program, renders a chat to text. It runs in a sandbox with the variables and
+functions of transformers' `apply_chat_template`, in a separate process with memory and time limits
+(`template_process`). The text is then tokenized as a whole, so the token ids are the same as in transformers.
 
-Which characters are answers is found in one of two ways:
+The characters of the answers are found in one of two ways:
 
-    generation blocks   a template with `{% generation %}` marks them itself
-    prefixes            of other templates the chat is rendered up to before each message of the assistant, with
-                        `add_generation_prompt`, and up to after it: the answer is what the second adds to the first.
-                        Both must be prefixes of the whole chat. Some templates render a message otherwise if others
-                        follow it; then it is an error, since the answer's place in the whole chat is not known
+    generation blocks   a template with `{% generation %}` marks the answers itself
+    prefixes            for other templates, the chat is rendered up to the start of each assistant message, with
+                        `add_generation_prompt`, and up to its end. The answer is the text that the second rendering
+                        adds to the first. Both renderings must be prefixes of the whole chat. Some templates render a
+                        message differently when other messages follow. This is an error, because the position of the
+                        answer in the whole chat is then unknown
 
-An answer includes the token that ends it, and not white space that the template adds after a special token. A template
-may end an answer only by the special token that begins the next message (GLM's `<|user|>`). The answer then includes
-that token; after the last message, the token that would begin a message of the user is added to the text. So masks and
-texts teach a model to stop. A token that has characters of an answer and of what precedes it counts as the answer's.
+An answer includes the token that ends it, but not the white space that the template adds after a special token. Some
+templates end an answer only with the special token that begins the next message (GLM's `<|user|>`). The answer then
+includes that token; after the last message, the token that would begin a user message is added to the text. So the
+model learns to stop. A token with characters of both an answer and the text before it counts as part of the answer.
 """
 
 from __future__ import annotations
@@ -44,37 +45,38 @@ ANSWER_ROLE = "assistant"
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
-"""Start and end of each answer, in characters."""
+"""Start and end of each answer, as character positions."""
 
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the special tokens that it names, such as bos_token. Picklable.
+    """A chat template and the special tokens that it can use by name, such as bos_token. Picklable.
 
-    Rendering raises ValueError with the message of the template, or of Jinja.
+    Rendering raises ValueError with the message of the template or of Jinja.
     """
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a chat."""
+        """Return the text of a chat."""
         return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, add_generation_prompt))
 
     def answers(self, messages: Sequence[Message], special: Sequence[str] = ()) -> tuple[str, Spans]:
-        """Return the text of a chat, and the places of its answers.
+        """Return the text of a chat, and the start and end of each of its answers.
 
         Args:
-            special: The special tokens, which may end an answer.
+            messages: The chat.
+            special: Special tokens of the tokenizer, which may end an answer.
 
         Raises:
-            ValueError: The place of an answer cannot be found.
+            ValueError: The position of an answer cannot be found.
         """
         if _BLOCK.search(self.source):
             if any(mark in message["content"] for message in messages for mark in (BEGIN, END)):
-                raise ValueError("a message holds U+FDD0 or U+FDD1, which are no characters")
+                raise ValueError("a message contains U+FDD0 or U+FDD1, which are not characters")
             return _spans_of_blocks(self._render(messages, False))
         text, spans = self.render(messages), []
         any_special = f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})"
@@ -86,9 +88,9 @@ class ChatTemplate:
             after = self.render(messages[: i + 1]) if i + 1 < len(messages) else text
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
-                    f"the chat template renders what precedes the end of message {i + 1} otherwise in the whole chat, "
-                    "so the place of this answer is not known; mark answers in the template by {% generation %} ... "
-                    "{% endgeneration %} and give it by --chat-template"
+                    f"the chat template renders the text up to the end of message {i + 1} differently in the whole "
+                    "chat, so the position of this answer is unknown; mark answers in the template with "
+                    "{% generation %} ... {% endgeneration %} and pass the template with --chat-template"
                 )
             if (end_token := ends.search(after, len(before))) is not None:
                 spans.append((len(before), end_token.start(1)))
@@ -101,7 +103,7 @@ class ChatTemplate:
         return text, spans
 
     def _header_after(self, messages: Sequence[Message], text: str) -> str:
-        """Return what the template puts between `text`, which ends with an answer, and a message of the user."""
+        """Return the text that the template puts between `text`, which ends with an answer, and a user message."""
         question = "?"
         try:
             longer = self.render([*messages, {"role": "user", "content": question}])
@@ -110,23 +112,24 @@ class ChatTemplate:
         return longer[len(text) :].partition(question)[0] if longer.startswith(text) else ""
 
     def warnings(self, messages: Sequence[Message], special: Sequence[str]) -> list[str]:
-        """Return what the answers of a chat teach that a user may not want: a header, or no end."""
+        """Return warnings about text that the model would learn from a chat by mistake: a header, or no end token."""
         text, spans = self.answers(messages, special)
         faults = []
         if (header := self._learned_header(messages, text, spans)) is not None:
             faults.append(
-                f"the chat template has no generation prompt, so the header of an answer, {header!r}, is learned as "
-                "well; add it by {% if add_generation_prompt %}, or mark answers by {% generation %}"
+                f"the chat template has no generation prompt, so the model also learns the header of an answer, "
+                f"{header!r}; add the prompt with {{% if add_generation_prompt %}}, or mark answers with "
+                "{% generation %}"
             )
         if not all(text[:end].endswith(tuple(special)) for _, end in spans):
             faults.append(
-                "no special token ends the answers, so a model does not learn where to stop; end them in the template, "
-                "for example by {{ eos_token }}, inside of {% generation %} if the template has it"
+                "no special token ends the answers, so the model does not learn where to stop; end answers in the "
+                "template, for example with {{ eos_token }} (inside {% generation %} if the template uses it)"
             )
         return faults
 
     def _learned_header(self, messages: Sequence[Message], text: str, spans: Spans) -> str | None:
-        """Return what precedes the content of the first answer in its span, unless a generation prompt is similar."""
+        """Return the header in the span of the first answer, or None if there is none or a generation prompt has it."""
         i = next(i for i, message in enumerate(messages) if message["role"] == ANSWER_ROLE)
         content, before = messages[i]["content"].strip(), messages[:i]
         if _BLOCK.search(self.source) or not content:
@@ -142,7 +145,7 @@ class ChatTemplate:
 
 
 def _spans_of_blocks(marked: str) -> tuple[str, Spans]:
-    """A text without its marks of generation blocks, and the spans that they enclose."""
+    """Return a text without the marks of its generation blocks, and the spans that the marks enclose."""
     text, spans, begin = "", [], 0
     for part in re.split(f"([{BEGIN}{END}])", marked):
         if part == BEGIN:
@@ -155,10 +158,11 @@ def _spans_of_blocks(marked: str) -> tuple[str, Spans]:
 
 
 def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> ChatTemplate:
-    """The chat template beside a `tokenizer.json`, or in the file `given`, with the tokenizer's special tokens.
+    """Return the chat template of a tokenizer, or the one in the file `given`, with the tokenizer's special tokens.
 
-    As transformers reads them: chat_template.jinja, or else chat_template of tokenizer_config.json, where several have
-    names its "default". Raises ValueError if there is none, or if a file cannot be read.
+    The template is read as in transformers: from chat_template.jinja in the tokenizer's folder, or else from
+    chat_template in tokenizer_config.json. If that key has several named templates, the one named "default" is used.
+    Raises ValueError if there is no template or a file cannot be read.
     """
     folder = Path("." if tokenizer_path is None else tokenizer_file("huggingface", tokenizer_path)).parent
     special_tokens = read_special_tokens(folder)
@@ -171,8 +175,8 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
     if not isinstance(source, str):
         where = "a tokenizer without a path" if tokenizer_path is None else folder
         raise ValueError(
-            f"{where} has no chat template, neither {TEMPLATE_FILE} nor chat_template of {CONFIG_FILE}: give the file "
-            "of one by --chat-template"
+            f"{where} has no chat template, neither {TEMPLATE_FILE} nor chat_template in {CONFIG_FILE}: give the file "
+            "of a template with --chat-template"
         )
     import_package("jinja2", "a chat template")
     render(source, None)
@@ -180,10 +184,11 @@ def read_chat_template(tokenizer_path: str | None, given: str | None = None) -> 
 
 
 def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., TokenizedRecord]:
-    """Make the function that tokenizes a chat. Its second argument is the number of first answers not to learn.
+    """Return a function that tokenizes a chat and marks its answers in the loss mask.
 
-    It raises ValueError for a chat that has no answer or cannot be rendered. Raises ValueError for tokenizers that
-    `_check_special_tokens` refuses.
+    The optional second argument of that function is the number of answers at the start of the chat that are not
+    learned. The function raises ValueError for a chat that has no answer or cannot be rendered. `chat_encoder` itself
+    raises ValueError for a tokenizer that `_check_special_tokens` rejects.
     """
     _check_special_tokens(tokenizer, template)
     model, special = tokenizer.model, special_tokens_of(tokenizer.model)
@@ -196,31 +201,31 @@ def chat_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[..., 
         for begin, end in spans[skip:]:
             mask[(begins < end) & (np.maximum(ends, begins + 1) > begin)] = 1
         characters = sum(len(message["content"]) for message in messages)
-        return TokenizedRecord.masked(
-            encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE}, or none with text"
-        )
+        return TokenizedRecord.masked(encoding.ids, mask, characters, f"no message of the {ANSWER_ROLE} has text")
 
     return encode
 
 
 def chat_prompt_encoder(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[Sequence[Message]], list[int]]:
-    """The function that tokenizes a chat up to where the assistant is to answer.
+    """Return a function that tokenizes a chat up to the point where the assistant answers.
 
-    It raises ValueError for a chat that cannot be rendered. Raises ValueError for tokenizers that
-    `_check_special_tokens` refuses.
+    The function raises ValueError for a chat that cannot be rendered. `chat_prompt_encoder` itself raises ValueError
+    for a tokenizer that `_check_special_tokens` rejects.
     """
     _check_special_tokens(tokenizer, template)
     return lambda messages: tokenizer.encode(template.render(messages, add_generation_prompt=True))
 
 
 def _check_special_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """ValueError unless the tokenizer is a tokenizer.json that has the template's special tokens: only these tokenizers
-    find special tokens in a text."""
+    """Raise ValueError unless the tokenizer is a tokenizer.json that has the template's special tokens.
+
+    Only these tokenizers find special tokens in a text.
+    """
     if not hasattr(tokenizer.model, "get_added_tokens_decoder"):
         raise ValueError("chats need a tokenizer that finds special tokens in a text: --tokenizer huggingface")
     missing = {value for value in template.special_tokens.values() if tokenizer.id_of(value) is None}
     if missing:
         raise ValueError(
-            f"tokenizer.json does not have the special tokens {', '.join(sorted(missing))} of {CONFIG_FILE} beside it; "
-            "save the tokenizer again by transformers"
+            f"tokenizer.json does not have the special tokens {', '.join(sorted(missing))} that {CONFIG_FILE} in its "
+            "folder names; save the tokenizer again with transformers"
         )

@@ -1,9 +1,10 @@
 """Documents of text files, for preprocessing and for training tokenizers: texts, chats, and prompts with completions.
 
-`find_files` decides by each file's name how it is read: its content (JSON lines, plain text, parquet) and compression.
-`read_documents` reads the files in order. What cannot be read becomes a `Document` with an error that names the file
-and the line or row. An error costs the smallest affected unit: one line, one row, one parquet row group, or the rest of
-a damaged compressed file. A line or text that is too long (`MAX_RECORD_BYTES`) is an error, and is not read as a whole.
+`find_files` determines from each file's name how to read it: its content (JSON lines, plain text, parquet) and its
+compression. `read_documents` reads the files in order. Data that cannot be read becomes a `Document` with an error that
+names the file and the line or row. An error loses only the smallest affected unit: one line, one row, one parquet row
+group, or the rest of a damaged compressed file. A line or text longer than `MAX_RECORD_BYTES` is an error, and is never
+held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors
 _BOM = codecs.BOM_UTF8
 MAX_RECORD_BYTES = 2**28
-"""Limit of a line of JSON, and of a text file unless it is as large as that on disk: a small compressed file can hold
-a line that no memory holds."""
-_PIECE_BYTES = 2**20  # read at a time of what may be too long
-_ZSTD_BYTES = 2**8  # decompressed at a time, which gives at most 8 MiB
+"""Largest size of a line of JSON, in bytes. Also the limit of the content of a text file, unless the file is larger on
+disk: a small compressed file can expand to a line that does not fit into memory."""
+_PIECE_BYTES = 2**20  # read at a time from data that may be too long
+_ZSTD_BYTES = 2**8  # decompressed at a time; expands to at most 8 MiB
 _BINARY_TYPES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
 
 
 class InputFile(NamedTuple):
-    """A file and how it is read. `compression` is a suffix or ""; `keys` are those, or the columns, of the `style`."""
+    """A file and how to read it.
+
+    `compression` is a suffix such as ".gz", or "". `keys` are the JSON keys, or parquet columns, to read for `style`.
+    """
 
     path: AnyPath
     content: Content
@@ -68,23 +72,30 @@ def find_files(
     more_keys: Sequence[str] = (),
     flag: str = "--input",
 ) -> tuple[list[InputFile], list[SkippedFile]]:
-    """Files that `inputs` (files, folders, globs, URLs) name, in a fixed order, each once for each of its keys.
+    """Return the files that `inputs` name, in a fixed order, and the files that are skipped.
 
-    `json_keys` is one key for all inputs or one for each, of the first key of the `style`; `more_keys` are the others.
-    Folders are searched for files with known suffixes, or with
-    `any_text`, which reads every file as one document, for all files; the second list has their other files. A file
-    that is itself an input, or matches a glob, is read as JSON lines if its suffix is unknown. `flag`: names an input
-    in errors.
+    A file with several keys is listed once for each of them. A file that is itself an input, or matches a glob, is read
+    as JSON lines if its suffix is unknown. Folders are searched for files with known suffixes; their other files are
+    skipped.
 
-    Raises ValueError if an input names no file that can be read, or a package to read one is missing.
+    Args:
+        inputs: Files, folders, globs or URLs.
+        json_keys: Name of the first key of `style`: one for all inputs, or one for each input.
+        any_text: Read every file as one document, whatever its suffix.
+        style: Name of the style that says which keys a record has.
+        more_keys: Names of the other keys of `style`.
+        flag: Name of an input in error messages.
+
+    Raises:
+        ValueError: An input names no readable file, or a package that reads one of the files is missing.
     """
     if len(json_keys) not in (1, len(inputs)):
         raise ValueError(
             f"--json-key has {len(json_keys)} keys for {len(inputs)} inputs: give one for all, or one for each input "
-            "(quote a pattern, so that it is one input)"
+            "(quote a pattern so that it counts as one input)"
         )
     if any_text and style != "text":
-        raise ValueError(f"--text-files reads whole files as texts, and --style is {style}: leave one of them out")
+        raise ValueError(f"--text-files reads whole files as texts, but --style is {style}: leave one of them out")
     each = list(json_keys) * (len(inputs) if len(json_keys) == 1 else 1)
     keys = [_Keys((key, *more_keys), style) for key in each]
     input_files: dict[InputFile, None] = {}
@@ -94,7 +105,7 @@ def find_files(
         if path.is_dir():
             files, others = _search(path, key, any_text)
             if not files:
-                seen = f"; it holds {others[0].path} ({others[0].reason})" if others else "; it is empty"
+                seen = f"; it contains {others[0].path} ({others[0].reason})" if others else "; it is empty"
                 raise ValueError(f"{flag} {item}: no file in this folder can be read{seen}")
         else:
             matches = [path] if path.is_file() else _matches(path)
@@ -102,9 +113,9 @@ def find_files(
             if not files:
                 works = did_you_mean(Path(str(path)), "give files, folders or patterns")
                 if item.startswith("hf://"):
-                    works = "what is gated or private needs HF_TOKEN, or hf auth login"
-                raise ValueError(f"{flag} {item}: no such file, and no pattern that matches one; {works}")
-            reason = "the pattern matches a folder or special file; files in folders are matched by **"
+                    works = "gated and private data sets need HF_TOKEN or hf auth login"
+                raise ValueError(f"{flag} {item}: no such file, and no file matches it as a pattern; {works}")
+            reason = "the pattern matches a folder or special file; use ** to match files in folders"
             others = [SkippedFile(match, reason) for match in matches if not match.is_file()]
         input_files.update(dict.fromkeys(files))
         skipped.update(dict.fromkeys(others))
@@ -116,33 +127,34 @@ def find_files(
 
 
 class _Keys(NamedTuple):
-    """What is read of each record of an input."""
+    """Keys that are read from each record of an input, and the style that they belong to."""
 
     keys: tuple[str, ...]
     style: str
 
 
 def _classify(path: AnyPath, keys: _Keys, any_text: bool, default: Content | None = None) -> InputFile | str:
-    """How a file is read, by its name: `a.jsonl.gz` is JSON lines, compressed by gzip; or the reason why it is not.
+    """Return how to read a file, judging by its name, or the reason why it is not read.
 
-    `default`: the content of a file whose name does not tell.
+    For example, `a.jsonl.gz` is JSON lines compressed with gzip. `default` is the content of a file with an unknown
+    suffix.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
     content = _CONTENTS.get(suffixes[-1], default) if suffixes else default
     if content == "text" and keys.style != "text":
-        return "a plain text has no keys; write JSON lines"
+        return "a plain text file has no keys; write JSON lines"
     if any_text or content == "text":
         return InputFile(path, "text", compression, ())
     if content == "parquet" and compression:
-        return "parquet files have a compression of their own; decompress this one"
+        return "parquet files are compressed internally; decompress this one"
     if content is None:
-        return f"not one of {'/'.join(_CONTENTS)}, nor these with {'/'.join(_COMPRESSIONS)}"
+        return f"its suffix is not one of {'/'.join(_CONTENTS)}, alone or followed by {'/'.join(_COMPRESSIONS)}"
     return InputFile(path, content, compression, *keys)
 
 
 def _named_file(path: AnyPath, keys: _Keys, any_text: bool, flag: str) -> InputFile:
-    """How a file is read that is itself an input. Raises ValueError if it cannot be."""
+    """Return how to read a file that is itself an input. Raises ValueError if it cannot be read."""
     file = _classify(path, keys, any_text, "json_lines")
     if isinstance(file, str):
         raise ValueError(f"{flag} {path}: {file}")
@@ -150,17 +162,17 @@ def _named_file(path: AnyPath, keys: _Keys, any_text: bool, flag: str) -> InputF
 
 
 def _matches(pattern: AnyPath) -> Sequence[AnyPath]:
-    """What a pattern matches, sorted."""
+    """Return the paths that match a pattern, sorted."""
     if isinstance(pattern, ObjectPath):
         try:
             return sorted(pattern.glob())
-        except FileNotFoundError:  # of the Hugging Face Hub, which does not tell a missing data set from a gated one
+        except FileNotFoundError:  # the Hugging Face Hub raises it for missing and for gated data sets
             return []
     return [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
 
 
 def _search(folder: AnyPath, keys: _Keys, any_text: bool) -> tuple[list[InputFile], list[SkippedFile]]:
-    """Files of a folder and its subfolders, sorted by path, and those that are skipped."""
+    """Return the readable files of a folder and its subfolders, sorted by path, and the skipped ones."""
     if isinstance(folder, ObjectPath):
         objects = [folder / name for name in sorted(folder.sizes())]
         kinds = [(path, _classify(path, keys, any_text)) for path in objects]
@@ -188,11 +200,11 @@ def _search(folder: AnyPath, keys: _Keys, any_text: bool) -> tuple[list[InputFil
 
 
 class _ZstdFile(io.RawIOBase):
-    """The decompressed content of a .zst file of any number of frames.
+    """Stream of the decompressed content of a .zst file with any number of frames.
 
-    Raises EOFError if the last frame is truncated and OSError for bytes that are not zstd. The library's own reader
-    returns the content of a truncated file without an error. Its decompressor returns all that its input holds, up to
-    128 KiB for each 4 bytes, so it is given a little at a time.
+    Raises EOFError if the last frame is truncated, and OSError if the bytes are not zstd. The library's reader would
+    return the content of a truncated file without an error. The library's decompressor expands its whole input at once,
+    up to 128 KiB for every 4 bytes, so it gets only a few bytes at a time.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -201,9 +213,11 @@ class _ZstdFile(io.RawIOBase):
         self._compressed, self._ready = memoryview(b""), memoryview(b"")
 
     def readable(self) -> bool:
+        """Return True: the stream can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read decompressed bytes into `buffer` and return their number; 0 means the end of the file."""
         while not self._ready:
             self._compressed = self._compressed or memoryview(self._file.read(2**16))
             if not self._compressed:
@@ -216,7 +230,7 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self) -> bytes:
-        """Return the next content of the current frame, and remove what it is made of from `_compressed`."""
+        """Decompress the next bytes of the current frame, and remove them from `_compressed`."""
         self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
         part = self._compressed[:_ZSTD_BYTES]
         try:
@@ -229,7 +243,7 @@ class _ZstdFile(io.RawIOBase):
         return content
 
 
-_DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {  # closing the file is left to the caller
+_DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {  # the caller closes the file
     "": lambda file: file,
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".zst": lambda file: io.BufferedReader(_ZstdFile(file), 2**16),
@@ -239,19 +253,20 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {  # closing the file is lef
 
 
 def check_inputs_stay(inputs: Iterable[AnyPath | str], outputs: Iterable[AnyPath | str], flag: str) -> None:
-    """Raise ValueError if an output, which `flag` names, is one of the inputs, also by another path."""
+    """Raise ValueError if an output, which `flag` names, is also an input, under any path."""
     replaced = {os.path.realpath(str(path)) for path in outputs}
     for path in inputs:
         if os.path.realpath(str(path)) in replaced:
-            raise ValueError(f"{path} is an input and would be replaced by {flag}; choose another output")
+            raise ValueError(f"{path} is an input, and {flag} would replace it; choose another output")
 
 
 def read_documents(
     files: Iterable[InputFile], *, on_progress: Callable[[int], object] = lambda count: None
 ) -> Iterator[Document]:
-    """Every document of `files`, in order: a line of JSON, a row of parquet, or a whole text file.
+    """Yield every document of `files` in order: a line of JSON, a row of parquet, or a whole text file.
 
-    `on_progress` is called with the number of bytes read since its last call; they add up to the sizes of the files.
+    `on_progress` is called with the number of bytes read since its last call. These numbers add up to the total size of
+    the files.
     """
     for file in files:
         done = 0
@@ -267,13 +282,16 @@ def read_documents(
                         done, before = raw.tell(), done
                         on_progress(done - before)
             on_progress(size - done)
-        except OSError as error:  # of opening the file; errors of its content are handled below
+        except OSError as error:  # from opening the file; the readers handle errors in its content
             yield Document(str(file.path), None, f"cannot be read: {error}")
 
 
 def read_part(file: InputFile, start: int = 0, stop: int | None = None) -> Iterator[Document]:
-    """The documents of a part of a file, in order: of parquet the row groups [start, stop), of JSON lines that are not
-    compressed the lines that begin in the bytes [start, stop). Without `stop` of the whole file, of any kind."""
+    """Yield the documents of a part of a file, in order.
+
+    For parquet, the part is the row groups [start, stop). For uncompressed JSON lines, it is the lines that begin in
+    the bytes [start, stop). Without `stop`, the part is the rest of a parquet file, or a whole file of any other kind.
+    """
     try:
         if file.content == "parquet":
             yield from _read_parquet(file, start, stop)
@@ -289,7 +307,7 @@ def _read_block(file: InputFile, start: int, stop: int) -> Iterator[Document]:
     """Yield the JSON lines that begin in a range of bytes."""
     with open_to_read(file.path) as stream:
         place = start
-        if start:  # the line that holds the byte before begins earlier
+        if start:  # the line that contains the byte before `start` belongs to the part before
             stream.seek(start - 1)
             place = start - 1 + _skip_line(stream, stop - start + 1)
         while place < stop and (line := stream.readline(MAX_RECORD_BYTES + 1)):
@@ -302,13 +320,13 @@ def _read_block(file: InputFile, start: int, stop: int) -> Iterator[Document]:
 
 
 def open_to_read(path: AnyPath) -> BinaryIO:
-    """Open a file, or an object: files of fsspec cannot read a part of a line."""
+    """Open a local file or an object for reading. Objects are buffered: fsspec files cannot read part of a line."""
     file = path.open("rb")
     return io.BufferedReader(cast(io.RawIOBase, file), _PIECE_BYTES) if isinstance(path, ObjectPath) else file
 
 
 def read_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a stream, with their ends. Only the beginning of a line that `is_too_long` is kept."""
+    """Yield the lines of a stream, with their line ends. Of a line that `is_too_long`, only the beginning is kept."""
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         if is_too_long(line):
             _skip_line(stream)
@@ -316,17 +334,17 @@ def read_lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def is_too_long(line: bytes) -> bool:
-    """Return whether this is the beginning of a line that has more bytes than a record may have."""
+    """Return whether `line` is the beginning of a line that is longer than a record may be."""
     return len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n")
 
 
 def too_long(what: str) -> str:
-    """Return the error of a record that is too long; `what` names such a record."""
+    """Return the error message for a record that is too long; `what` names the kind of record."""
     return f"has more than {MAX_RECORD_BYTES:,} bytes, the most that {what} may have; divide it"
 
 
 def _skip_line(stream: BinaryIO, most: float = math.inf) -> int:
-    """Skip the rest of a line, or its first bytes until there are `most`. Returns their number."""
+    """Skip the rest of a line, but stop after about `most` bytes. Return the number of bytes skipped."""
     skipped = 0
     while skipped < most and (part := stream.readline(_PIECE_BYTES)):
         skipped += len(part)
@@ -336,7 +354,7 @@ def _skip_line(stream: BinaryIO, most: float = math.inf) -> int:
 
 
 def row_groups(file: InputFile) -> list[int]:
-    """Bytes of each row group of a parquet file. Raises ValueError if it cannot be read."""
+    """Return the size of each row group of a parquet file, in bytes. Raises ValueError if the file cannot be read."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
     try:
         metadata = parquet.ParquetFile(_parquet_input(file.path)).metadata
@@ -350,7 +368,10 @@ def _parquet_input(path: AnyPath) -> Any:
 
 
 def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 if the first 12 bytes of a text have their byte order mark, or are ASCII in one of them."""
+    """Return "UTF-16" or "UTF-32" if the first 12 bytes of a text are in that encoding, or None.
+
+    The encoding is recognized by its byte order mark, or by two ASCII characters at the beginning.
+    """
     for encoding in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
         text = head.decode(encoding, errors="ignore")
         if text.startswith("\ufeff") or (len(text) > 1 and all("\0" < character < "\x80" for character in text[:2])):
@@ -377,22 +398,25 @@ def _read_text(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
 
 
 def _read_json_lines(stream: BinaryIO, file: InputFile) -> Iterator[Document]:
-    """Lines are split as bytes and decoded one by one, so that a line that is not UTF-8 is one bad document."""
+    """Yield the documents of JSON lines.
+
+    Lines are split as bytes and decoded one by one, so a line that is not UTF-8 makes only one bad document.
+    """
     number = 0
     try:
         for number, line in enumerate(read_lines(stream), 1):
-            line = line.removeprefix(_BOM)  # of the file, or of a file appended to it
+            line = line.removeprefix(_BOM)  # at the beginning of the file, or of a file that was appended to it
             if line.strip():
                 yield _parse_line(line, f"{file.path}, line {number}", file)
     except _READ_ERRORS as error:
-        lost = f" (after line {number}; nothing that follows is read)" if number else ""
+        lost = f" (after line {number}; the rest of the file is not read)" if number else ""
         yield Document(str(file.path), None, f"cannot be read: {error}{lost}")
 
 
 def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
     if is_too_long(line):
         return Document(origin, None, f"{too_long('a line')} (each line must be one JSON object)")
-    hint = "; it holds zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
+    hint = "; it contains zero bytes, as UTF-16 and UTF-32 do: only UTF-8 is read" if b"\0" in line else ""
     try:
         record = parse_json(line)
     except UnicodeDecodeError as error:
@@ -407,7 +431,7 @@ def _parse_line(line: bytes, origin: str, file: InputFile) -> Document:
 
 
 def _missing(file: InputFile, found: list[str], what: str) -> str:
-    """The error of a record that has the keys `found`, and not all keys that are read."""
+    """Return the error message for a record with the keys `found`, which lacks a required key."""
     keys = dict(zip(file.keys, STYLES[file.style].keys))
     name = next(name for name in file.keys if name not in found)
     key = keys[name]
@@ -415,7 +439,7 @@ def _missing(file: InputFile, found: list[str], what: str) -> str:
 
 
 def _read_parquet(file: InputFile, start: int = 0, stop: int | None = None) -> Iterator[Document]:
-    """The row groups [start, stop), read one by one, so that a damaged one costs only its own rows."""
+    """Yield the documents of the row groups [start, stop), read one by one: a damaged one loses only its own rows."""
     parquet = import_package("pyarrow.parquet", "reading .parquet files")
     path, style = file.path, STYLES[file.style]
     try:
@@ -442,7 +466,7 @@ def _read_parquet(file: InputFile, start: int = 0, stop: int | None = None) -> I
 
 
 def _parquet_values(column: Any) -> Iterator[Any]:
-    """Values of a column. Strings are decoded one by one; one that is not UTF-8 yields the error."""
+    """Yield the values of a column. Strings are decoded one by one; for one that is not UTF-8, the error is yielded."""
     if hasattr(column, "dictionary_decode"):
         column = column.dictionary_decode()
     binary = _BINARY_TYPES.get(str(column.type))

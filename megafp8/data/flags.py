@@ -1,4 +1,4 @@
-"""Command-line flags of tools that read text or need a tokenizer."""
+"""Command-line flags for tools that read text or need a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from megafp8.data.tokenizers import TokenizerKind, TokenizerSettingError, Tokeni
 
 
 def add_input_flags(parser: argparse._ActionsContainer) -> None:
-    """Flags of tools that read text."""
+    """Add the flags that name text files to read."""
     parser.add_argument("--input", nargs="+", type=expanduser, default=[], help="files, folders or globs")
-    parser.add_argument("--input-list", type=expanduser, help="a file with one input path a line")
+    parser.add_argument("--input-list", type=expanduser, help="file with one input path per line")
     parser.add_argument("--text-files", action="store_true", help="read every input file as one document")
     parser.add_argument(
         "--json-key",
         nargs="+",
-        help="key or column that holds the text (default text): one for all inputs, or one for each in their order",
+        help="key or column that holds the text (default: text): one for all inputs, or one for each input, in order",
     )
     parser.add_argument("--skip-errors", action="store_true", help="skip and count documents that cannot be read")
 
 
 def input_files(arguments: argparse.Namespace, style: str = "text", more_keys: Sequence[str] = ()) -> list[InputFile]:
-    """The files that the input flags name. `more_keys`: of the style, beside that of --json-key.
+    """Return the files that the input flags name.
 
-    Warns of files that are skipped. Raises ValueError if there are none.
+    Prints a warning about skipped files to stderr. Raises ValueError if the flags name no input.
+
+    Args:
+        arguments: Parsed flags of `add_input_flags`.
+        style: Name of the style that says which keys a record has.
+        more_keys: Names of the keys of the style after the first one, which --json-key names.
     """
     inputs = list(arguments.input)
     if arguments.input_list:
@@ -52,7 +57,7 @@ def input_files(arguments: argparse.Namespace, style: str = "text", more_keys: S
 
 
 def _describe_skipped(skipped: list[SkippedFile]) -> str:
-    """One line per reason, with the first ten files."""
+    """Return one line for each reason, with the first ten files."""
     paths: dict[str, list[str]] = {}
     for file in skipped:
         paths.setdefault(file.reason, []).append(str(file.path))
@@ -64,24 +69,25 @@ def _describe_skipped(skipped: list[SkippedFile]) -> str:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Flags for the settings of the config section data.tokenizer."""
+    """Add the flags for the settings of the config section data.tokenizer."""
     parser.add_argument(
         "--tokenizer", required=required, choices=get_args(TokenizerKind), help="data.tokenizer.kind of the config"
     )
     parser.add_argument(
         "--tokenizer-path",
         type=expanduser,
-        help="model file (vocab.json: with merges.txt beside it); for tiktoken also an encoding's name",
+        help="model file (vocab.json needs merges.txt in the same folder); for tiktoken also the name of an encoding",
     )
-    help = "token that ends a document. Default: the eos_token that the tokenizer's files state"
+    help = "token that ends a document. Default: the eos_token in the tokenizer's files"
     parser.add_argument("--tokenizer-end-token", help=help)
     help = "regular expression that splits text, for tiktoken ranks files. Default: pat_str of the code in its folder"
     parser.add_argument("--tokenizer-pattern", help=help)
-    help = "begin each document with the beginning token, or not. Default: as the tokenizer's files say"
+    help = "whether each document begins with the beginning token. Default: as the tokenizer's files say"
     parser.add_argument("--tokenizer-add-bos-token", action=argparse.BooleanOptionalAction, help=help)
 
 
 def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
+    """Return the settings that the flags of `add_tokenizer_flags` give."""
     return TokenizerSettings(
         arguments.tokenizer,
         arguments.tokenizer_path,
@@ -93,7 +99,7 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
 
 @contextmanager
 def tokenizer_errors_name_flags() -> Iterator[None]:
-    """Raise ValueError with the flag instead of the key where a tokenizer cannot be built."""
+    """Context in which the error of a tokenizer that cannot be built names the flag instead of the config key."""
     try:
         yield
     except TokenizerSettingError as error:

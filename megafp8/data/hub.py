@@ -1,8 +1,8 @@
-"""Models, tokenizers and data sets of the Hugging Face Hub: `org/name` or `org/name@revision` as a local folder.
+"""Models and tokenizers of the Hugging Face Hub: local folders for names such as `org/name` or `org/name@revision`.
 
-The library huggingface_hub downloads into its own cache and reads its own environment variables: HF_TOKEN for what is
-private or gated, HF_HUB_CACHE for the folder, HF_HUB_OFFLINE to use the cache alone, HF_ENDPOINT for a mirror. A local
-path of that name is always meant before a name of the Hub.
+The library huggingface_hub downloads into its cache. These environment variables control it: HF_TOKEN gives access to
+private and gated repositories, HF_HUB_CACHE names the cache folder, HF_HUB_OFFLINE allows only the cache, and
+HF_ENDPOINT names a mirror. A local path always takes precedence over a Hub repository of the same name.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _NOT_READ = ("*/*", "consolidated*")  # copies of the weights in other formats
 
 
 class NotOnThisMachine(ValueError):
-    """What a name of the Hub stands for is neither in its cache nor can be downloaded."""
+    """A Hub repository is not in the local cache and cannot be downloaded."""
 
 
 def is_hub_name(path: object) -> bool:
-    """Whether `path` has the form of a name of the Hub, and is no local path.
+    """Return whether `path` has the form of a Hub name and is not a local path.
 
-    A path in a local folder is local even if it is not there: `runs/mine` beside the folder `runs`.
+    A path inside an existing local folder is local even if it does not exist: `runs/mine` if there is a folder `runs`.
     """
     text = str(path)
     if _NAME.fullmatch(text) is None or text.endswith(_FILE_SUFFIXES):
@@ -56,17 +56,17 @@ def is_hub_name(path: object) -> bool:
 
 
 def cached_folder(name: str, files: Sequence[str] = MODEL_FILES) -> Path | None:
-    """The local folder of a name of the Hub if all of it was downloaded before; contacts nobody."""
+    """Return the cached folder of a Hub repository, or None if it is incomplete. Does not use the network."""
     try:
         return _snapshot(name, files, local_files_only=True)
-    except (ValueError, OSError):  # the library's errors of a missing copy are both
+    except (ValueError, OSError):  # the library raises either for a missing copy
         return None
 
 
 def missing_folder(path: str) -> str | None:
-    """`path` and what is to be done if it is neither a local folder, nor one of object storage, nor in the Hub's cache.
+    """Return an error message if `path` is not a folder on disk, in object storage or in the Hub's cache, else None.
 
-    None if it is there. Downloads nothing.
+    The message begins with `path` and says what to do. Nothing is downloaded.
     """
     if as_path(path).exists():
         return None
@@ -79,11 +79,14 @@ def missing_folder(path: str) -> str | None:
 
 
 def local_folder(name: str, files: Sequence[str] = MODEL_FILES) -> Path:
-    """The local folder of a name of the Hub, downloaded if need be: of its files those that match `files`.
+    """Return the local folder of a Hub repository, and download the files that match `files` if they are missing.
 
-    One process of a node downloads; those that waited for it take what it got. A process asks once for a name, so what
-    it reads does not change while it runs. Raises NotOnThisMachine with one line
-    that says why, and how to download; ObjectStoreError where another attempt may help.
+    One process per node downloads, and the processes that wait for it use its copy. A process looks up each name only
+    once, so the files that it reads do not change while it runs.
+
+    Raises:
+        NotOnThisMachine: The repository is unavailable. The message, one line, says why and how to download it.
+        ObjectStoreError: The download failed, and another attempt may succeed.
     """
     return _downloaded(name, tuple(files))
 
@@ -98,7 +101,10 @@ def _downloaded(name: str, files: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _turn(name: str) -> Iterator[bool]:
-    """Hold this node's lock of `name`, which ends with its process; gives whether another process held it before."""
+    """Hold this node's lock of `name`, and yield whether another process held it before.
+
+    The operating system releases the lock when its process ends.
+    """
     path = user_cache() / "hub" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -118,7 +124,7 @@ def _parts(name: str) -> tuple[str, str | None]:
 
 
 def _command(name: str) -> str:
-    """The command that downloads it."""
+    """Return the command that downloads a Hub repository."""
     repo, revision = _parts(name)
     return f"hf download {repo}" + (f" --revision {revision}" if revision else "")
 
@@ -126,7 +132,7 @@ def _command(name: str) -> str:
 def _snapshot(name: str, files: Sequence[str], **options: Any) -> Path:
     repo, revision = _parts(name)
     command = _command(name)
-    nothing_here = f"{name} is no local path"
+    nothing_here = f"{name} is not a local path"
     try:
         hub = import_package("huggingface_hub", "a name of the Hugging Face Hub")
     except ValueError as error:
@@ -140,19 +146,21 @@ def _snapshot(name: str, files: Sequence[str], **options: Any) -> Path:
         )
     except errors.GatedRepoError:
         works = f"ask for access at https://huggingface.co/{repo}, set HF_TOKEN (or run hf auth login), and {command}"
-        raise NotOnThisMachine(f"{nothing_here}, and gated on the Hugging Face Hub: {works}") from None
+        raise NotOnThisMachine(f"{nothing_here}, and it is gated on the Hugging Face Hub: {works}") from None
     except errors.RepositoryNotFoundError:
-        works = f"check the name; a private one needs HF_TOKEN, or hf auth login, before {command}"
-        raise NotOnThisMachine(f"{nothing_here}, and the Hugging Face Hub has none of that name: {works}") from None
+        works = f"check the name; a private repository needs HF_TOKEN, or hf auth login, before {command}"
+        raise NotOnThisMachine(
+            f"{nothing_here}, and the Hugging Face Hub has no repository of that name: {works}"
+        ) from None
     except errors.RevisionNotFoundError:
         works = f"its revisions are at https://huggingface.co/{repo}/tree/main"
         raise NotOnThisMachine(f"the Hugging Face Hub has no revision {revision} of {repo}: {works}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "no", "false", "off")
         why = "HF_HUB_OFFLINE is set" if offline or options else "the Hugging Face Hub cannot be reached"
-        works = f"where there is a network: {command}, with the folder HF_HUB_CACHE of this machine, or copy it here"
-        raise NotOnThisMachine(f"{nothing_here} and not in the cache of the Hub, and {why}: {works}") from None
-    except Exception as error:  # of the connection, of its HTTP library
+        works = f"run {command} on a machine with a network that shares this machine's HF_HUB_CACHE, or copy it here"
+        raise NotOnThisMachine(f"{nothing_here} and not in the Hub's cache, and {why}: {works}") from None
+    except Exception as error:  # errors of the connection, from its HTTP library
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ObjectStoreError(
             f"{name} cannot be downloaded from the Hugging Face Hub: {what}; try {command}"

@@ -1,30 +1,30 @@
-"""Token files in Megatron-LM's format, byte for byte: `<prefix>.bin` has the tokens, `<prefix>.idx` their places.
+r"""Token files in Megatron-LM's format, byte for byte: `<prefix>.bin` has the tokens, and `<prefix>.idx` locates them.
 
-    .idx   magic "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document marks u64
+    .idx   magic "MMIDIDX\0\0" | version u64 = 1 | dtype code u8 | sequences u64 | document marks u64
            | sizes i32[sequences] | byte pointers i64[sequences] | document marks i64[marks]
            | modes i8[sequences], or nothing
 
-Document marks are sequence numbers, from 0 to the number of sequences. Modes are those of Megatron's multimodal data
-sets; only 0, text, is read. `megafp8 preprocess` also writes `<prefix>.json` (the sidecar): the tokenizer's
-identity, the largest token and the SHA-256 of the .idx. Data sets made elsewhere have none.
+Document marks are sequence numbers, from 0 to the number of sequences. Modes are used in Megatron's multimodal data
+sets; this reader accepts only mode 0, text. `megafp8 preprocess` also writes `<prefix>.json`, the sidecar, with the
+tokenizer's identity, the largest token id and the SHA-256 of the .idx. Data sets from other tools have no sidecar.
 
-A data set may have a *loss mask*: `<prefix>.loss_mask.bin` and `.idx`, in the same format, with a byte for each token
-in sequences of the same lengths, 1 if the token is one to learn and 0 if it is only context. The sidecar has its
-fingerprint.
+A data set may have a *loss mask*: `<prefix>.loss_mask.bin` and `.idx`. It has the same format, with sequences of the
+same lengths and one byte per token: 1 for a token to learn, 0 for a token that is only context. The sidecar has the
+fingerprint of the mask.
 
 A prefix may be a URL of object storage, such as s3://bucket/corpus. The .idx is then copied to local disk, and tokens
-are read through a cache there (`megafp8.host.object_store`).
+are read through a cache on that disk (`megafp8.host.object_store`).
 
-Both files are memory-mapped, and all that can be checked without reading the tokens is checked when they are opened.
-Megatron-LM's .idx has no checksum, but is redundant:
+The .idx is memory-mapped and the .bin is read on demand. Opening a data set checks everything that can be checked
+without reading the tokens. Megatron-LM's .idx has no checksum, but it is redundant:
 
-- the sizes add up to the size of the .bin file, for one dtype only;
-- the sequences cover the .bin file without gap or overlap, in order (Megatron's own writer) or in any other order;
+- for only one dtype, the sizes add up to the size of the .bin file;
+- the sequences cover the .bin file without gap or overlap, in order (Megatron's writer) or in any other order;
 - if there are as many documents as sequences, each document is one sequence.
 
-So any flipped bit is detected or makes no difference, with one exception: in a data set without a sidecar whose
-documents have no or several sequences, a document mark can move between its neighbours. Then no token is lost, but a
-document ends at another sequence.
+So any flipped bit is detected or makes no difference, with one exception. If the data set has no sidecar, and not every
+document is exactly one sequence, a document mark can change to another value between its neighbors. Then no token is
+lost, but a document ends at a different sequence.
 """
 
 from __future__ import annotations
@@ -60,29 +60,33 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
 def bin_path(prefix: str | Path) -> AnyPath:
+    """Return the path of a data set's tokens."""
     return as_path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> AnyPath:
+    """Return the path of a data set's index."""
     return as_path(f"{prefix}.idx")
 
 
 def sidecar_path(prefix: str | Path) -> AnyPath:
+    """Return the path of a data set's sidecar."""
     return as_path(f"{prefix}.json")
 
 
 def loss_mask_prefix(prefix: str | Path) -> str:
+    """Return the prefix of a data set's loss mask."""
     return f"{prefix}.loss_mask"
 
 
 def all_paths(prefix: str | Path) -> list[Path]:
-    """The files that a data set on a local disk may consist of."""
+    """Return the paths of all files that a data set on a local disk can have."""
     mask = loss_mask_prefix(prefix)
     return [Path(name) for name in (f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.json", f"{mask}.bin", f"{mask}.idx")]
 
 
 class _Index(NamedTuple):
-    """Content of an .idx file; the arrays are views of `file`."""
+    """Content of an .idx file. The arrays are views of `file`."""
 
     file: MappedFile
     dtype: np.dtype[Any]
@@ -92,13 +96,20 @@ class _Index(NamedTuple):
 
 
 class IndexedDataset:
-    """A memory-mapped data set. Raises DataError with file and fault if it is missing, truncated or damaged.
+    """A data set in Megatron-LM's format, open for reading.
 
-    Its *stream* is the concatenation of all sequences in the order of the index; positions in it count tokens.
+    The *stream* of a data set is the concatenation of all its sequences in the order of the index. A position in the
+    stream is a number of tokens. Raises DataError, with the file and the fault, if the data set is missing, truncated
+    or damaged.
     """
 
     def __init__(self, prefix: str | Path, *, cache: ObjectCache | None = None) -> None:
-        """`prefix`: a path without suffix, or the URL of one in object storage, read through `cache`."""
+        """Open a data set.
+
+        Args:
+            prefix: Path or URL of the files, without suffix.
+            cache: Local cache for a data set in object storage. Default: the user's cache.
+        """
         self.prefix, self._cache = str(prefix), cache
         self._objects = _open_objects(self.prefix, cache)
         self._open()
@@ -119,7 +130,7 @@ class IndexedDataset:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Loader processes map the files again; pickling a memory map copies all tokens. Objects stay those opened here.
+        # Loader processes open the files again. `_objects` is kept, so that all of them read the same version.
         return {"prefix": self.prefix, "_cache": self._cache, "_objects": self._objects}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,73 +139,81 @@ class IndexedDataset:
 
     @property
     def _whole_index(self) -> _Index:
-        """The index; DataError where its file has been cut."""
+        """Index of the data set. Raises DataError if its file has been truncated."""
         self._index.file.check()
         return self._index
 
     @property
     def sizes(self) -> NDArray[np.int32]:
-        """Tokens of each sequence, in the order of the index."""
+        """Number of tokens of each sequence, in the order of the index, int32 `[sequences]`."""
         return self._whole_index.sizes
 
     @property
     def document_starts(self) -> NDArray[np.int64]:
-        """Number of the first sequence of each document, and of all sequences: `[documents + 1]`."""
+        """Number of the first sequence of each document, then the number of all sequences, `[documents + 1]`."""
         return self._whole_index.marks
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is in object storage."""
+        """Whether the data set is in object storage."""
         return self._objects is not None
 
     def fetch_ahead(self, position: int, count: int) -> None:
-        """Begin to download what `read` of these tokens will need, if it is in object storage."""
+        """Start to download the tokens that `read(position, count)` will return, if they are in object storage."""
         if isinstance(self.tokens, RemoteTokens):
             for first, taken in self._ranges(position, count):
                 self.tokens.fetch_ahead(first, first + taken)
 
     @property
     def num_documents(self) -> int:
+        """Number of documents."""
         return len(self.document_starts) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all documents."""
         return int(self.sizes.sum(dtype=np.int64))
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document."""
+        """Number of tokens of each document, int64 `[documents]`."""
         return np.diff(self._positions[self.document_starts])
 
     @property
     def document_positions(self) -> NDArray[np.int64]:
-        """Position in the stream of each document's first token."""
+        """Position of each document's first token in the stream, int64 `[documents]`."""
         return self._positions[self.document_starts[:-1]]
 
     @cached_property
     def _positions(self) -> NDArray[np.int64]:
-        """Position in the stream of each sequence's first token, and the stream's end: `[sequences + 1]`."""
+        """Position of each sequence's first token in the stream, then the stream's length: `[sequences + 1]`."""
         return _running_sum(self.sizes)
 
     def sentence_lengths(self, documents: range) -> NDArray[np.int64]:
-        """Tokens of each sequence of `documents`, which is a sentence where documents were split into sentences."""
+        """Return the number of tokens of each sequence of `documents`, int64.
+
+        If documents were split into sentences, each sequence is one sentence.
+        """
         first, last = self.document_starts[documents.start], self.document_starts[documents.stop]
         return self.sizes[first:last].astype(np.int64)
 
     def document(self, index: int) -> NDArray[Any]:
-        """The tokens of document `index`."""
+        """Return the tokens of document `index`."""
         first, end = (int(self._positions[self.document_starts[i]]) for i in (index, index + 1))
         return self.read(first, end - first)
 
     def read(self, position: int, count: int) -> NDArray[Any]:
-        """`count` tokens of the stream from `position` on; a view of the file if its sequences are in order."""
+        """Return `count` tokens of the stream from `position` on, in the dtype of the data set."""
         if self._in_order:
             return self.tokens[position : position + count]
         parts = [self.tokens[first : first + taken] for first, taken in self._ranges(position, count)]
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def _ranges(self, position: int, count: int) -> Iterator[tuple[int, int]]:
-        """Where `count` tokens of the stream from `position` on are in the .bin file: first token and number."""
+        """Yield the ranges of the .bin file that hold `count` tokens of the stream from `position` on.
+
+        Each range is the number of its first token in the file, and its number of tokens.
+        """
         if self._in_order:
             yield position, count
             return
@@ -208,7 +227,7 @@ class IndexedDataset:
             position, count, sequence = position + taken, count - taken, sequence + 1
 
     def sidecar(self) -> dict[str, Any] | None:
-        """Content of `<prefix>.json`; None if there is none. Raises DataError if it is no sidecar."""
+        """Return the content of `<prefix>.json`, or None if there is no file. Raises DataError if it is damaged."""
         with _data_errors():
             return _read_sidecar(sidecar_path(self.prefix))
 
@@ -219,9 +238,10 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the contents, whatever the path: SHA-256 of the .idx, and of the size and parts of the .bin.
+        """SHA-256 that identifies the contents, independent of the path.
 
-        The parts are 64 evenly spaced blocks of 4 KiB, or all of a .bin of at most 256 KiB.
+        It covers the .idx, the size of the .bin, and 64 evenly spaced blocks of 4 KiB of the .bin. A .bin of at most
+        256 KiB is covered completely.
         """
         if isinstance(self.tokens, np.ndarray):
             return _fingerprint(self.index_sha256, 0, _parts_of(self.tokens.view(np.uint8)))
@@ -234,35 +254,35 @@ class IndexedDataset:
 
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether each document has two sequences, as pairs of answers have."""
+        """Whether each document has two sequences, like the pairs of answers of preference data."""
         return len(self.document_starts) > 1 and bool((np.diff(self.document_starts) == 2).all())
 
     @cached_property
     def has_loss_mask(self) -> bool:
-        """Whether there is a loss mask, or the sidecar says that there should be one."""
+        """Whether the data set has a loss mask, or its sidecar says that it should have one."""
         with _data_errors():
             return idx_path(loss_mask_prefix(self.prefix)).exists() or "loss_mask" in (self.sidecar() or {})
 
     def loss_mask(self) -> IndexedDataset:
-        """The loss mask, uint8, whose stream has the places of this one's.
+        """Open the loss mask: a uint8 data set with one element for each token, at the same position in the stream.
 
-        Raises DataError if it is missing or damaged, or is not that of this data set.
+        Raises DataError if the mask is missing or damaged, or belongs to another data set.
         """
         mask = IndexedDataset(loss_mask_prefix(self.prefix), cache=self._cache)
         if mask.dtype != np.uint8:
-            raise DataError(f"{idx_path(mask.prefix)} is no loss mask: it holds {mask.dtype}, and a mask is uint8")
+            raise DataError(f"{idx_path(mask.prefix)} is not a loss mask: its dtype is {mask.dtype}, not uint8")
         same = np.array_equal(mask.sizes, self.sizes) and np.array_equal(mask.document_starts, self.document_starts)
         expected = (self.sidecar() or {}).get("loss_mask", mask.fingerprint)
         if not same or mask.fingerprint != expected:
-            fault = "is not the one that was written with it" if same else "has sequences of other lengths"
+            fault = "was not written with this data set" if same else "has sequences of other lengths"
             raise DataError(
-                f"{bin_path(mask.prefix)} and .idx are not the loss mask of {self.prefix}: it {fault}; copy all files "
-                "of the data set again, or write it again"
+                f"{bin_path(mask.prefix)} and .idx are not the loss mask of {self.prefix}: the mask {fault}; copy all "
+                "files of the data set again, or write the data set again"
             )
         return mask
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Document of a `position` of the stream, and the position within it."""
+        """Return the number of the document at `position` of the stream, and the position within that document."""
         positions = self._positions
         document = int(np.searchsorted(positions[self.document_starts], position, side="right")) - 1
         return document, position - int(positions[self.document_starts[document]])
@@ -271,18 +291,18 @@ class IndexedDataset:
         expected = (self.sidecar() or {}).get("index_sha256")
         if expected is not None and self.index_sha256 != expected:
             raise DataError(
-                f"{idx_path(self.prefix)} is damaged, or of another data set than {sidecar_path(self.prefix)}: its "
-                f"SHA-256 is {self.index_sha256[:12]}…, and {expected[:12]}… was recorded; copy both again, or write "
-                "the data set again"
+                f"{idx_path(self.prefix)} is damaged, or belongs to another data set than {sidecar_path(self.prefix)}: "
+                f"its SHA-256 is {self.index_sha256[:12]}…, but {expected[:12]}… was recorded; copy both again, or "
+                "write the data set again"
             )
 
 
 _LARGEST_SIDECAR = 2**24
-_PARTS, _PART_BYTES = 64, 4096  # of a .bin that are compared
+_PARTS, _PART_BYTES = 64, 4096  # blocks of a .bin that its fingerprint covers
 
 
 def _fingerprint(index_sha256: str, size: int, read_parts: _ReadParts) -> str:
-    """`IndexedDataset.fingerprint` of an index and a .bin of `size` bytes, whose ranges `read_parts` reads."""
+    """Return `IndexedDataset.fingerprint` of an index and a .bin of `size` bytes. `read_parts` reads byte ranges."""
     count, block = _PARTS, _PART_BYTES
     digest = hashlib.sha256(f"{index_sha256} {size} ".encode())
     if size <= count * block:
@@ -301,17 +321,17 @@ def _parts_of(content: NDArray[np.uint8]) -> _ReadParts:
 
 
 class _Objects(NamedTuple):
-    """The files of a data set in object storage, as they were when it was opened."""
+    """Files of a data set in object storage, in the versions that were opened."""
 
     idx: CachedObject
     bin: CachedObject
 
 
 class LocalTokens:
-    """Tokens of a .bin file on a disk; slices of it are arrays.
+    """Tokens of a .bin file on disk. Slicing returns an array.
 
-    The file is read, not mapped. If it becomes shorter meanwhile, that is a DataError; of a map it would be a SIGBUS,
-    which ends the process without a message.
+    The file is read, not memory-mapped. If the file is truncated while it is open, reading raises DataError. A memory
+    map would cause SIGBUS, which ends the process without a message.
     """
 
     def __init__(self, path: Path, size: int, dtype: np.dtype[Any]) -> None:
@@ -328,29 +348,30 @@ class LocalTokens:
         return tokens
 
     def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges of bytes, each given by its first byte and the byte after its last."""
+        """Read several ranges of bytes. Each is given by its first byte and the byte after its last."""
         parts = [bytearray(stop - start) for start, stop in ranges]
         for (start, _), part in zip(ranges, parts):
             self._read(start, memoryview(part))
         return [bytes(part) for part in parts]
 
     def _read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` of the file on. Raises DataError where the file ends before that."""
+        """Fill `into` with the bytes from `offset` on. Raises DataError if the file ends too early."""
         done = 0
         while done < len(into):
             read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
             if not read:
                 raise DataError(
-                    f"{self.path} has become shorter since it was opened: it had {self.size:,} bytes, and has "
+                    f"{self.path} has become shorter since it was opened: it had {self.size:,} bytes and now has "
                     f"{offset + done:,} or fewer; copy the data set again, or write it again"
                 )
             done += read
 
 
 class RemoteTokens:
-    """Tokens of a .bin file in object storage; slices of it are arrays.
+    """Tokens of a .bin file in object storage. Slicing returns an array.
 
-    Raises DataError where it has changed or may not be read, ObjectStoreError where object storage cannot be reached.
+    Raises DataError if the object has changed or access is denied, and ObjectStoreError if object storage cannot be
+    reached.
     """
 
     def __init__(self, obj: CachedObject, dtype: np.dtype[Any]) -> None:
@@ -366,11 +387,11 @@ class RemoteTokens:
             return np.frombuffer(self.obj.read(start * size, max(start, stop) * size), self.dtype)
 
     def fetch_ahead(self, start: int, stop: int) -> None:
-        """Begin to download the tokens `[start, stop)`."""
+        """Start to download the tokens `[start, stop)`."""
         self.obj.fetch_ahead(start * self.dtype.itemsize, stop * self.dtype.itemsize)
 
     def fetch_parts(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Ranges of bytes, several at a time, from the storage itself."""
+        """Read several ranges of bytes from object storage in parallel, bypassing the cache."""
         with _data_errors(), ThreadPoolExecutor(THREADS) as executor:
             contents = list(executor.map(lambda one: self.obj.path.read_range(*one), ranges))
             self.obj.check()
@@ -379,7 +400,7 @@ class RemoteTokens:
 
 @contextlib.contextmanager
 def _data_errors() -> Iterator[None]:
-    """Raise DataError where object storage fails for a reason that stays, which ends a job for good."""
+    """Context that turns permanent failures of object storage into DataError, after which a job is not restarted."""
     try:
         yield
     except ObjectStoreError as error:
@@ -392,11 +413,11 @@ def _data_errors() -> Iterator[None]:
         raise DataError(f"{error.filename} cannot be opened: no such file or object") from None
     except OSError as error:
         where = "data.object_cache.folder, the local cache of object storage"
-        raise DataError(f"{where}, cannot be used: {error}; name a folder that can be written to") from None
+        raise DataError(f"{where}, cannot be used: {error}; name a writable folder") from None
 
 
 def _open_objects(prefix: str, cache: ObjectCache | None) -> _Objects | None:
-    """The objects of a data set; None if it is on a local disk. Raises DataError."""
+    """Open the objects of a data set in object storage; return None for a local data set. Raises DataError."""
     idx, tokens = idx_path(prefix), bin_path(prefix)
     if isinstance(idx, Path) or isinstance(tokens, Path):
         return None
@@ -411,7 +432,7 @@ def _local_copy(obj: CachedObject) -> Path:
 
 
 def _running_sum(sizes: NDArray[Any]) -> NDArray[np.int64]:
-    """Sum of the sizes before each, and of all: `[sequences + 1]`."""
+    """Return the sum of the sizes before each sequence, then the sum of all sizes: `[sequences + 1]`."""
     sums = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=sums[1:])
     return sums
@@ -427,45 +448,44 @@ def _read_sidecar(path: AnyPath) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise _no_sidecar(path, error) from None
     if not isinstance(about, dict):
-        raise _no_sidecar(path, f"it holds a {type(about).__name__} and not a mapping")
+        raise _no_sidecar(path, f"it holds a {type(about).__name__}, not a mapping")
     for key in ("tokenizer_fingerprint", "index_sha256", "loss_mask"):
         if not isinstance(about.get(key), str | None):
-            raise _no_sidecar(path, f"{key} is {about[key]!r} and not a hash")
+            raise _no_sidecar(path, f"{key} is {about[key]!r}, not a hash")
     return about
 
 
 def _no_sidecar(path: AnyPath, reason: object) -> DataError:
     return DataError(
-        f"{path} is damaged, or not the description that megafp8 preprocess writes beside a data set: {reason}; "
-        "restore it, or move it away (the data set can be read without)"
+        f"{path} is damaged, or is not the description that megafp8 preprocess writes next to a data set: {reason}; "
+        "restore it, or move it away (the data set can be read without it)"
     )
 
 
 def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
-    """Read an .idx file and check all that does not need the .bin file. Raises DataError.
-
-    `copy`: local copy of an object.
-    """
+    """Read an .idx file, or its local `copy`, and check all that does not need the .bin file. Raises DataError."""
     try:
         file = MappedFile(copy or Path(str(path)))
     except (OSError, ValueError) as error:
         reason = "it is empty" if path.exists() else "no such file"
         prefix = Path(str(path)).with_suffix("")
-        exact = prefix.with_suffix(".idx")  # of a prefix that ends in .bin or .idx
+        exact = prefix.with_suffix(".idx")  # exists if the user's prefix ends in .bin or .idx
         near = exact if prefix.suffix in (".bin", ".idx") and exact.exists() else near_path(Path(str(path)))
-        works = "data.train wants prefixes of .bin/.idx" if near is None else f"did you mean {near.with_suffix('')}?"
+        works = "data.train takes prefixes of .bin/.idx" if near is None else f"did you mean {near.with_suffix('')}?"
         raise DataError(f"{path} cannot be opened: {reason} ({error}); {works}") from None
     raw = file.content
     if len(raw) < _HEADER.size or bytes(raw[:9]) != MAGIC:
         raise DataError(f"{path} is not an index of a token file: it does not begin with {MAGIC!r}")
     _, version, code, sequences, marks = _HEADER.unpack(bytes(raw[: _HEADER.size]))
     if version != 1:
-        raise DataError(f"{path} has format version {version}; only version 1 is known")
+        raise DataError(f"{path} has format version {version}; only version 1 is supported")
     if code not in _DTYPES:
-        raise DataError(f"{path} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+        raise DataError(f"{path} has the unknown dtype code {code}; known codes are {sorted(_DTYPES)}")
     dtype = np.dtype(_DTYPES[code])
     if dtype.kind == "f":
-        raise DataError(f"{path} says that its tokens are {dtype}: token ids are integers; write the data set again")
+        raise DataError(
+            f"{path} says that its tokens are {dtype}, but token ids are integers; write the data set again"
+        )
     expected = _HEADER.size + sequences * (4 + 8) + marks * 8
     if len(raw) not in (expected, expected + sequences):
         raise DataError(
@@ -487,14 +507,14 @@ def _read_index(path: AnyPath, copy: Path | None = None) -> _Index:
     if modes.any():
         first = int(np.flatnonzero(modes)[0])
         raise DataError(
-            f"{path} has sequence modes, and that of sequence {first:,} is {int(modes[first])}: a multimodal data set "
-            "of Megatron-LM; only text (mode 0) can be read; write a data set of the text alone"
+            f"{path} is a multimodal data set of Megatron-LM: sequence {first:,} has mode {int(modes[first])}; only "
+            "text (mode 0) can be read; write a data set of the text alone"
         )
     return _Index(file, dtype, sizes, pointers, documents)
 
 
 def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, actual: int | None) -> int:
-    """Bytes of the .bin file, `actual` if that is given. Raises DataError if they are not `expected`."""
+    """Return the size of the .bin file in bytes, `actual` if it is known. Raises DataError if it is not `expected`."""
     try:
         actual = path.stat().st_size if actual is None else actual
     except OSError:
@@ -502,15 +522,17 @@ def _size_of_tokens(path: AnyPath, dtype: np.dtype[Any], expected: int, actual: 
     if actual != expected:
         raise DataError(
             f"{path} has {actual:,} bytes, but its index promises {expected:,} "
-            f"({expected // dtype.itemsize:,} tokens of {dtype.itemsize} bytes): truncated, or of another data set"
+            f"({expected // dtype.itemsize:,} tokens of {dtype.itemsize} bytes): it is truncated or belongs to another "
+            "data set"
         )
     return actual
 
 
 def _check_pointers(path: AnyPath, size: int, index: _Index) -> bool:
-    """Whether the sequences are in the .bin file, of `size` bytes, in the order of the index.
+    """Return whether the .bin file, of `size` bytes, has the sequences in the order of the index.
 
-    Raises DataError unless they cover it without gap or overlap in some order. Empty sequences may point anywhere.
+    Raises DataError unless the sequences, in any order, cover the file without gap or overlap. Empty sequences may
+    point anywhere.
     """
     filled = index.sizes != 0
     sizes, pointers = (index.sizes, index.pointers) if filled.all() else (index.sizes[filled], index.pointers[filled])
@@ -528,7 +550,7 @@ def _check_pointers(path: AnyPath, size: int, index: _Index) -> bool:
     if (pointers[order] != _running_sum(sizes[order])[:-1] * itemsize).any():
         sequence = int(np.flatnonzero(filled)[np.flatnonzero(wrong)[0]])
         raise DataError(
-            f"{path} is damaged: its sequences overlap in the .bin file, and leave others of its tokens out (sequence "
+            f"{path} is damaged: its sequences overlap in the .bin file and miss other tokens there (sequence "
             f"{sequence:,} is the first that does not begin where the one before ends); copy the data set again, or "
             "write it again"
         )
@@ -536,10 +558,16 @@ def _check_pointers(path: AnyPath, size: int, index: _Index) -> bool:
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names; `close` renames its files.
+    """Writer of a data set. Files have temporary names until `close` renames them.
 
-    `loss_mask`: with a loss mask. ValueError if one of its files exists, unless `overwrite`, which replaces a .json
-    only if it is a sidecar; or if its folder cannot be written to.
+    Args:
+        prefix: Path of the data set without suffix.
+        dtype: Dtype in which tokens are stored.
+        loss_mask: Also write a loss mask.
+        overwrite: Replace an existing data set. A .json file is replaced only if it is a sidecar.
+
+    Raises:
+        ValueError: A file of the data set exists and `overwrite` is False, or the folder is not writable.
     """
 
     def __init__(
@@ -547,14 +575,14 @@ class IndexedDatasetWriter:
     ) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         if is_url(prefix):
-            raise ValueError(f"{prefix}: data sets are written to a local disk; copy the files to object storage then")
+            raise ValueError(f"{prefix}: data sets are written to a local disk; copy the files to object storage later")
         if str(prefix).endswith(os.sep):
             raise ValueError(f"{prefix} is a folder; add the name of the data set, as in {prefix}text")
         for path in all_paths(prefix):
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; choose another output prefix")
             if path.exists() and not overwrite:
-                raise ValueError(f"{path} exists; choose another output prefix, or replace it by --overwrite")
+                raise ValueError(f"{path} exists; choose another output prefix, or replace it with --overwrite")
         if "max_token_id" not in (_read_sidecar(sidecar_path(prefix)) or {"max_token_id": 0}):
             raise _no_sidecar(sidecar_path(prefix), "it has no max_token_id")
         self._bin, self._idx, self._sidecar = map(incomplete_path, all_paths(prefix)[:3])
@@ -577,17 +605,22 @@ class IndexedDatasetWriter:
         sequences: Sequence[int] | None = None,
         loss_mask: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Append a document. `sequences`: the lengths of those that it consists of; default one. `loss_mask`: 0 or 1
-        for each token, if the data set has a loss mask.
+        """Append a document.
 
-        ValueError for tokens that do not fit the dtype.
+        Args:
+            tokens: Token ids of the document.
+            sequences: Lengths of the sequences that the document consists of. Default: one sequence.
+            loss_mask: 0 or 1 for each token; required if the data set has a loss mask.
+
+        Raises:
+            ValueError: A token does not fit the dtype of the data set, or the document has 2**31 tokens or more.
         """
         assert (loss_mask is None) == (self._mask is None)
         stored = tokens.astype(self.dtype, copy=False)
         if not np.array_equal(stored, tokens):
             raise ValueError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
         if len(tokens) > np.iinfo(np.int32).max:
-            raise ValueError(f"{self.prefix}: a document of {len(tokens):,} tokens; the index holds 32 bits of length")
+            raise ValueError(f"{self.prefix}: a document has {len(tokens):,} tokens; the index stores 32-bit lengths")
         with _naming(self._bin):
             self._file.write(stored.tobytes())
         self._sizes += [len(tokens)] if sequences is None else sequences
@@ -597,9 +630,10 @@ class IndexedDatasetWriter:
             self._mask.add_document(loss_mask, sequences)
 
     def close(self, about: Mapping[str, Any] | None = None) -> None:
-        """Write the index, flush to disk, and rename the files. On failure no files are left.
+        """Write the index, flush to disk, and rename the files. On failure, all new files are removed.
 
-        `about`: content of the sidecar beside the index's checksum; None writes no sidecar and removes an older one.
+        `about` is the content of the sidecar; the checksum of the index is added to it. None writes no sidecar and
+        removes an older one.
         """
         try:
             checksum = self._write_index()
@@ -610,21 +644,21 @@ class IndexedDatasetWriter:
             try:
                 self._publish()
             except KeyboardInterrupt:
-                self._publish()  # finish the few renames rather than leave the old data set half replaced
+                self._publish()  # finish the few renames, so that the old data set is not left half replaced
                 raise
         except BaseException:
             self.abort()
             raise
 
     def _write_and_fingerprint(self) -> str:
-        """Write the index; the fingerprint of the data set under its temporary names."""
+        """Write the index, and return the fingerprint of the data set under its temporary names."""
         checksum = self._write_index()
         size = self._bin.stat().st_size
         content = np.memmap(self._bin, mode="r", dtype=np.uint8) if size else np.empty(0, np.uint8)
         return _fingerprint(checksum, size, _parts_of(content))
 
     def _write_index(self) -> str:
-        """Flush the tokens, write the index under its temporary name and return its SHA-256."""
+        """Flush the tokens, write the index under its temporary name, and return its SHA-256."""
         with _naming(self._bin):
             _flush(self._file)
             self._file.close()
@@ -638,11 +672,11 @@ class IndexedDatasetWriter:
         return hashlib.sha256(b"".join(contents)).hexdigest()
 
     def _publish(self) -> None:
-        """Rename the files; continues where it was interrupted.
+        """Rename the files, or continue to rename them after an interrupt.
 
-        The old index is removed first and the new one renamed last, with the loss mask in between. A data set without
-        an index cannot be opened, so files of two data sets are never read together, whatever ends the process in
-        between.
+        The old index is removed first and the new one is renamed last, with the loss mask in between. A data set
+        without an index cannot be opened. So files of two data sets are never read together, even if the process is
+        killed halfway.
         """
         tokens, index, sidecar, *mask_paths = all_paths(self.prefix)
         if self._bin.exists():
@@ -660,7 +694,7 @@ class IndexedDatasetWriter:
             os.replace(self._idx, index)
 
     def abort(self) -> None:
-        """Remove what was written."""
+        """Remove all files written so far."""
         with contextlib.suppress(OSError):  # a full disk fails again when the last bytes are flushed
             self._file.close()
         for path in (self._bin, self._idx, self._sidecar):
@@ -671,7 +705,7 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add `path` to errors of writing to an open file, such as a full disk."""
+    """Context that adds `path` to errors of writing to an open file, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -695,10 +729,11 @@ _SCANNED_TOKENS = 20_000_000
 
 
 def check_dataset(dataset: IndexedDataset, vocab_size: int, fingerprint: str | None) -> None:
-    """A cheap check at start-up for common mistakes; every sample is checked again when it is read.
+    """Check a data set for common mistakes. The check is fast; every sample is checked again when it is read.
 
-    Raises DataError if there are no tokens, if the sidecar has another tokenizer `fingerprint`, and for ids beyond
-    `vocab_size`: by the largest id in the sidecar, or without one in the first 20 million tokens.
+    Raises DataError if the data set has no tokens, if its sidecar has another tokenizer `fingerprint`, or if a token id
+    is not below `vocab_size`. The largest token id is taken from the sidecar; without a sidecar, the first 20 million
+    tokens are checked.
     """
     if dataset.num_tokens == 0:
         raise DataError(f"{bin_path(dataset.prefix)} holds no tokens")
@@ -711,24 +746,24 @@ def check_dataset(dataset: IndexedDataset, vocab_size: int, fingerprint: str | N
         raise DataError(
             f"{dataset.prefix} was written with the {about.get('tokenizer')} tokenizer {made_with[:12]}…, but "
             f"data.tokenizer is {fingerprint[:12]}…: the vocabularies differ; use the tokenizer of the data, or "
-            "preprocess it again"
+            "preprocess the data again"
         )
     largest = about.get("max_token_id")
     if type(largest) is not int or largest < 0:
-        raise _no_sidecar(sidecar_path(dataset.prefix), f"max_token_id is {largest!r} and not a token id")
+        raise _no_sidecar(sidecar_path(dataset.prefix), f"max_token_id is {largest!r}, not a token id")
     if largest >= vocab_size:
         raise DataError(_beyond(dataset.prefix, largest, vocab_size))
 
 
 def all_within(ids: NDArray[Any], vocab_size: int) -> bool:
-    """Whether all `ids`, of any integer dtype, are in [0, vocab_size)."""
+    """Return whether all `ids`, of any integer dtype, are in [0, vocab_size)."""
     return not len(ids) or (int(ids.max()) < vocab_size and (ids.dtype.kind == "u" or int(ids.min()) >= 0))
 
 
 def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, position: int) -> None:
-    """Raise DataError with file, document and position for the first of `ids` that is not in [0, vocab_size).
+    """Raise DataError with file, document and position if one of `ids` is not in [0, vocab_size).
 
-    `ids`, of any integer dtype, are those from `position` of the stream of `dataset` on.
+    `ids`, of any integer dtype, are the tokens from `position` of the data set's stream on.
     """
     if all_within(ids, vocab_size):
         return
@@ -745,14 +780,14 @@ def check_ids(dataset: IndexedDataset, ids: NDArray[Any], vocab_size: int, posit
 
 
 def read_loss_mask(mask: IndexedDataset, position: int, count: int) -> NDArray[Any]:
-    """`mask.read(position, count)` of a loss mask. DataError with file, document and position unless all are 0 or 1."""
+    """Read `count` values of a loss mask. Raises DataError with file, document and position if one is not 0 or 1."""
     counted = mask.read(position, count)
     if not all_within(counted, 2):
         wrong = int(np.flatnonzero(counted > 1)[0])
         document, within = mask.locate(position + wrong)
         raise DataError(
-            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(counted[wrong])}: a loss "
-            "mask has 0 and 1; the data set is damaged; copy it again, or write it again"
+            f"{bin_path(mask.prefix)}: document {document:,}, position {within:,} holds {int(counted[wrong])}, but a "
+            "loss mask has only 0 and 1; the data set is damaged; copy it again, or write it again"
         )
     return counted
 

@@ -1,10 +1,10 @@
 """Loader processes: forks of one server process that imports torch while the rank builds its model.
 
-A process of its own would import torch for seconds. On a machine with fewer cores than processes, the first step of a
-run waited for one import per loader process. The server imports torch once, and a fork of it takes milliseconds.
+A new Python process needs seconds to import torch. On a machine with fewer cores than processes, the first step of a
+run would wait for one import per loader process. The server imports torch once, and forking it takes milliseconds.
 
-The server starts while the config is checked (`start_server`), before this process has threads, CUDA or process groups.
-None of them is copied into a loader process.
+The server starts while the config is checked (`start_server`), before this process has threads, CUDA or process groups,
+so none of them is copied into a loader process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from multiprocessing.context import BaseContext
 from megafp8.data.workers import stop_signals_blocked
 
 PRELOADED = ["torch", "megafp8.objectives"]
-"""Modules that the server imports: what a loader process unpickles needs them."""
+"""Modules that the server imports. Loader processes need them to unpickle their data set."""
 
 
 def start_server() -> BaseContext:
-    """Start the server unless it runs already, and return the context whose processes are forks of it.
+    """Start the server if it is not running, and return the multiprocessing context that forks it.
 
-    The call does not wait for the imports. Loader processes block SIGINT and SIGTERM, which terminals and batch systems
-    send to all processes of a job: the training process ends them.
+    The call does not wait for the imports. Terminals and batch systems send SIGINT and SIGTERM to all processes of a
+    job. Loader processes block both signals, and the training process ends them.
     """
     context = multiprocessing.get_context("forkserver")
     with stop_signals_blocked():
@@ -51,9 +51,10 @@ def describe_overload(workers: int, ranks: int) -> str | None:
 
 
 def end_with_trainer(worker: int) -> None:
-    """End this loader process when the process that started it is gone. torch calls it with the worker's number.
+    """Watch the training process in a thread, and end this loader process when it is gone.
 
-    torch compares the number of the parent process, which here is the server, and the server runs as long as its forks.
+    torch calls this function with the worker's number. Torch's own check compares the id of the parent process. Here
+    that is the server, which runs as long as its forks, so the check would never end the worker.
     """
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""A file of a data set that is mapped into memory."""
+"""Memory-mapped file of a data set."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megafp8.data import DataError
 
 
 class MappedFile:
-    """The bytes of the file `path`, which stays on disk. Raises OSError or ValueError (empty) as `np.memmap` does.
+    """Memory-mapped bytes of a file. Raises OSError, or ValueError for an empty file, as `np.memmap` does.
 
-    A file that is cut while it is mapped ends the process by SIGBUS when what is missing is read. So `check` is to be
-    called before.
+    If the file is truncated while it is mapped, reading the missing part ends the process with SIGBUS. Call `check`
+    before each use to get an error instead.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,10 +24,10 @@ class MappedFile:
         self.content: NDArray[np.uint8] = np.memmap(self._file, mode="r", dtype=np.uint8)
 
     def check(self) -> None:
-        """Raise DataError where the file has become shorter since it was opened."""
+        """Raise DataError if the file has become shorter since it was opened."""
         size = os.fstat(self._file.fileno()).st_size
         if size < len(self.content):
             raise DataError(
-                f"{self.path} has become shorter since it was opened: it had {len(self.content):,} bytes, and has "
+                f"{self.path} has become shorter since it was opened: it had {len(self.content):,} bytes and now has "
                 f"{size:,}; copy or write it again"
             )

@@ -19,7 +19,7 @@ _EXTRAS = {
 
 
 class MissingPackage(ValueError):
-    """A package that is not installed. `rule` says what needs it, `works` what installs it."""
+    """An optional package is not installed. `rule` says what needs it, and `works` is the command that installs it."""
 
     def __init__(self, rule: str, works: str) -> None:
         self.rule, self.works = rule, works
@@ -27,13 +27,13 @@ class MissingPackage(ValueError):
 
 
 def import_package(name: str, what: str) -> Any:
-    """Return the module `name`, which `what` needs. Raises MissingPackage, which says what installs it."""
+    """Import the optional module `name`, which the feature `what` needs, and return it. Raises MissingPackage."""
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
-            raise  # installed, and one of its own imports is missing
+            raise  # the package is installed, but a module that it imports is missing
     extra = _EXTRAS.get(package)
     command = install_command(extra) if extra else f"pip install {package}"
     raise MissingPackage(f"{what} needs the package {package}, which is not installed", command)

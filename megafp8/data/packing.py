@@ -1,26 +1,26 @@
-"""Which tokens of which documents form a sample of seq_length + 1 tokens: three ways to pack documents.
+"""Three ways to pack documents into samples of seq_length + 1 tokens.
 
 `Concatenation` joins shuffled documents and cuts the stream into windows. No token is padding, but most documents that
-are not much shorter than a window are cut: what follows a cut is trained without its context.
+are not much shorter than a window are cut, and the tokens after a cut are trained without their context.
 
-`BestFit` puts every document that fits whole into one sample, by best-fit decreasing (Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv:2404.10830): from the longest document to the shortest, each goes into the
-sample with the least room that it fits in, or into a new one. What stays empty is padding. The result depends on
-lengths only, so it is computed on their histogram (as Krell et al. 2021, arXiv:2107.02027, pack): documents of one
-length are placed together, and samples that hold the same lengths are one group, a range of samples. Time and memory
-grow with the number of different lengths, at most s, and not with that of documents. What each epoch draws at random
-is which document of a length goes where, and the order of the samples.
+`BestFit` puts every document that fits into a sample as a whole, by best-fit decreasing (Ding et al. 2024, "Fewer
+Truncations Improve Language Modeling", arXiv:2404.10830). From the longest document to the shortest, each goes into the
+sample with the least room that it fits in, or into a new sample. The space left over is padding. The result depends
+only on lengths, so it is computed on their histogram, like the packing of Krell et al. 2021 (arXiv:2107.02027).
+Documents of one length are placed together, and samples that hold the same lengths form one group, a range of samples.
+Time and memory grow with the number of different lengths, at most s, and not with the number of documents. Each epoch
+draws at random which document of a length goes where, and the order of the samples.
 
-`Sentences` fills a sample with consecutive sentences of one document, as many as fit, for models that are trained on
+`Sentences` fills each sample with the consecutive sentences of one document that fit, for models that are trained on
 pairs of sentences.
 
-A run may go on with samples of another length within an epoch. Then the *rest* of the epoch, the tokens that no sample
-has had as a label yet, is packed like an epoch: it consists of `Pieces` of documents, which take the documents' place.
+A run may change its sample length within an epoch. The *rest* of the epoch, all tokens that no sample has had as a
+label yet, is then packed like an epoch. It consists of `Pieces` of documents, which are packed like documents.
 
-A sample has s + 1 tokens, of which s are labels. A document of n tokens has n - 1 to predict, all but its first, so it
-fits whole if n <= s + 1. A longer one is cut into full samples and a *rest*, which overlap by one token: the last label
-of one part is the first input of the next, as for windows. So each of these n - 1 tokens is predicted exactly once. A
-document of one token has nothing to predict and is left out.
+A sample has s + 1 tokens and s labels. A document of n tokens has n - 1 tokens to predict, all but its first, so it
+fits whole if n <= s + 1. A longer document is cut into full samples and a *rest*, which overlap by one token: the last
+label of one part is the first input of the next, as for windows. So each of these n - 1 tokens is predicted exactly
+once. A document of one token has nothing to predict and is left out.
 
 Shapes: n documents, s sequence.
 """
@@ -44,7 +44,7 @@ Layout = Sequence[tuple[type[np.generic], int]]
 
 
 class DocumentSpan(NamedTuple):
-    """`length` tokens of a document, after its first `skip`."""
+    """`length` tokens of a document, after its first `skip` tokens."""
 
     document: int
     skip: int
@@ -52,7 +52,7 @@ class DocumentSpan(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Parts of documents, int64 `[p]` each: the document, how many of its tokens come before, and how many it has."""
+    """Parts of documents, as int64 arrays `[p]`: number of the document, tokens of it before the part, tokens in it."""
 
     documents: NDArray[np.int64]
     skips: NDArray[np.int64]
@@ -60,10 +60,15 @@ class Pieces(NamedTuple):
 
 
 class Packing(Protocol):
-    """How documents of known lengths fill the samples of an epoch.
+    """Assignment of documents of known lengths to the samples of an epoch.
 
-    The *index* of an epoch is arrays of dtypes and lengths `layout`; what is the same in all epochs is not part of it.
-    `too_few` ends the error message if `samples` < 1.
+    The *index* of an epoch is a list of arrays with everything that differs between epochs.
+
+    Attributes:
+        name: Name of the packing in the config.
+        samples: Number of samples per epoch.
+        layout: Dtype and length of each array of the index.
+        too_few: End of the error message if `samples` < 1.
     """
 
     name: PackingName
@@ -72,23 +77,24 @@ class Packing(Protocol):
     too_few: str
 
     def make_index(self, generator: np.random.Generator) -> Arrays:
-        """The index of an epoch that draws from `generator`."""
+        """Return the index of an epoch, drawn from `generator`."""
 
     def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
-        """The content of the sample at `place` of an epoch, at most s + 1 tokens."""
+        """Yield the parts of documents in the sample at `place` of an epoch, at most s + 1 tokens."""
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
-        """What is left of an epoch after its first `given` samples: all tokens that were no label yet.
+        """Return the rest of an epoch after its first `given` samples: all tokens that were not yet a label.
 
-        `context`: a piece that begins within a document begins one token earlier, since the first token of a piece is
-        not predicted.
+        With `context`, a piece that begins within a document starts one token earlier, because the first token of a
+        piece is not predicted.
         """
 
 
 class Concatenation:
-    """Windows of the shuffled documents' stream; they overlap by one token. What does not fill a window is left out.
+    """Packing into windows of the stream of shuffled documents. Windows overlap by one token.
 
-    Index: position of each document of the stream, the documents `[n]`, and the windows, both permuted.
+    The tokens after the last full window are left out. The index holds the start of each document in the stream `[n]`,
+    the permuted documents `[n]`, and the permuted windows `[samples]`.
     """
 
     name: PackingName = "concatenate"
@@ -101,12 +107,14 @@ class Concatenation:
         self.layout: Layout = ((np.int64, len(lengths)), (number, len(lengths)), (number, self.samples))
 
     def make_index(self, generator: np.random.Generator) -> Arrays:
+        """Permute the documents and the windows."""
         number = self.layout[1][0]
         documents = generator.permutation(len(self.lengths)).astype(number)
         starts = np.concatenate([[0], np.cumsum(self.lengths[documents])[:-1]]).astype(np.int64)
         return starts, documents, generator.permutation(self.samples).astype(number)
 
     def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
+        """Yield the parts of documents in a window, s + 1 tokens."""
         starts, documents, samples = index
         position, missing = int(samples[place]) * self.seq_length, self.seq_length + 1
         j = int(np.searchsorted(starts, position, side="right")) - 1
@@ -118,9 +126,10 @@ class Concatenation:
             position, missing, j = position + taken, missing - taken, j + 1
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        """Return the parts of documents between the windows that were read."""
         starts, documents, samples = index
         firsts = np.sort(samples[:given].astype(np.int64)) * self.seq_length
-        # Gaps between the labels of the windows that were given; the first token of the stream is no label.
+        # Gaps between the labels of the windows that were read. The first token of the stream is not a label.
         lows = np.concatenate([[0], firsts + self.seq_length + 1])
         highs = np.concatenate([firsts + 1, [int(self.lengths.sum())]])
         if given and firsts[0] == 0:
@@ -137,11 +146,11 @@ class Concatenation:
 
 
 class BestFit:
-    """Whole documents by best-fit decreasing.
+    """Packing of whole documents by best-fit decreasing.
 
-    Samples are numbered: first those that a part of a long document fills, in the order of documents, then the others,
-    group by group. Index: the documents that have a rest (short documents are all rest) by decreasing length of that,
-    permuted within a length, and the permuted samples.
+    The first sample numbers are the samples that are filled by a part of a long document, in the order of documents.
+    The other samples follow, group by group. The index holds the documents that have a rest, sorted by decreasing
+    length of the rest and permuted within each length (a short document is all rest), and the permuted samples.
     """
 
     name: PackingName = "best_fit"
@@ -163,14 +172,16 @@ class BestFit:
         self.padding_share = room / max(1, self.samples * (seq_length + 1))
 
     def make_index(self, generator: np.random.Generator) -> Arrays:
+        """Permute the documents of each length, and the samples."""
         rests, number = self._split()[1], self.layout[0][0]
         documents = generator.permutation(np.flatnonzero(rests > 1).astype(number))
-        # Integers of 16 bits are sorted in linear time.
+        # 16-bit integers are sorted in linear time.
         keys = (self.seq_length - rests[documents]).astype(np.uint16 if self.seq_length < 2**16 else np.uint32)
         documents = documents[np.argsort(keys, kind="stable")]
         return documents, generator.permutation(self.samples).astype(number)
 
     def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
+        """Yield the documents of a sample, or the part of a long document that fills the sample."""
         documents, samples = index
         sample, s = int(samples[place]), self.seq_length
         if sample < self.full_samples:
@@ -186,6 +197,7 @@ class BestFit:
                 yield DocumentSpan(document, length - rest, rest)
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        """Return the parts of documents in the samples that were not read."""
         assert context, "the first token of a document is not predicted"
         documents, samples = index
         left = np.ones(self.samples, np.bool_)
@@ -201,35 +213,43 @@ class BestFit:
         )
         order = np.lexsort((skips, chosen))
         chosen, skips, ends = chosen[order], skips[order], ends[order]
-        # Parts that follow each other overlap by one token, and are one piece.
+        # Consecutive parts overlap by one token and form one piece.
         first = np.ones(len(chosen), np.bool_)
         first[1:] = (chosen[1:] != chosen[:-1]) | (skips[1:] != ends[:-1] - 1)
         last = np.roll(first, -1)
         return Pieces(chosen[first], skips[first], ends[last] - skips[first])
 
     def describe(self) -> str:
-        """Samples an epoch, padding, and the documents that are cut, here and (expected) by concatenation."""
+        """Describe the packing: samples per epoch, padding, and cut documents, also as expected with concatenation."""
         s, lengths = self.seq_length, self.lengths
         cut = float(np.mean(lengths > s + 1))
-        # A document of n > 1 tokens is whole if it begins with one of the first s + 2 - n tokens of a window, and it
-        # begins with any of the s tokens before the next window with equal probability.
+        # A document of n > 1 tokens stays whole if it begins at one of the first s + 2 - n tokens of a window. Its
+        # first token is equally likely to be any of the s tokens before the next window.
         cut_by_windows = float(np.mean(np.clip((lengths - 2) / s, 0, 1)))
         return (
-            f"best_fit: {self.samples:,} samples an epoch, {self.padding_share:.2%} of their tokens padding, {cut:.2%} "
-            f"of documents cut (longer than a sample; concatenate would cut {cut_by_windows:.2%})"
+            f"best_fit: {self.samples:,} samples per epoch; {self.padding_share:.2%} of their tokens are padding; "
+            f"{cut:.2%} of documents are cut (longer than a sample; concatenate would cut {cut_by_windows:.2%})"
         )
 
     def _split(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Full samples of each document, and tokens of its rest, one of which is not predicted: both `[n]`."""
+        """Return each document's number of full samples, and the number of tokens of its rest, both `[n]`.
+
+        The first token of a rest is not predicted.
+        """
         full, rests = np.divmod(np.maximum(self.lengths - 1, 0), self.seq_length)
         return full, rests + 1
 
 
 class Sentences:
-    """Runs of sentences of one document, of at most s + 1 tokens; each token of an epoch is in one sample.
+    """Packing of consecutive sentences of one document into samples of at most s + 1 tokens.
 
-    A sentence that is longer than a sample is cut. `lengths` `[n]`: of the sentences of all documents; `starts`: the
-    first token of each document. Index: the permuted samples.
+    Each token of an epoch is in one sample. A sentence that is longer than a sample is cut. The index holds the
+    permuted samples.
+
+    Args:
+        lengths: Number of tokens of each sentence of all documents, `[n]`.
+        starts: Position of the first token of each document.
+        seq_length: Number of labels of a sample, s.
     """
 
     name: PackingName = "sentences"
@@ -242,10 +262,11 @@ class Sentences:
         self.layout: Layout = ((_smallest(self.samples), self.samples),)
 
     def make_index(self, generator: np.random.Generator) -> Arrays:
+        """Permute the samples."""
         return (generator.permutation(self.samples).astype(self.layout[0][0]),)
 
     def spans(self, index: Arrays, place: int) -> Iterator[DocumentSpan]:
-        """A span for each sentence, or part of one."""
+        """Yield a span for each sentence of a sample, or for the part of a sentence that is in it."""
         sample = int(index[0][place])
         start, end = (int(x) for x in self._samples[sample : sample + 2])
         document = int(np.searchsorted(self._documents, start, side="right")) - 1
@@ -255,11 +276,12 @@ class Sentences:
             yield DocumentSpan(document, first - int(self._documents[document]), last - first)
 
     def rest(self, index: Arrays, given: int, *, context: bool) -> Pieces:
+        """Raise ValueError: the sample length cannot change within an epoch of sentences."""
         raise ValueError("samples of sentences keep their length to the end of an epoch")
 
 
 def _runs(ends: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The first token of each sample of `Sentences`, and the number of all tokens."""
+    """Return the position of the first token of each sample of `Sentences`, then the number of all tokens."""
     bounds, total = [0], int(ends[-1]) if len(ends) else 0
     for stop in [*starts[1:].tolist(), total]:
         while (start := bounds[-1]) < stop:
@@ -273,16 +295,17 @@ PACKINGS: dict[PackingName, Callable[[NDArray[np.int64], int], Packing]] = {x.na
 
 
 def _smallest(largest: int) -> type[np.generic]:
-    """The dtype of document and sample numbers."""
+    """Return the dtype for document and sample numbers up to `largest`."""
     return np.uint32 if largest < 2**32 else np.int64
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Samples in groups that hold pieces of the same lengths; pieces are listed by decreasing length.
+    """Samples in groups; all samples of a group hold pieces of the same lengths.
 
-    Group g has the samples from `starts[g]` on, and the rows `ends[g]:ends[g + 1]` of `entries` `[e, 2]`. For an entry
-    (first, count), sample i holds the `count` pieces from place `first + i * count` of the list on. All are int64.
+    Pieces are listed by decreasing length. Group g has the samples from `starts[g]` on, and the rows
+    `ends[g]:ends[g + 1]` of `entries` `[e, 2]`. For an entry (first, count), sample i holds `count` pieces of the list,
+    from place `first + i * count` on. All arrays are int64.
     """
 
     samples: int
@@ -291,13 +314,13 @@ class Groups:
     entries: NDArray[np.int64]
 
     def places(self, sample: int) -> list[slice]:
-        """The places of the pieces in `sample`."""
+        """Return the places in the list of the pieces in `sample`."""
         group = int(np.searchsorted(self.starts, sample, side="right")) - 1
         entries = self.entries[self.ends[group] : self.ends[group + 1]].tolist()
         return [slice(first + sample * count, first + (sample + 1) * count) for first, count in entries]
 
     def samples_of_places(self, places: int) -> NDArray[np.int64]:
-        """The sample that holds each of the `places` of the list: the inverse of `places`."""
+        """Return the sample of each of the first `places` places of the list, `[places]`: the inverse of `places`."""
         samples = np.empty(places, np.int64)
         for group, (start, stop) in enumerate(pairwise([*self.starts.tolist(), self.samples])):
             for first, count in self.entries[self.ends[group] : self.ends[group + 1]].tolist():
@@ -306,18 +329,18 @@ class Groups:
 
 
 _Group = tuple[int, int, int, tuple[tuple[int, int], ...]]
-"""Room in each sample, first sample, end of the samples, entries."""
+"""Room in each sample, number of the first sample, end of the samples, entries."""
 
 
 def best_fit(counts: NDArray[np.int64], capacity: int) -> Groups:
     """Pack `counts[n]` pieces of n tokens, 0 < n <= `capacity`, into samples by best-fit decreasing. Pure.
 
-    The sample with the least room that a piece fits in has the least room after it, too, while more of that length fit.
-    So it gets as many as it takes, and after it the other samples of its group. This at least halves their room, and
-    each length splits at most two groups: O(capacity · log(capacity)²) steps.
+    A piece goes into the sample with the least room that it fits in. Afterwards this sample still has the least room,
+    so it also gets the next pieces of that length until none fits, and then the other samples of its group follow. This
+    at least halves their room, and each length splits at most two groups: O(capacity · log(capacity)²) steps.
     """
     fitting: list[_Group] = []  # a heap
-    others: defaultdict[int, list[_Group]] = defaultdict(list)  # with less room than the present length, by room
+    others: defaultdict[int, list[_Group]] = defaultdict(list)  # by room, for room less than the current length
     samples = placed = 0
     longer = capacity + 1
     for length in np.flatnonzero(counts)[::-1].tolist():

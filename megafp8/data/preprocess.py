@@ -1,7 +1,7 @@
-"""Tokenizes documents into a data set, with several processes, in an order that does not depend on their number.
+"""Tokenization of documents into a data set by several processes, in an order independent of their number.
 
-A `Method` says how documents of one style become tokens. Of chats and completions it also says which tokens are
-answers, and the data set has a loss mask.
+A `Method` turns documents of one style into tokens. For chats and completions it also marks the answers, and the data
+set then has a loss mask.
 """
 
 from __future__ import annotations
@@ -30,10 +30,19 @@ _TEXTS = Texts()
 
 @dataclass
 class Summary:
-    """Counts of a preprocessing run. `errors`: documents that were skipped; `messages`: reasons of the first 100.
+    """Counts of a preprocessing run.
 
-    `learned`: tokens that are answers, where there is a loss mask. `warnings`: what the first document teaches that a
-    user may not want. `boundaries`: as in `Tokenizer`.
+    Attributes:
+        documents: Number of documents written.
+        tokens: Number of tokens written.
+        learned: Number of answer tokens, if there is a loss mask.
+        characters: Number of characters of the documents written.
+        empty: Number of documents without text.
+        errors: Number of documents that were skipped because of an error.
+        messages: Errors of the first 100 skipped documents.
+        warnings: Text that the model would learn from the first document by mistake.
+        max_token_id: Largest token id written.
+        boundaries: Tokens around a document, in words, as in `Tokenizer`.
     """
 
     documents: int = 0
@@ -48,7 +57,7 @@ class Summary:
     boundaries: str = ""
 
     def add(self, document: Document, tokens: TokenizedRecord | None) -> None:
-        """Count a document: with its tokens, or with an error, or without text."""
+        """Count a document: with an error, without text (`tokens` is None), or with its tokens."""
         if document.error is not None:
             self.errors += 1
             if len(self.messages) < _MAX_MESSAGES:
@@ -75,17 +84,31 @@ def preprocess(
     sources: Sequence[str] = (),
     progress: bool = True,
 ) -> Summary:
-    """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`. Documents without text are skipped and counted.
+    """Tokenize `documents` into `<prefix>.bin`, `.idx` and `.json`, and return the counts.
 
-    `workers` processes tokenize, or this process if 0. Tokens are uint16 if the vocabulary fits, else int32. `sources`
-    are the files of the documents. Raises ValueError for a document that cannot be read or tokenized, naming file and
-    line, unless `skip_errors`; ValueError if the output exists or is one of the sources, or if the tokenizer does not
-    suit the method; ChildProcessError if a worker dies. No files are left then, nor on Ctrl-C.
+    Documents without text are skipped and counted. Tokens are stored as uint16 if the vocabulary fits, else as int32.
+    After an error or Ctrl-C, no new files are left.
+
+    Args:
+        documents: Documents to tokenize.
+        prefix: Path of the data set without suffix.
+        tokenizer: Settings of the tokenizer.
+        method: Method that turns documents into tokens.
+        workers: Number of processes that tokenize; 0 tokenizes in this process.
+        skip_errors: Skip and count documents that cannot be read or tokenized.
+        overwrite: Replace an existing data set.
+        sources: Files of the documents. The first 100 are recorded in the sidecar.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: A document cannot be read or tokenized and `skip_errors` is False (the message names file and line);
+            the output exists or is one of the sources; or the tokenizer does not suit the method.
+        ChildProcessError: A worker died.
     """
     if workers < 0:
         raise ValueError(f"--workers {workers}: must be 0 or more")
     model = build_tokenizer(*tokenizer)
-    method.encoder(model)  # raises what the workers would raise
+    method.encoder(model)  # raise errors here that every worker would raise
     check_inputs_stay(sources, all_paths(prefix), "--output-prefix")
     dtype = np.uint16 if model.vocab_size <= 2**16 else np.int32
     writer = IndexedDatasetWriter(prefix, dtype, loss_mask=method.has_loss_mask, overwrite=overwrite)
@@ -103,7 +126,7 @@ def preprocess(
         if not summary.documents:
             first = f"; the first: {summary.messages[0]}" if summary.errors else ""
             raise ValueError(
-                f"no documents with text among the inputs ({summary.empty} empty, {summary.errors} unreadable{first}): "
+                f"no document of the inputs has text ({summary.empty} empty, {summary.errors} unreadable{first}): "
                 "nothing was written"
             )
         learned = {"learned_tokens": summary.learned} if method.has_loss_mask else {}
@@ -127,12 +150,12 @@ def preprocess(
 
 
 def boundary_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a data set's sidecar records about the tokens that end and begin its documents."""
+    """Return the entries of a sidecar for the tokens that end and begin documents."""
     return {"eod_id": tokenizer.eod_id, "start_ids": list(tokenizer.start_ids)}
 
 
 def check_boundaries(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> None:
-    """Raise DataError if the documents of a data set end or begin with other tokens than the tokenizer's."""
+    """Raise DataError if the documents of a data set end or begin with other tokens than the tokenizer adds."""
     about = dataset.sidecar()
     if about is None or tokenizer is None or "eod_id" not in about:
         return
@@ -140,21 +163,21 @@ def check_boundaries(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> No
     again = "or preprocess the data set again"
     if end != tokenizer.eod_id:
         raise DataError(
-            f"{dataset.prefix} was written with the end token {end}, and data.tokenizer has {tokenizer.boundaries}; "
+            f"{dataset.prefix} was written with the end token {end}, but data.tokenizer has {tokenizer.boundaries}; "
             f"set data.tokenizer.end_token to the token {end}, {again}"
         )
     if start != list(tokenizer.start_ids):
         works = f"set data.tokenizer.add_bos_token={str(bool(start)).lower()}, {again}"
         raise DataError(
             f"{dataset.prefix} was written with {f'the beginning tokens {start}' if start else 'no beginning token'}, "
-            f"and data.tokenizer has {tokenizer.boundaries}; {works}"
+            f"but data.tokenizer has {tokenizer.boundaries}; {works}"
         )
 
 
 def _tokenized(
     documents: Iterable[Document], tokenizer: TokenizerSettings, workers: int, method: Method
 ) -> Generator[tuple[Document, TokenizedRecord | None], None, None]:
-    """`documents` in order with their tokens; None for those without text or with an error."""
+    """Yield `documents` in order with their tokens, or with None for documents without text or with an error."""
     make = partial(make_tokenize, tokenizer, method)
     chunks = map_in_order(make, _chunks(documents), workers=workers, describe=_describe)
     with contextlib.closing(chunks):
@@ -184,7 +207,7 @@ def _describe(chunk: Sequence[Document]) -> str:
 
 
 def _characters(value: Any) -> int:
-    """Number of characters of all strings in a value, for the size of a task."""
+    """Return the number of characters of all strings in a value, to limit the size of a task."""
     if isinstance(value, str):
         return len(value)
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -194,13 +217,16 @@ def _characters(value: Any) -> int:
 def make_tokenize(
     tokenizer: TokenizerSettings, method: Method
 ) -> Callable[[Sequence[Document]], list[TokenizedRecord | str | None]]:
-    """The function of a worker: the tokens of each document, None for one without text, or the tokenizer's error."""
+    """Return the function that a worker runs on a list of documents.
+
+    For each document the function returns its tokens, None if it has no text, or the tokenizer's error message.
+    """
     encode = method.encoder(build_tokenizer(*tokenizer))
 
     def tokenize(document: Document) -> TokenizedRecord | str | None:
         try:
             return None if document.error is not None else encode(document)
-        except Exception as error:  # libraries raise any; one document must not cost the others
+        except Exception as error:  # libraries raise any exception; one bad document must not lose the others
             return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
     return lambda chunk: list(map(tokenize, chunk))

@@ -1,15 +1,15 @@
-"""The record of how many samples a run has read of each data set, and how a resumed run continues.
+"""The record of how many samples a run has read from each data set, and how a resumed run continues.
 
-A *source* is a data set as training reads it. Its identity is what decides its sequence of samples: the contents
-(`IndexedDataset.fingerprint`), the documents that data.split selects, and how they are packed. The seed is that of the
-run; paths and the order in the config make no difference.
+A *source* is a data set as training reads it. The identity of a source consists of everything that determines its
+sequence of samples: the contents (`IndexedDataset.fingerprint`), the documents that data.split selects, and the
+packing. The seed belongs to the run. Paths, and the order in the config, make no difference.
 
-Contents are known by samples of them, so different files may seem to have the same ones. Such data sets are told apart
-by a number (`tell_apart`). A resumed run finds each of them by its path or, if they were moved, by the most similar
-path and then by their order.
+Contents are identified by a part of them, so different files may appear to have the same contents. A number
+distinguishes such data sets (`tell_apart`). A resumed run recognizes each of them by its path or, if files were moved,
+by the most similar path, and then by their order.
 
-A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. With others it
-starts a new one at its current sample, in which each source continues with its first sample that was not given yet. A
+A run that resumes with the same sources and weights continues the recorded `Segment` of the blend. If sources or
+weights differ, it starts a new segment at its current sample, and each source continues with its first unread sample. A
 source that is removed keeps its count, and continues when it is listed again.
 
 All functions are pure.
@@ -30,14 +30,15 @@ from megafp8.data.samples import SamplePosition, split_documents
 
 Identity = tuple[str, int, int, PackingName]
 _NUMBER = "#"
-"""Precedes the number of a data set in its contents. The first of those that seem to be equal has none."""
+"""Separator before the number of a data set in its contents. The first of several equal data sets has no number."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set of the config, of `weight` > 0. `documents`: those for training, of `num_documents`.
+    """A data set of the config, with `weight` > 0.
 
-    `length`: labels of a sample; None where it is not known.
+    `documents` are the training documents among all `num_documents`. `length` is the number of labels of a sample, or
+    None if it is unknown.
     """
 
     prefix: str
@@ -50,17 +51,24 @@ class DataSource:
 
     @property
     def identity(self) -> Identity:
+        """Contents, documents and packing, which determine the sequence of samples."""
         return self.contents, self.documents.start, self.documents.stop, self.packing
 
 
 @dataclass(frozen=True)
 class RecordedSource:
-    """A source in the record.
+    """A source in the record of a run.
 
-    `contents` and `documents` (start, stop) are None if the record was made from a config, which does not have them.
-    `weight` is 0 for a source that is no longer read. `start`: samples given before the current segment; `consumed`: in
-    total. `packing`: runs from before there was a choice concatenated documents. `length`: labels of a sample,
-    None in records from before it could change; `position`: where samples of that length began.
+    Attributes:
+        prefix: Path or URL of the data set.
+        contents: Identity of the contents; None if the record was made from a config, which does not have it.
+        documents: Start and stop of the documents; None like `contents`.
+        weight: Weight in the blend; 0 if the source is no longer read.
+        start: Number of samples read before the current segment.
+        consumed: Number of samples read in total.
+        packing: Packing of the documents. Old runs, which had no choice, concatenated documents.
+        length: Number of labels of a sample; None in records of runs that could not change it.
+        position: First sample of that length.
     """
 
     prefix: str
@@ -75,16 +83,21 @@ class RecordedSource:
 
     @property
     def identity(self) -> Identity:
+        """Contents, documents and packing, or the path while the contents are unknown."""
         return self.contents or self.prefix, *(self.documents or (0, 0)), self.packing
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A source that is not in the record although a similar one is.
+    """A source that is not in the record, although a similar source is.
 
-    `packing`: the same contents and documents, packed otherwise. `split`: the same contents, other documents.
-    `contents`: the same prefix, other contents. `unknown`: `recorded` has no contents and is no longer listed, so
-    `source` may be the same data set under a new prefix.
+    The kinds are:
+
+    - `packing`: same contents and documents, different packing.
+    - `split`: same contents, different documents.
+    - `contents`: same prefix, different contents.
+    - `unknown`: `recorded` has no contents and is no longer listed, so `source` may be the same data set under a new
+      prefix.
     """
 
     kind: Literal["packing", "split", "contents", "unknown"]
@@ -94,10 +107,12 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Progress:
-    """The record of a run: every source that it has read, those of the current segment first, in its order.
+    """Record of every source that a run has read.
 
-    `list_weights`: how a list of data sets without weights is weighted, "equal" in runs from before "tokens" became the
-    rule. `first_sample`: the global sample at which the current segment starts.
+    Attributes:
+        list_weights: Weighting of a list of data sets without weights: "tokens", or "equal" in older runs.
+        first_sample: Global sample at which the current segment starts.
+        sources: All sources; the sources of the current segment come first, in the segment's order.
     """
 
     list_weights: Literal["tokens", "equal"]
@@ -106,12 +121,12 @@ class Progress:
 
     @classmethod
     def begin(cls, sources: Sequence[DataSource]) -> Progress:
-        """The record of a new run. `sources` are combined."""
+        """Return the record of a new run. `sources` are already combined (`combine`)."""
         return cls("tokens", 0, tuple(_listed(source, None) for source in sources))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
-        """The inverse of `as_json`."""
+        """Return the record that `as_json` wrote."""
         sources = []
         for entry in data["sources"]:
             documents, position = entry["documents"], entry.get("position")
@@ -125,9 +140,9 @@ class Progress:
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any], sources: Sequence[DataSource]) -> Progress:
-        """The record of a run whose checkpoints have none, from the section `data` of its config.
+        """Return the record of a run from the section `data` of its config, for checkpoints without a record.
 
-        Such runs weighted a list of data sets equally. Contents are assumed to be those of `sources` now.
+        Such runs weighted a list of data sets equally. Contents are assumed to equal the current contents of `sources`.
         """
         train, entries = data["train"], []
         by_path = {normalized(source.prefix): source for source in sources}
@@ -141,16 +156,16 @@ class Progress:
         return cls("tokens" if isinstance(train, Mapping) else "equal", 0, tuple(entries))
 
     def as_json(self) -> dict[str, Any]:
-        """The progress as metadata.json holds it."""
+        """Return the record in the form in which metadata.json stores it."""
         return asdict(self)
 
     def with_length(self, length: int) -> Progress:
-        """The same progress with `length` in entries that have none."""
+        """Return this record with `length` in entries without a length."""
         known = (replace(e, length=length) if e.length is None else e for e in self.sources)
         return replace(self, sources=tuple(known))
 
     def moved(self, positions: Mapping[Identity, SamplePosition], length: int) -> Progress:
-        """The progress with samples of `length` in the sources of `positions`, from these positions on."""
+        """Return this record with sample length `length` for the sources in `positions`, from these positions on."""
         moved_sources = (
             replace(e, length=length, position=positions[e.identity]) if e.identity in positions else e
             for e in self.sources
@@ -159,22 +174,22 @@ class Progress:
 
     @property
     def active(self) -> list[RecordedSource]:
-        """Sources of the current segment, in its order."""
+        """Sources of the current segment, in the segment's order."""
         return [source for source in self.sources if source.weight]
 
     def segment(self, seed: int) -> Segment:
-        """The blend of the active sources."""
+        """Return the segment that blends the active sources."""
         weights, starts = zip(*((source.weight, source.start) for source in self.active))
         return Segment(weights, seed, self.first_sample, starts)
 
     def after(self, samples: int, seed: int) -> Progress:
-        """The progress with `consumed` counted up to global sample `samples` of the current segment."""
+        """Return this record with `consumed` counted up to global sample `samples` of the current segment."""
         counts = self.segment(seed).given(samples)
         read = [replace(source, consumed=count) for source, count in zip(self.active, counts)]
         return replace(self, sources=(*read, *(source for source in self.sources if not source.weight)))
 
     def conflicts(self, sources: Sequence[DataSource]) -> list[Conflict]:
-        """The `sources` that would start with their first sample although a similar one is in the record."""
+        """Return the `sources` that would start with their first sample although the record has a similar source."""
         recorded, found_conflicts = self._recognized(sources).sources, []
         known = {entry.identity for entry in recorded}
         for source in sources:
@@ -189,9 +204,9 @@ class Progress:
         return found_conflicts
 
     def proceed(self, sources: Sequence[DataSource], samples: int, seed: int) -> tuple[Progress, list[str]]:
-        """The record of a run that resumes after `samples` with `sources` (combined), and messages on what changed.
+        """Return the record of a run that resumes after `samples` samples, and messages about changed sources.
 
-        Sources that are not in the record start with their first sample.
+        `sources` are already combined. Sources that are not in the record start with their first sample.
         """
         done = self._recognized(sources).after(samples, seed)
         now = {source.identity: source for source in sources}
@@ -201,7 +216,7 @@ class Progress:
         if old.keys() == new.keys() and all(_equal(old[key], new[key]) for key in new):
             moved = (replace(e, prefix=now[e.identity].prefix) if e.weight else e for e in done.sources)
             return replace(done, sources=tuple(moved)), []
-        # A run from before this record may have read one source under two names: the larger count is used.
+        # An old run without a record may have read one source under two names. The larger count is used.
         entries = {e.identity: e for e in sorted(done.sources, key=lambda entry: entry.consumed)}
         consumed = {key: entry.consumed for key, entry in entries.items()}
         changes = [
@@ -218,7 +233,7 @@ class Progress:
         return replace(done, first_sample=samples, sources=(*listed, *removed)), changes
 
     def _recognized(self, sources: Sequence[DataSource]) -> Progress:
-        """The progress with entries that have no contents completed by the source of the same prefix."""
+        """Return this record with missing contents filled in from the sources with the same prefix."""
         by_path = {normalized(source.prefix): source for source in sources}
 
         def complete(entry: RecordedSource) -> RecordedSource:
@@ -229,9 +244,9 @@ class Progress:
 
 
 class ListedFiles(NamedTuple):
-    """Files of a listed data set, and the contents that they seem to have.
+    """Files of a listed data set, and the contents that they appear to have.
 
-    `files` is empty if `contents` covers all that they have, so that others with the same contents are copies.
+    `files` is empty if `contents` covers the files completely; other files with the same contents are then copies.
     """
 
     prefix: str
@@ -240,11 +255,12 @@ class ListedFiles(NamedTuple):
 
 
 def tell_apart(listed: Sequence[ListedFiles], recorded: Sequence[RecordedSource] = ()) -> list[str]:
-    """Return the contents of each listed data set, numbered where other files seem to have the same.
+    """Return the contents of each listed data set, with a number if other files appear to have the same contents.
 
-    Entries that are the same files, or certainly copies, have the same contents. Pure.
+    Entries that name the same files, or that are certainly copies, get the same contents. Pure.
 
     Args:
+        listed: Data sets of the config.
         recorded: Sources that the run has read, which keep their numbers.
     """
     result: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -266,13 +282,13 @@ def tell_apart(listed: Sequence[ListedFiles], recorded: Sequence[RecordedSource]
 
 
 def _common_end(path: str, other: str) -> int:
-    """Return the number of parts that two paths have in common at their ends."""
+    """Return the number of trailing components that two paths have in common."""
     parts = zip(reversed(normalized(path).split("/")), reversed(normalized(other).split("/")))
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts))
 
 
 def combine(sources: Sequence[DataSource]) -> list[DataSource]:
-    """`sources` with each identity once and its weights summed, in the order of first appearance."""
+    """Merge sources of the same identity and add their weights. The result is in the order of first appearance."""
     combined: dict[Identity, DataSource] = {}
     for source in sources:
         same = combined.get(source.identity)
@@ -281,7 +297,7 @@ def combine(sources: Sequence[DataSource]) -> list[DataSource]:
 
 
 def _listed(source: DataSource, before: RecordedSource | None) -> RecordedSource:
-    """The entry of `source`, which continues after that of `before`."""
+    """Return the record's entry for `source`, which continues after the entry `before`, if there is one."""
     documents = source.identity[1:3]
     recorded = RecordedSource(
         source.prefix, source.contents, documents, source.weight, 0, 0, source.packing, source.length
@@ -297,5 +313,5 @@ def _equal(share: float, other: float) -> bool:
 
 
 def normalized(path: str) -> str:
-    """Return one spelling of a path or URL, for comparison."""
+    """Return a path or URL in a normal form, for comparison."""
     return os.path.abspath(path)

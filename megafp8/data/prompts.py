@@ -1,7 +1,7 @@
-"""Prompts that a model is to continue, from files of JSON lines, with what else their records have.
+"""Prompts for a model to continue, from files of JSON lines, with the other keys of their records.
 
-The order is a function of (seed, epoch), so the number of prompts that were given is all that resuming needs. All
-prompts are read and tokenized when a run starts, so that one which cannot be used is an error then.
+The order is a function of (seed, epoch), so a resumed run only needs the number of prompts that were read. All prompts
+are read and tokenized when a run starts, so an unusable prompt is an error at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from megafp8.host.strict_json import parse_json
 
 
 class Prompt(NamedTuple):
-    """`text`: a text or messages, as the record has them; `record`: all of it."""
+    """A prompt, its token ids, and the whole record that it comes from.
+
+    `text` is a string or a list of messages, as in the record.
+    """
 
     text: Any
     tokens: list[int]
@@ -33,10 +36,20 @@ class Prompt(NamedTuple):
 
 
 class PromptSource:
-    """Endless prompts of the files that `path` names, each of them `group_size` times: the samples of a run.
+    """Endless stream of prompts. Each prompt is used for `group_size` consecutive samples of a run.
 
-    `key`: of a record, for its prompt. `tokenizer_path`: of the tokenizer, for its chat template. `longest`: the most
-    tokens of a prompt. Raises DataError, with file and line, for a record that cannot be used.
+    Args:
+        path: File, folder, glob or URL of JSON lines.
+        tokenizer: Tokenizer of the model.
+        tokenizer_path: Path of the tokenizer, where its chat template is found.
+        key: Key of a record that holds its prompt.
+        longest: Largest number of tokens of a prompt.
+        group_size: Number of samples that continue one prompt.
+        seed: Seed of the order of prompts.
+        seq_length: Number of labels of a sample.
+
+    Raises:
+        DataError: A record cannot be used. The message names the file and line.
     """
 
     def __init__(
@@ -49,14 +62,15 @@ class PromptSource:
         self.prompts: list[Prompt] = []
         for file in files:
             if file.content != "json_lines" or file.compression:
-                raise DataError(f"{file.path} is not JSON lines as they are; prompts are read from these")
+                raise DataError(f"{file.path} is not uncompressed JSON lines; prompts can be read only from such files")
             for line, record in _records(file.path):
                 try:
                     prompt = _prompt(record, key, encode)
                     if len(prompt.tokens) > longest:
                         raise ValueError(
-                            f"the prompt has {len(prompt.tokens)} tokens, and training.seq_length less "
-                            f"data.grpo.max_tokens leaves room for {longest}; shorten it, or make samples longer"
+                            f"the prompt has {len(prompt.tokens)} tokens, but training.seq_length minus "
+                            f"data.grpo.max_tokens leaves room for {longest}; shorten the prompt, or increase "
+                            "training.seq_length"
                         )
                 except ValueError as error:
                     raise DataError(f"{file.path}, line {line}: {error}") from None
@@ -70,7 +84,7 @@ class PromptSource:
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def prompt_at(self, index: int) -> tuple[int, Prompt]:
-        """The prompt of sample `index`, and how many were given before it."""
+        """Return the number of prompts before sample `index`, and the prompt of that sample."""
         number = index // self.group_size
         epoch, place = divmod(number, len(self.prompts))
         return number, self.prompts[self._order(epoch)[place]]
@@ -81,20 +95,21 @@ class PromptSource:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all prompts."""
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
     def epochs(self, samples: int) -> float:
-        """Epochs read after `samples`."""
+        """Return the number of epochs read after `samples` samples."""
         return samples / self.group_size / len(self.prompts)
 
     def index_checksum(self, index: int) -> str:
-        """SHA-256 of the order of the epoch of sample `index`."""
+        """Return the SHA-256 of the order of prompts in the epoch of sample `index`."""
         epoch = index // self.group_size // len(self.prompts)
         return hashlib.sha256(self._order(epoch).tobytes()).hexdigest()
 
 
 def _records(path: AnyPath) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON values of a file, by number of the line. Raises DataError."""
+    """Yield the line number and JSON value of each line of a file that is not empty. Raises DataError."""
     number = 0
     try:
         with open_to_read(path) as file:
@@ -114,20 +129,22 @@ def _records(path: AnyPath) -> Iterator[tuple[int, Any]]:
 def _prompt(record: Any, key: str, encode: Callable[[Any], list[int]]) -> Prompt:
     if not isinstance(record, dict) or key not in record:
         present = ", ".join(list(record)[:10]) if isinstance(record, dict) else f"it is a {type(record).__name__}"
-        raise ValueError(f"has no key {key!r} ({present}); data.grpo.prompt_key names that of prompts")
+        raise ValueError(f"has no key {key!r} ({present}); data.grpo.prompt_key names the key of the prompt")
     if "completion" in record or "completions" in record or (key != "prompt" and "prompt" in record):
-        raise ValueError("has a key that a reward gets of each text: completion, completions or prompt; rename it")
+        raise ValueError(
+            "has the key completion, completions or prompt, which is reserved for the arguments of rewards; rename it"
+        )
     text = messages_of(record[key], repr(key)) if isinstance(record[key], list) else text_of(record[key], repr(key))
     tokens = encode(text)
     if not tokens:
-        raise ValueError("the prompt is empty, and nothing is before it that the model could continue")
+        raise ValueError("the prompt is empty, and the tokenizer adds no beginning token that the model could continue")
     return Prompt(text, tokens, record)
 
 
 class _Encoder:
-    """Function that tokenizes texts, which begin as documents do, and messages, by the chat template.
+    """Tokenizer of prompts. Texts begin like documents, and messages are rendered by the chat template.
 
-    The template is read when the first messages come.
+    The template is read when the first list of messages is tokenized.
     """
 
     def __init__(self, tokenizer: Tokenizer, path: str | None) -> None:

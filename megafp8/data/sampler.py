@@ -1,7 +1,8 @@
-"""The samples that a rank reads, a function of the number of samples consumed so far.
+"""The samples that a rank reads, as a function of the number of samples consumed so far.
 
-Micro-batch m of data-parallel rank r of R holds the samples consumed + (m·R + r)·b + row. So a global batch consists of
-the same samples, in the same micro-batches, for any R, and one number is enough to resume.
+With R data-parallel ranks and micro-batches of b rows, row i of micro-batch m on rank r is the global sample
+consumed + (m·R + r)·b + i. A global batch therefore consists of the same samples, in the same micro-batches, for any R,
+and one number is enough to resume.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from megafp8.data.blend import Blend
 from megafp8.data.loader_processes import end_with_trainer, start_server
 
 Parts = Sequence[NDArray[Any]]
-"""The pieces of documents, or sentences, that a sample consists of, in order: `[n]`, or with a loss mask `[2, n]`."""
+"""Parts of documents, or sentences, that make up a sample, in order: `[n]`, or with a loss mask `[2, n]`."""
 
 
 class Objective(Protocol):
-    """What a model is trained to predict."""
+    """Training objective: it turns a sample into the inputs and labels of the model."""
 
     def row(self, parts: Parts, index: int) -> NDArray[np.int64]:
-        """The row of sample number `index` of the run; all rows have the same shape."""
+        """Return sample number `index` of the run as a row of integers. All rows have the same shape."""
         ...
 
     def batch(self, rows: Tensor) -> Batch:
-        """The micro-batch of rows that are stacked along a new first dim."""
+        """Return the micro-batch of rows that are stacked along a new first dim."""
         ...
 
 
@@ -50,9 +51,9 @@ def sample_indices(
     data_parallel_size: int,
     share: range | None = None,
 ) -> list[list[int]]:
-    """Sample indices of each micro-batch of one rank in the step after `consumed_samples`. Pure.
+    """Return the sample indices of each micro-batch of one rank in the step after `consumed_samples`. Pure.
 
-    `share`: those micro-batches of each rank that are its replica's; None: all of them.
+    With replicas, `share` selects the micro-batches of a rank that its replica computes; None selects all of them.
     """
     together = micro_batch_size * data_parallel_size
     assert global_batch_size % together == 0
@@ -66,20 +67,21 @@ def sample_indices(
 
 
 READ_AHEAD = 4
-"""Micro-batches that a loader process has downloaded, or begun to, beside the one that it makes."""
+"""Number of later micro-batches that a loader process downloads in advance."""
 
 
 class _Wanted(NamedTuple):
-    """Samples of a micro-batch, and those of later ones whose download is to begin."""
+    """Samples of a micro-batch, and samples of later micro-batches to start downloading."""
 
     rows: list[int]
     ahead: list[int]
 
 
 def _with_ahead(batches: Iterator[list[int]], workers: int) -> Iterator[_Wanted]:
-    """`batches`, each with samples that the same worker reads up to `READ_AHEAD` micro-batches later.
+    """Yield each batch with the samples that the same worker should start to download. Pure.
 
-    The first of each worker names all of these and its own; each later one the last of them. Pure.
+    The first batch of each worker names its own samples and the samples of the worker's next `READ_AHEAD`
+    micro-batches. Each later batch names only the last of these.
     """
     later = deque(itertools.islice(batches, workers * READ_AHEAD))
     for number, following in enumerate(batches):
@@ -91,10 +93,11 @@ def _with_ahead(batches: Iterator[list[int]], workers: int) -> Iterator[_Wanted]
 
 
 class _Samples(Dataset[Any]):
-    """What `objective` makes of samples, by global number, with it. A DataError is returned, not raised.
+    """Data set that maps a global sample number to that number and the row of the objective.
 
-    torch's loader would raise it in the main process with the loader process's traceback as the message. For the same
-    reason a loader process opens the files when it reads its first sample, not when it is started.
+    A DataError is returned, not raised: torch's loader would raise it in the main process with the loader process's
+    traceback as the message. For the same reason, a loader process opens the files when it reads its first sample, not
+    when it starts.
     """
 
     def __init__(self, blend: Blend, objective: Objective) -> None:
@@ -102,8 +105,8 @@ class _Samples(Dataset[Any]):
         self.objective = objective
 
     def __getitems__(self, wanted: _Wanted) -> list[tuple[int, NDArray[np.int64]] | DataError]:
-        """The samples of a micro-batch."""
-        with contextlib.suppress(DataError):  # raised again by the sample that needs what is missing
+        """Return the samples of a micro-batch."""
+        with contextlib.suppress(DataError):  # reading the affected sample raises the error again
             for index in wanted.ahead:
                 self._opened().fetch_ahead(index)
         return [self[index] for index in wanted.rows]
@@ -125,7 +128,7 @@ class _Samples(Dataset[Any]):
 
 
 def collate(rows: list[Any], objective: Objective) -> Batch | DataError:
-    """The micro-batch of (number of the sample, row); the first of them that is a DataError in its place."""
+    """Return the micro-batch of a list of (sample number, row), or the first DataError in the list."""
     for row in rows:
         if isinstance(row, DataError):
             return row
@@ -147,12 +150,15 @@ def batches(
     position_of: Callable[[int], int] = lambda samples: samples,
     share: range | None = None,
 ) -> Iterator[list[Batch]]:
-    """This rank's micro-batches, one list per step, from the step after `consumed_samples` on, without end.
+    """Yield this rank's micro-batches, one list per step, without end, from the step after `consumed_samples` on.
 
-    `num_workers` processes read ahead; 0 reads in this process. Of data sets in object storage each of them downloads
-    what its next `READ_AHEAD` micro-batches need, in the background. `position_of`: the sample at which the step begins
-    that comes after so many samples, where some are left out. `share`: as of `sample_indices`. Raises DataError in the
-    step that would use a sample that cannot be read.
+    `num_workers` processes read ahead; 0 reads in this process. For data sets in object storage, each process downloads
+    the data of its next `READ_AHEAD` micro-batches in the background. `position_of` maps the number of consumed samples
+    to the first sample of the next step, which is larger if samples were left out. `share` is an argument of
+    `sample_indices`; the other arguments are those of the config.
+
+    Raises:
+        DataError: A sample cannot be read. The error is raised in the step that would use the sample.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size, share)
     micro_batches = (

@@ -1,19 +1,20 @@
 """Samples of seq_length + 1 tokens from shuffled documents, and micro-batches of them.
 
-There is no state. Sample i belongs to epoch i // samples_per_epoch, and everything about an epoch is a function of
+There is no state. Sample i belongs to epoch i // samples_per_epoch. Everything in an epoch is a function of
 (seed, epoch): which tokens of which documents are in a sample (`packing`), and the order of the samples. So any rank
-can read any sample, and a resumed run or one with another number of ranks reads the same sequence.
+can read any sample, and a run reads the same sequence after a resume or with another number of ranks.
 
-A run that goes on with samples of another length has a `SamplePosition`: its samples are numbered on, and the first of
-them are the rest of the epoch that it is in (`Packing.rest`). That is a function of the position, too.
+A run that changes its sample length has a `SamplePosition`. The numbering of samples continues, and the first samples
+of the new length are the rest of the current epoch (`Packing.rest`), which is a function of the position.
 
-The permutations and sums of an epoch are its *index*. It is cached on local disk, in a file named by a hash of all that
-it depends on, which is written under a temporary name and renamed. Any number of processes on any number of nodes may
-make it at the same time: they write the same bytes, so none waits and no shared file system is needed. The file ends
-with its SHA-256; one that does not match is made again, with a warning. Ranks compare theirs by `index_checksum`.
+The permutations and sums of an epoch are its *index*. The index is cached on local disk, in a file named by a hash of
+everything that it depends on. The file is written under a temporary name and renamed. Any number of processes on any
+number of nodes may create it at the same time: they write the same bytes, so no process waits and no shared file system
+is needed. The file ends with its SHA-256; a file that does not match is created again, with a warning. Ranks compare
+their indices by `index_checksum`.
 
-Each sample's token ids are compared with the vocabulary when it is read: a sharded embedding would silently return
-zeros for ids beyond it, as for another rank's tokens.
+The token ids of each sample are compared with the vocabulary when the sample is read. A sharded embedding would
+silently return zeros for ids beyond the vocabulary, as it does for tokens of another rank's shard.
 
 Shapes: b micro-batch, s sequence.
 """
@@ -47,13 +48,13 @@ from megafp8.host.user_cache import user_cache
 logger = logging.getLogger(__name__)
 
 PADDING = -1
-"""Stands for no token in a sample."""
+"""Value of a place in a sample that has no token."""
 PLACES = 1 << 40
-"""Numbers of tokens that a data set of a run has; more than tokens."""
+"""Size of the range of token numbers that each data set of a run gets; larger than any data set."""
 
 
 def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
-    """`parts` one after the other, int64, and `PADDING` up to `length`."""
+    """Return `parts` concatenated as int64, padded with `PADDING` to `length`."""
     sample = np.full(length, PADDING, np.int64)
     tokens = np.concatenate(parts)
     sample[: len(tokens)] = tokens
@@ -61,16 +62,17 @@ def padded(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
-    """Documents of training, validation and test by weights such as "969,30,1" (Megatron-LM's convention).
+    """Return the documents of training, validation and test. Pure.
 
-    Pure. Raises ValueError unless it is one to three numbers, none negative and one positive.
+    `split` has weights such as "969,30,1", as in Megatron-LM. Raises ValueError unless there are one to three weights,
+    none is negative, and at least one is positive.
     """
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f'data.split = {split!r}: wants up to three weights such as "969,30,1"')
+        raise ValueError(f'data.split = {split!r}: it must be up to three weights such as "969,30,1"')
     weights += [0.0] * (3 - len(weights))
     ends = [round(num_documents * sum(weights[: i + 1]) / sum(weights)) for i in range(3)]
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
@@ -81,11 +83,13 @@ Given = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Where samples of one length begin, in a data set that gave samples of other lengths before.
+    """Position in a data set from which on samples have the current length.
 
-    `first`: number of the first of them. `epoch`: that it is in. `given`: of this epoch, for each length that it has
-    had, in their order: seq_length, number of samples, and whether pieces of what was left then have context
-    (`Packing.rest`). Empty at the beginning of an epoch.
+    Attributes:
+        first: Number of the first sample of the current length.
+        epoch: Epoch of that sample.
+        given: Samples of this epoch that were read with other lengths. For each length, in order: seq_length, number of
+            samples, and whether the pieces of the rest have context (`Packing.rest`). Empty at the start of an epoch.
     """
 
     first: int = 0
@@ -94,14 +98,14 @@ class SamplePosition:
 
 
 class _Rest(NamedTuple):
-    """The rest of an epoch: its packing, whose documents are pieces, and the position of each of these in the data."""
+    """Rest of an epoch: the packing of its pieces, and the position of each piece in the data set's stream."""
 
     packing: Packing
     positions: NDArray[np.int64]
 
 
 class _Index(NamedTuple):
-    """The index of one epoch (`Packing.make_index`), its SHA-256, and the file that it is read from, if it is."""
+    """Index of one epoch (`Packing.make_index`), its SHA-256, and its file if it was read from the cache."""
 
     arrays: Arrays
     checksum: str
@@ -109,29 +113,44 @@ class _Index(NamedTuple):
 
 
 def default_cache() -> Path:
-    """Default folder of cached indices, local to the node and the user."""
+    """Return the default folder of cached indices, local to the node and the user."""
     return user_cache() / "index"
 
 
 @dataclass
 class ReferenceValues:
-    """Log-probabilities of both answers of each pair of a data set under the reference model, float64 `[documents, 2]`.
+    """Log-probabilities under the reference model of both answers of each pair, float64 `[documents, 2]`.
 
-    None until they are known. Shared by all that read the data set's samples.
+    `values` is None until they are known. All readers of a data set's samples share one object.
     """
 
     values: NDArray[np.float64] | None = None
 
 
 class PackedDataset:
-    """Endless samples of `seq_length + 1` tokens from `documents` of `dataset`.
+    """Endless samples of `seq_length + 1` tokens from documents of a data set.
 
-    `loss_mask`: that of the data set, if `parts` are to have it. `context`: the first token of a document is not
-    predicted, so of a piece of one neither (`Packing.rest`). `pairs`: a document is a pair of sequences, each of which
-    is a piece of a sample; pairs that are longer than a sample are left out. `first_place`: a number for the first
-    token of the data set, if `parts` are to have the numbers of tokens, as a last row. Raises DataError if there are
-    too few tokens for one sample, and from `parts` if a sample holds an id that is not in [0, `vocab_size`), unless
-    that is None, or a mask that is neither 0 nor 1.
+    `parts` raises DataError if a sample has a token id that is not in [0, `vocab_size`), or a mask value other than 0
+    and 1.
+
+    Args:
+        dataset: Data set to read.
+        documents: Documents of the data set to use.
+        seq_length: Number of labels of a sample.
+        seed: Seed of all permutations.
+        cache_dir: Folder of cached indices. Default: `default_cache()`.
+        vocab_size: Size of the vocabulary; None skips the check of token ids.
+        packing: Packing of documents into samples.
+        loss_mask: Loss mask of the data set, which `parts` then returns.
+        context: The first token of a document is not predicted, and neither is the first token of a piece of one
+            (`Packing.rest`).
+        pairs: Each document is a pair of sequences, and each sequence is a part of a sample. Pairs that are longer than
+            a sample are left out.
+        first_place: Number of the first token of the data set; `parts` then returns the numbers of tokens as a last
+            row.
+
+    Raises:
+        DataError: The documents have too few tokens for one sample.
     """
 
     def __init__(
@@ -179,7 +198,7 @@ class PackedDataset:
         self._index: tuple[tuple[object, ...], _Index] | None = None
 
     def at(self, position: SamplePosition) -> PackedDataset:
-        """The same samples from another position on."""
+        """Return a copy of this data set with its sample length in effect from `position` on."""
         moved = copy.copy(self)
         moved.position = position
         moved.__dict__.pop("_rest", None)
@@ -187,7 +206,7 @@ class PackedDataset:
 
     @cached_property
     def _rest(self) -> _Rest | None:
-        """The rest of the position's epoch; None where all of it is left, or too little for a sample."""
+        """Rest of the position's epoch; None if the whole epoch is left, or too little for a sample."""
         if not self.position.given:
             return None
         assert isinstance(self.packing, (Concatenation, BestFit))
@@ -210,7 +229,7 @@ class PackedDataset:
         return 0 if self._rest is None else self._rest.packing.samples
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Sample `index` >= `position.first` as (epochs after that of the position, place in the epoch or its rest)."""
+        """Return the epoch of sample `index`, counted from the position's epoch, and its place in the epoch or rest."""
         number = index - self.position.first
         assert number >= 0
         if number < self._first_samples:
@@ -219,26 +238,29 @@ class PackedDataset:
         return 1 + epochs, place
 
     def position_after(self, samples: int) -> SamplePosition:
-        """The position of another length that begins after `samples` >= `position.first`."""
+        """Return the position for another sample length that starts after `samples` >= `position.first` samples."""
         epochs, place = self._place(samples)
         before = self.position.given if epochs == 0 else ()
         earlier = (*before, (self.seq_length, place, self._context)) if place else before
         return SamplePosition(samples, self.position.epoch + epochs, earlier)
 
     def epochs(self, samples: int) -> float:
-        """Epochs read after `samples` >= `position.first`."""
+        """Return the number of epochs read after `samples` >= `position.first` samples."""
         epochs, place = self._place(samples)
         if epochs == 0:
             return self.position.epoch + 1 - (self._first_samples - place) / self.samples_per_epoch
         return self.position.epoch + epochs + place / self.samples_per_epoch
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` >= 0, int64 `[seq_length + 1]`, padded at its end by `PADDING`."""
+        """Return sample `index` >= 0, int64 `[seq_length + 1]`, padded at the end with `PADDING`."""
         return padded([np.atleast_2d(part)[0] for part in self.parts(index)], self.seq_length + 1)
 
     def parts(self, index: int) -> list[NDArray[Any]]:
-        """The pieces of documents, or sentences, that sample `index` >= 0 consists of, in order: `[n]`, or with a loss
-        mask `[2, n]`, tokens and mask."""
+        """Return the parts of documents, or sentences, that make up sample `index` >= 0, in order.
+
+        Each part has its tokens, `[n]`, or with a loss mask its tokens and mask, `[2, n]`. With token numbers or
+        reference values, each part has one more row.
+        """
         spans = self._spans(index)
         firsts, parts = [first for first, _ in spans], [self.dataset.read(*span) for span in spans]
         if self.vocab_size is not None:
@@ -253,14 +275,17 @@ class PackedDataset:
         return self._halves(masked, self.documents_of(index)) if self.pairs else masked
 
     def _numbered(self, parts: Sequence[NDArray[Any]], firsts: Sequence[int]) -> list[NDArray[Any]]:
-        """`parts` with the number of each token: `[2 or 3, n]`."""
+        """Append a row with the number of each token to `parts`: `[2 or 3, n]`."""
         assert self.first_place is not None
         places = [self.first_place + first + np.arange(part.shape[-1]) for first, part in zip(firsts, parts)]
         return [np.concatenate([np.atleast_2d(x).astype(np.int64), at[None]]) for x, at in zip(parts, places)]
 
     def _halves(self, parts: Sequence[NDArray[Any]], numbers: Sequence[int]) -> list[NDArray[Any]]:
-        """The two sequences of each pair: tokens and mask, and if it is known the log-probability of the answer under
-        the reference model, as the bits of a float64 at each token."""
+        """Return the two sequences of each pair: rows with tokens and mask, `[2, n]`.
+
+        If the answer's log-probability under the reference model is known, a third row has it at each token, as the
+        bits of a float64.
+        """
         halves = [half for i, part in zip(numbers, parts) for half in np.split(part, [self._first_lengths[i]], axis=1)]
         assert self.reference is not None
         if self.reference.values is None:
@@ -270,19 +295,19 @@ class PackedDataset:
 
     @property
     def used_documents(self) -> NDArray[np.int64]:
-        """The pairs that samples have, counted from the first of the data set."""
+        """Numbers in the data set of the pairs that are used in samples."""
         lengths = self.packing.lengths if isinstance(self.packing, BestFit) else np.empty(0, np.int64)
         return np.flatnonzero(lengths > 1) + self.documents.start
 
     def documents_of(self, index: int) -> list[int]:
-        """The documents of sample `index`, counted from the first of `documents`."""
+        """Return the documents of sample `index`, counted from the start of `documents`."""
         epochs, place = self._place(index)
         packing = self._rest.packing if epochs == 0 and self._rest is not None else self.packing
         assert packing is self.packing or not self.pairs
         return [span.document for span in packing.spans(self._load(epochs).arrays, place)]
 
     def _spans(self, index: int) -> list[tuple[int, int]]:
-        """Position and number of the tokens that sample `index` consists of."""
+        """Return the position in the stream, and the number of tokens, of each part of sample `index`."""
         epochs, place = self._place(index)
         packing, positions = self.packing, self._positions
         if epochs == 0 and self._rest is not None:
@@ -291,7 +316,7 @@ class PackedDataset:
         return [(int(positions[document]) + skip, count) for document, skip, count in spans]
 
     def fetch_ahead(self, index: int) -> None:
-        """Begin to download what `parts` of sample `index` will read, if it is in object storage."""
+        """Start to download the data that `parts(index)` will read, if it is in object storage."""
         if self.dataset.is_remote:
             for span in self._spans(index):
                 self.dataset.fetch_ahead(*span)
@@ -305,27 +330,27 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the contents, those of the loss mask included."""
+        """Identity of the contents, including the loss mask."""
         if self.loss_mask is None:
             return self.dataset.fingerprint
         return hashlib.sha256(f"{self.dataset.fingerprint} {self.loss_mask.fingerprint}".encode()).hexdigest()
 
-    def __getstate__(self) -> dict[str, object]:  # loader processes read the index from the cache
+    def __getstate__(self) -> dict[str, object]:  # without the index: loader processes read it from the cache
         return {**self.__dict__, "_index": None}
 
     def index_checksum(self, index: int) -> str:
-        """SHA-256 of the index of the epoch of sample `index`, on this machine."""
+        """Return the SHA-256 of this machine's index for the epoch of sample `index`."""
         return self._load(self._place(index)[0]).checksum
 
     def _load(self, epochs: int) -> _Index:
-        """The index of the epoch `epochs` after that of the position; 0: of that, or of its rest."""
+        """Return the index of the epoch that is `epochs` after the position's epoch; 0 means that epoch or its rest."""
         number = self.position.epoch + epochs
         if epochs == 0 and self._rest is not None:
             return self._load_index(self._rest.packing, self.seq_length, number, self.position.given)
         return self._load_index(self.packing, self.seq_length, number, ())
 
     def _load_index(self, packing: Packing, seq_length: int, number: int, given: tuple[Given, ...]) -> _Index:
-        """The index of epoch `number`, or of its rest after `given`: from memory, the cache, or made and cached."""
+        """Return the index of epoch `number`, or of its rest after `given`, from memory or the cache, or create it."""
         settings = (packing.name, seq_length, self.seed, number, *given)
         if self._index is not None and self._index[0] == settings:
             if (file := self._index[1].file) is not None:
@@ -340,12 +365,12 @@ class PackedDataset:
         return index
 
     def _make(self, number: int, packing: Packing, rests: int = 0) -> Arrays:
-        """The arrays of the index of epoch `number`, or of its rest after `rests` other lengths."""
+        """Compute the arrays of the index of epoch `number`, or of its rest after `rests` other lengths."""
         key = np.array([self.seed & (2**64 - 1), number + (rests << 48)], dtype=np.uint64)
         return packing.make_index(np.random.Generator(np.random.Philox(key=key)))
 
     def _read(self, path: Path, packing: Packing) -> _Index | None:
-        """The cached index; None if it is missing, or damaged, which is logged."""
+        """Read the cached index, or return None if it is missing or damaged. Damage is logged."""
         file = None
         try:
             file = MappedFile(path)
@@ -356,7 +381,7 @@ class PackedDataset:
         raw = np.empty(0, np.uint8) if file is None else file.content
         content, digest = raw[:-_DIGEST_BYTES], bytes(raw[-_DIGEST_BYTES:])
         if _digest(path, content) != digest:
-            logger.warning("sample index %s is damaged: its checksum does not match; it is made again", path)
+            logger.warning("sample index %s is damaged: its checksum does not match; it will be created again", path)
             return None
         arrays, start = [], 0
         for dtype, length in packing.layout:
@@ -366,7 +391,7 @@ class PackedDataset:
         return _Index(arrays, digest.hex(), file)
 
     def _write(self, path: Path, arrays: Arrays) -> _Index:
-        """Write an index to the cache, complete or not at all."""
+        """Write an index to the cache atomically."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
@@ -392,7 +417,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def _digest(path: Path, *content: Any) -> bytes:
-    """SHA-256 of a file's name and `content`, since a file under another's name is as wrong as a damaged one."""
+    """Return the SHA-256 of a file's name and `content`: a file under the wrong name is as bad as a damaged one."""
     digest = hashlib.sha256(path.name.encode())
     for part in content:
         digest.update(part)
@@ -403,12 +428,12 @@ _FEWEST_DOCUMENTS = 64
 
 
 def room_for(documents: int) -> int:
-    """How many documents a sample's `cu_seqlens` has entries for: a power of two, at least 64."""
+    """Return the number of documents that `cu_seqlens` has room for: a power of two, at least 64."""
     return int(2 ** math.ceil(math.log2(max(_FEWEST_DOCUMENTS, documents))))
 
 
 def documents_of(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64]:
-    """Which of `parts` each token of the sample is of; up to `length` the padding, which is a document of its own."""
+    """Return the number of each token's part, `[length]`. Padding at the end counts as one more document."""
     lengths = [part.shape[-1] for part in parts]
     return np.repeat(np.arange(len(parts) + 1), [*lengths, length - sum(lengths)])
 
@@ -416,11 +441,16 @@ def documents_of(parts: Sequence[NDArray[Any]], length: int) -> NDArray[np.int64
 def next_token_batch(
     tokens_bs1: Tensor, document_bs1: Tensor | None = None, *, reset_at_documents: bool, mask_eod_loss: bool
 ) -> Batch:
-    """Inputs and labels of samples `[b, s + 1]`, and by `document_bs1` which document each token is of. Pure.
+    """Return the batch of inputs and labels for next-token prediction. Pure.
 
-    `reset_at_documents`: attention and positions restart at each document. `mask_eod_loss`: ignore labels that begin a
-    document, since nothing predicts it. `PADDING`, which needs both, becomes token 0 without loss, and is the batch's
-    `padding` and `label_padding`.
+    `PADDING` becomes token 0 without loss, and is marked in the batch's `padding` and `label_padding`. Samples with
+    padding need both options.
+
+    Args:
+        tokens_bs1: Samples, `[b, s + 1]`.
+        document_bs1: Number of each token's document, `[b, s + 1]`. Both options need it.
+        reset_at_documents: Restart attention and positions at each document.
+        mask_eod_loss: Ignore labels that are the first token of a document, which no token predicts.
     """
     padding = tokens_bs1 == PADDING
     assert (reset_at_documents and mask_eod_loss) or not padding.any()
@@ -441,9 +471,9 @@ def next_token_batch(
 
 
 def batch_of_documents(tokens: Tensor, labels: Tensor, mask: Tensor | None, last: Tensor) -> Batch:
-    """A batch in which attention and positions restart after the tokens that are the `last` of their documents. Pure.
+    """Return a batch in which attention and positions restart after the `last` token of each document. Pure.
 
-    All are `[b, s]`.
+    All arguments are `[b, s]`.
     """
     b, s = tokens.shape
     starts = torch.nn.functional.pad(last[:, :-1], (1, 0), value=True)

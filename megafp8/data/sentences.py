@@ -1,9 +1,10 @@
-"""Splits text into sentences by a plain rule.
+"""Rule-based splitting of text into sentences.
 
-A sentence ends after . ! ? or … (or their full-width forms), with quotes and brackets that close it, where white space
-and no small letter follow; and at a blank line. So "e.g. this" is not split, and "Dr. Smith" is. A wrong split costs
-little: sentences only say where a pair may be divided. The rule needs no model, no download and no language, and is the
-same on every machine; nltk's punkt, which Megatron-LM's preprocessing uses, reads its models from the network.
+A sentence ends after . ! ? or …, including closing quotes and brackets, if white space and no lower-case letter follow.
+It also ends after a full-width 。！？, and at a blank line. So "e.g. this" is not split, but "Dr. Smith" is. A wrong
+split does little harm, because sentences only say where a pair may be divided. The rule needs no model, no download and
+no language setting, and gives the same result on every machine. Megatron-LM's preprocessing uses nltk's punkt, which
+downloads its models.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _END = re.compile(r"""(?<=[.!?…])["'”’)\]]*\s+(?![a-z\s])|(?<=[。！？])
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, without the white space between them, none of them empty."""
+    """Return the sentences of `text` that are not empty, without the white space between them."""
     ends = [match.end() for match in _END.finditer(text)]
-    pieces = [text[start:end].strip() for start, end in zip([0, *ends], [*ends, len(text)])]
-    return [piece for piece in pieces if piece]
+    sentences = [text[start:end].strip() for start, end in zip([0, *ends], [*ends, len(text)])]
+    return [sentence for sentence in sentences if sentence]

@@ -1,12 +1,13 @@
-"""Renders chat templates in a process of its own, with limits of memory and time.
+"""Rendering of chat templates in a separate process with memory and time limits.
 
-A chat template is a Jinja program that comes with a model from others. Jinja's sandbox keeps it from the process'
-files and objects, but not from an endless loop or from `{{ "a".center(10**10) }}`, whichever of many operators,
-methods and filters makes the text. So the limits are those of the operating system: RLIMIT_AS, and the parent kills
-a process that does not answer in time.
+A chat template is a Jinja program that comes with someone else's model. Jinja's sandbox protects the files and objects
+of the process, but does not stop an endless loop or a huge text such as `{{ "a".center(10**10) }}`. Many operators,
+methods and filters can make such a text. The limits are therefore enforced by the operating system (RLIMIT_AS) and by
+the parent, which kills a process that does not answer in time.
 
-`Renderer` is the parent's side. This file is also the program of the child, which imports Jinja and no other package.
-The child's first message says that it is ready. Messages are JSON in both directions, each after its length in 8 bytes.
+`Renderer` is the parent's side. This file is also the program of the child process, which imports Jinja and no other
+package. The first message of the child says that it is ready. Messages in both directions are JSON, preceded by their
+length in 8 bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from functools import lru_cache
 from typing import IO, Any
 
 RENDER_SECONDS, MEMORY_BYTES, RENDERED_CHARACTERS = 5.0, 1 << 28, 1 << 24
-"""Limits of a rendering."""
+"""Limits of one rendering: time, memory of the process, and length of the text."""
 START_SECONDS = 60.0
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Characters that a rendered template has before and after each answer that it marks by `{% generation %}`: Unicode
-noncharacters, which no text has."""
+"""Characters before and after each answer that a template marks with `{% generation %}`. They are Unicode
+noncharacters, which do not occur in text."""
 _LONGEST_REASON = 1000
 _LENGTH = struct.Struct("<Q")
 
 
 class Renderer:
-    """A process that renders chat templates. It is started at the first use, and again after it was ended.
+    """Handle of a process that renders chat templates. The process starts at the first use, and again after it ended.
 
-    May be used in several threads; not in a process that is forked from the one that made it (`render` may be).
+    Several threads may share a renderer. A forked process must not use the renderer of its parent; `render` handles
+    forks.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, source: str, variables: Mapping[str, Any] | None) -> str:
-        """The text of the template `source`; None only compiles it. ValueError with the reason where that fails."""
+        """Return the text of the template `source`. If `variables` is None, only compile it. Raises ValueError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
@@ -67,7 +69,7 @@ class Renderer:
 
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
-        # Not as `-m`, which would import the package, nor with this file's folder in front of sys.path.
+        # `python -m` would import the package; `python FILE` would put this file's folder in front of sys.path.
         run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
         paths = os.pathsep.join(path for path in sys.path if path)
         process = subprocess.Popen(
@@ -84,7 +86,7 @@ class Renderer:
     @staticmethod
     def _ask(process: subprocess.Popen[bytes], request: Any) -> str:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; why is seen below
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_receive` raises the error
             _send(process.stdin, request)
         text, error = json.loads(_receive(process, RENDER_SECONDS))
         if error is not None:
@@ -96,8 +98,10 @@ _shared = Renderer()
 
 
 def _renew() -> None:
-    """Replace the renderer in a process that was forked: the child process and its pipes belong to the parent, and the
-    lock stays locked if another thread held it."""
+    """Replace the renderer in a forked process.
+
+    The template process and its pipes belong to the parent, and the lock would stay locked if another thread held it.
+    """
     global _shared
     _shared = Renderer()
 
@@ -106,12 +110,12 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> str:
-    """Render `source` with the renderer that all templates of this process share: see `Renderer.__call__`."""
+    """Render `source` with the renderer that all templates of this process share. See `Renderer.__call__`."""
     return _shared(source, variables)
 
 
 class _Ended(ValueError):
-    """The process has ended, or was ended."""
+    """The template process has ended or must be ended."""
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float) -> bytes:
@@ -124,7 +128,7 @@ def _receive(process: subprocess.Popen[bytes], seconds: float) -> bytes:
             raise _Ended(f"the chat template fails: it takes more than {seconds:g} s")
         part = os.read(process.stdout.fileno(), min(1 << 20, needed - len(received)))
         if not part:
-            raise _Ended("the chat template fails: its process has ended, as one that needs too much memory does")
+            raise _Ended("the chat template fails: its process has ended, probably because it needs too much memory")
         received += part
         if len(received) == _LENGTH.size == needed:
             needed += _LENGTH.unpack(received)[0]
@@ -142,8 +146,8 @@ def _send(stream: IO[bytes], content: Any) -> None:
 
 
 def _serve() -> None:
-    """Answer requests until the parent closes its end."""
-    compiled = lru_cache(maxsize=1)(_compile)  # a process has one template
+    """Answer requests until the parent closes its end of the pipe."""
+    compiled = lru_cache(maxsize=1)(_compile)  # a process usually renders one template
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = os.fdopen(0, "rb"), os.fdopen(1, "wb", buffering=0)
@@ -163,15 +167,15 @@ def _serve() -> None:
 def _rendered(template: Any, variables: Mapping[str, Any]) -> str:
     import jinja2
 
-    pieces, length = [], 0
+    chunks, length = [], 0
     try:
-        for piece in template.generate(**variables):
-            length += len(piece)
+        for chunk in template.generate(**variables):
+            length += len(chunk)
             if length > RENDERED_CHARACTERS:
                 raise ValueError(f"its text has more than {RENDERED_CHARACTERS:,} characters")
-            pieces.append(piece)
-        text = "".join(pieces)
-        text.encode()  # a lone surrogate is UnicodeEncodeError; no tokenizer takes it
+            chunks.append(chunk)
+        text = "".join(chunks)
+        text.encode()  # raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts
         return text
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refuses it: {str(error)[:_LONGEST_REASON]}") from None
@@ -182,14 +186,14 @@ def _rendered(template: Any, variables: Mapping[str, Any]) -> str:
 
 
 def _compile(source: str) -> Any:
-    """A Jinja template in the environment of transformers' chat templates. Raises ValueError if it is none."""
+    """Compile a Jinja template in the environment of transformers' chat templates. Raises ValueError if it fails."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
     from jinja2 import nodes
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`: the text of an answer, which is put between `BEGIN` and `END`."""
+        """Jinja tag `{% generation %}`: puts the text of an answer between `BEGIN` and `END`."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -203,7 +207,7 @@ def _compile(source: str) -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes characters of HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's filter would escape HTML characters
 
     extensions: Sequence[Any] = (Generation, jinja2.ext.loopcontrols)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

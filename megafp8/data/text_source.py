@@ -1,16 +1,16 @@
-"""Files of text whose documents are tokenized while a run trains, in an order that does not depend on the layout.
+"""Text files whose documents are tokenized during training, in an order that does not depend on the parallel layout.
 
-    files       what a path names, sorted: JSON lines, parquet, plain text, compressed or not, on disk or at a URL
-    parts       whole files; where they are few, row groups of parquet, and blocks of JSON lines; where these are too
-                few, several parts of one file take turns with its records
-    streams     a fixed number of *canonical streams*. Each epoch permutes the parts by (seed, epoch) and deals them to
-                the streams, the next part to the stream with the fewest bytes
-    documents   of a stream: those of its parts, one part after the other, epoch after epoch. Within a part, windows of
-                at most `WINDOW_RECORDS` records are shuffled by (seed, epoch, part, window)
+    files       the sorted files of a path: JSON lines, parquet, plain text, compressed or not, on disk or at a URL
+    parts       whole files. If there are few files, row groups of parquet and blocks of JSON lines. If these are also
+                too few, several parts share the records of one block or file in turn
+    streams     a fixed number of *canonical streams*. Each epoch permutes the parts by (seed, epoch) and assigns each
+                part to the stream with the fewest bytes so far
+    documents   a stream reads the documents of its parts, part by part, epoch by epoch. Within a part, windows of at
+                most `WINDOW_RECORDS` records are shuffled by (seed, epoch, part, window)
 
-All of this is a function of the files, the seed and the number of streams. A `TextPosition` says where a stream is. To
-go there, the part is opened again, and what is before it in the part is skipped: a block or a row group is small, of a
-compressed file all that comes before is decompressed again.
+All of this is a function of the files, the seed and the number of streams. A `TextPosition` is a position in a stream.
+To resume from it, the part is opened again, and the records before the position are skipped. A block or row group is
+small; in a compressed file, everything before the position is decompressed again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megafp8.data.styles import Document
 from megafp8.host.object_store import AnyPath, ObjectPath
 
 WINDOW_RECORDS, WINDOW_CHARACTERS = 256, 2**20
-"""A window ends with whichever comes first."""
+"""Size of a window; it ends at the limit that is reached first."""
 _PARTS_OF_STREAM = 8
-"""Files are split where there are fewer for each stream."""
+"""Number of parts per stream to aim for: with fewer files per stream, files are split."""
 _SMALLEST_BLOCK = 2**16
-_BLOCKS, _BLOCK_BYTES = 16, 4096  # of a file that are compared
+_BLOCKS, _BLOCK_BYTES = 16, 4096  # blocks of a local file that identify its content
 _THREADS = 16
 
 
 class FilePart(NamedTuple):
-    """A part of a file: a range for `documents.read_part`, and of its records those with `remainder` by `modulus`."""
+    """Part of a file: the records of a range for `documents.read_part` with `number % modulus == remainder`."""
 
     file: int
     start: int
@@ -56,7 +56,7 @@ class FilePart(NamedTuple):
 
 
 class FileVersion(NamedTuple):
-    """A file as it was when the run first read it: size, and a hash of parts of its content, or its ETag."""
+    """Version of a file when the run opened it: its size, and a hash of parts of its content or its ETag."""
 
     name: str
     size: int
@@ -64,8 +64,15 @@ class FileVersion(NamedTuple):
 
 
 class TextPosition(NamedTuple):
-    """Where a stream is: the epoch, the number of the part in it, the records of the part before the present window,
-    the document's number in the shuffled window, and the tokens of the document that were given."""
+    """Position in a stream.
+
+    Attributes:
+        epoch: Number of the epoch.
+        part: Number of the part within the stream's parts of that epoch.
+        record: Number of records of the part before the current window.
+        document: Number of the document in the shuffled window.
+        token: Number of tokens of the document that were already used.
+    """
 
     epoch: int = 0
     part: int = 0
@@ -75,9 +82,18 @@ class TextPosition(NamedTuple):
 
 
 class TextSource:
-    """The documents that `path`, a file, folder, glob or URL, names, in `canonical_streams` streams.
+    """Documents of text files, divided into canonical streams.
 
-    `seq_length`: labels of a sample. Raises ValueError with `key` where there is nothing that can be read.
+    Args:
+        path: File, folder, glob or URL.
+        text_key: Key or column of a record that holds its text.
+        seq_length: Number of labels of a sample.
+        seed: Seed of all permutations.
+        canonical_streams: Number of streams.
+        key: Config key of the path, for error messages.
+
+    Raises:
+        ValueError: The path names no readable file.
     """
 
     def __init__(
@@ -93,7 +109,7 @@ class TextSource:
         self._dealt: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def in_streams(self, count: int) -> TextSource:
-        """The same text in `count` canonical streams."""
+        """Return the same text in `count` canonical streams."""
         if count == self.canonical_streams:
             return self
         other = copy.copy(self)
@@ -103,7 +119,7 @@ class TextSource:
 
     @property
     def is_known_in_full(self) -> bool:
-        """Whether `contents` covers all that the files have: their ETags, or all bytes of small files."""
+        """Whether `contents` covers the files completely: by ETag, or because all bytes of small files are hashed."""
         pairs = zip(self.files, self.versions)
         return all(isinstance(file.path, ObjectPath) or x.size <= _BLOCKS * _BLOCK_BYTES for file, x in pairs)
 
@@ -115,24 +131,24 @@ class TextSource:
 
     @cached_property
     def parts(self) -> list[FilePart]:
-        """What is dealt to the streams."""
+        """Parts of files that are assigned to streams."""
         with ThreadPoolExecutor(_THREADS) as threads:
             return _parts(self.files, [x.size for x in self.versions], self.canonical_streams, threads)
 
     def index_checksum(self, sample: int) -> str:
-        """SHA-256 of what decides which documents are in which stream."""
+        """Return the SHA-256 of everything that determines which documents are in which stream."""
         return hashlib.sha256(repr((self.canonical_streams, self.parts)).encode()).hexdigest()
 
     @property
     def bytes(self) -> int:
-        """Of all files, as they are stored."""
+        """Total size of all files as stored, in bytes."""
         return sum(version.size for version in self.versions)
 
     def documents(self, stream: int, at: TextPosition) -> Iterator[tuple[TextPosition, Document]]:
         """Yield the documents of a stream from a position on, each with its position, epoch after epoch.
 
         Raises:
-            DataError: An epoch has no documents, or a file has changed since the run opened it.
+            DataError: A whole epoch of the stream has no documents, or a file has changed since the run opened it.
         """
         epoch, place, record, first, _ = at
         while True:
@@ -155,11 +171,11 @@ class TextSource:
         """Return the error for a stream that has no usable text in a whole epoch; `reason` says why."""
         return DataError(
             f"{self.prefix}: there is no text for canonical stream {stream} of {self.canonical_streams}{reason}; add "
-            "data, or set data.streams.canonical_streams to less in a new run"
+            "data, or reduce data.streams.canonical_streams in a new run"
         )
 
     def _windows(self, number: int, record: int) -> Iterator[tuple[int, list[Document]]]:
-        """Windows of a part from a record on, each with the number of its first record."""
+        """Yield the windows of a part from a record on, each with the number of its first record."""
         part = self.parts[number]
         path = self.files[part.file].path
         if _stamp(path) != self._seen[part.file]:
@@ -182,7 +198,7 @@ class TextSource:
         return np.random.Generator(np.random.Philox(key=np.frombuffer(seed, np.uint64))).permutation(count)
 
     def _deal(self, epoch: int) -> list[list[int]]:
-        """Numbers of the parts of each stream in an epoch."""
+        """Return the numbers of the parts of each stream in an epoch."""
         if epoch in self._dealt:
             return self._dealt[epoch]
         dealt: list[list[int]] = [[] for _ in range(self.canonical_streams)]
@@ -192,7 +208,7 @@ class TextSource:
             dealt[stream].append(part)
             heapq.heapreplace(fullness, (bytes_before + max(1, self.parts[part].bytes), stream))
         self._dealt[epoch] = dealt
-        if len(self._dealt) > 2:  # streams of a rank are hardly ever further apart
+        if len(self._dealt) > 2:  # the streams of a rank are rarely more than one epoch apart
             self._dealt.popitem(last=False)
         return dealt
 
@@ -200,7 +216,7 @@ class TextSource:
 def _parts(
     files: Sequence[InputFile], sizes: Sequence[int], streams: int, threads: ThreadPoolExecutor
 ) -> list[FilePart]:
-    """Parts of the files, at least as many as streams."""
+    """Divide the files into parts, at least one for each stream."""
     wanted = _PARTS_OF_STREAM * streams
     if len(files) >= wanted:
         return [FilePart(i, 0, None, size) for i, size in enumerate(sizes)]
@@ -228,7 +244,10 @@ def _parts(
 
 
 def _version(path: AnyPath) -> FileVersion:
-    """Of a local file the tag is a hash of 16 evenly spaced blocks of 4 KiB, so that copies are the same."""
+    """Return the version of a file.
+
+    The tag of a local file is a hash of 16 evenly spaced blocks of 4 KiB, so copies of a file have the same version.
+    """
     if isinstance(path, ObjectPath):
         version = path.version()
         return FileVersion(str(path), version.size, version.tag)
@@ -242,8 +261,10 @@ def _version(path: AnyPath) -> FileVersion:
 
 
 def _stamp(path: AnyPath, known: FileVersion | None = None) -> object:
-    """What changes when a file is written while a run reads it: its version if it is at a URL, which may be `known`, or
-    size and time of modification."""
+    """Return a value that changes when a file is written while a run reads it.
+
+    For a local file, this is the size and the modification time. For a URL, it is the version, which may be `known`.
+    """
     if isinstance(path, ObjectPath):
         known = known or _version(path)
         return known.size, known.tag

@@ -1,14 +1,15 @@
-"""Samples of text that is tokenized while a run trains, and micro-batches of these and of other data sets.
+"""Samples of text that is tokenized during training, and micro-batches of blends with such text.
 
-Global sample i is of canonical stream i mod C, whichever data set it is from. A stream concatenates the tokens of its
-documents (`text_source`), each with an end-of-document token, and cuts samples of seq_length + 1 tokens, which overlap
-by one token. So what sample i holds depends on the files, the seed and C alone. A data-parallel rank runs the streams
-of its samples: these are always the same ones if C is a multiple of micro_batch_size · data-parallel size.
+Global sample i belongs to canonical stream i mod C, whichever data set it comes from. A stream concatenates the tokens
+of its documents (`text_source`), each with an end-of-document token, and cuts samples of seq_length + 1 tokens that
+overlap by one token. The content of sample i therefore depends only on the files, the seed and C. A data-parallel rank
+runs the streams of its samples. These are always the same streams, because C is a multiple of
+micro_batch_size · data-parallel size.
 
-A thread of each rank reads documents and makes micro-batches ahead of the training loop; `num_workers` processes
-tokenize, or that thread if 0. Where each stream is after the samples that were given (`StreamPositions`) is part of a
-checkpoint: ranks save the positions of their streams, and read all of them in any layout. Ranks that differ in tensor,
-pipeline or context parallelism alone run the same streams.
+On each rank, a thread reads documents and makes micro-batches ahead of the training loop. `num_workers` processes
+tokenize; with 0, that thread does. The positions of all streams (`StreamPositions`) are part of a checkpoint: each rank
+saves the positions of its streams, and any layout can read them. Ranks that differ only in tensor, pipeline or context
+parallelism run the same streams.
 """
 
 from __future__ import annotations
@@ -40,18 +41,22 @@ from megafp8.data.workers import map_in_order
 
 logger = logging.getLogger(__name__)
 
-_TASK_DOCUMENTS, _TASK_CHARACTERS = 32, 2**16  # limits of what a worker is given at a time
+_TASK_DOCUMENTS, _TASK_CHARACTERS = 32, 2**16  # limits of one task of a worker
 _STEPS_AHEAD = 2
-_CHARACTERS_OF_TOKEN = 4  # an estimate, which only decides what is tokenized first
+_CHARACTERS_OF_TOKEN = 4  # an estimate; it only affects which documents are tokenized first
 _MAX_MESSAGES = 10
 _CLOSE_SECONDS = 1.0
 
 
 @dataclass
 class StreamPositions:
-    """Where each canonical stream of each text source is, by the source's fingerprint, before global sample `samples`.
+    """Positions of the canonical streams of each text source before a global sample.
 
-    `streams`: those that this process runs, whose positions it knows.
+    Attributes:
+        canonical_streams: Number of streams.
+        samples: Global sample before which the streams have these positions.
+        positions: Position of each stream, by the fingerprint of the source.
+        streams: Streams that this process runs. It knows the current positions of only these streams.
     """
 
     canonical_streams: int
@@ -61,20 +66,21 @@ class StreamPositions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StreamPositions:
-        """The inverse of `as_json`."""
+        """Return the positions that `as_json` wrote."""
         positions = {key: [TextPosition(*each) for each in listed] for key, listed in data["positions"].items()}
         return cls(data["canonical_streams"], data["samples"], positions)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the positions in a form for JSON, without `streams`."""
         positions = {key: [list(each) for each in listed] for key, listed in self.positions.items()}
         return {"canonical_streams": self.canonical_streams, "samples": self.samples, "positions": positions}
 
     def in_source(self, source: TextSource) -> list[TextPosition]:
-        """Positions of a source's streams, by stream."""
+        """Return the position of each stream of a source. A new source starts at its first document."""
         return self.positions.setdefault(source.fingerprint, [TextPosition()] * self.canonical_streams)
 
     def joined(self, parts: Iterable[StreamPositions]) -> StreamPositions:
-        """These positions, with those of `parts` for the streams that each of them runs."""
+        """Return these positions, updated from each of `parts` for the streams that it runs."""
         positions = {key: list(listed) for key, listed in self.positions.items()}
         for other in parts:
             for key, listed in other.positions.items():
@@ -84,7 +90,7 @@ class StreamPositions:
 
 
 class _Task(NamedTuple):
-    """Documents to tokenize, their positions, and the cutter that waits for them."""
+    """Documents to tokenize, their positions, and the cutter that receives the tokens."""
 
     cutter: _Cutter
     positions: list[TextPosition]
@@ -92,13 +98,13 @@ class _Task(NamedTuple):
 
 
 class _SkippedDocuments:
-    """Log of the documents that `data.streams.skip_errors` leaves out: the first few, and then only their number."""
+    """Log of documents that are left out by `data.streams.skip_errors`: the first few, then only their number."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self, origin: str, fault: str) -> None:
-        """Log a document that is left out, or the number so far when it reaches a power of ten."""
+        """Count a document that is left out. Log the first ones, and then only the count at each power of ten."""
         self._count += 1
         if self._count <= _MAX_MESSAGES:
             logger.warning(f"left out: {origin}: {fault}")
@@ -107,9 +113,9 @@ class _SkippedDocuments:
 
 
 class _Cutter:
-    """Samples of one stream of a text source, in order, of documents that are tokenized elsewhere.
+    """Samples of one stream of a text source, in order, cut from documents that are tokenized elsewhere.
 
-    `skipped`: log of the documents that cannot be used; None if such a document is an error.
+    `skipped` is the log of documents that cannot be used; None if such a document is an error.
     """
 
     def __init__(
@@ -118,25 +124,25 @@ class _Cutter:
         self.position, self.length, self._skipped = position, source.seq_length, skipped
         self._source, self._stream, self._fault = source, stream, ""
         at_start = position == TextPosition(position.epoch)
-        self._epoch_with_text = position.epoch - at_start  # the last one known to have some, or to be read in part
+        self._epoch_with_text = position.epoch - at_start  # the last epoch with text, or that was begun before
         self._documents = source.documents(stream, position)
         self._pieces: deque[tuple[TextPosition, NDArray[Any] | DataError]] = deque()
         self._tokens, self._expected = 0, 0.0
-        self.ended = False  # by an error, the last of its pieces or of its documents
+        self.ended = False  # True after an error, which is the last piece or document
 
     @property
     def supply(self) -> float:
-        """About how many tokens there are, and will be of documents that are being tokenized."""
+        """Approximate number of tokens available, including documents that are being tokenized."""
         return self._tokens + self._expected
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` can be called: there are tokens for a sample, or an error."""
+        """Whether `take` can be called: there are enough tokens for a sample, or there is an error."""
         return self._tokens > self.length or self._has_failed
 
     @property
     def _has_failed(self) -> bool:
-        """Whether the last piece is an error, after which nothing is used."""
+        """Whether the last piece is an error. Documents after an error are not used."""
         return bool(self._pieces) and isinstance(self._pieces[-1][1], DataError)
 
     def _fail(self, position: TextPosition, error: DataError) -> None:
@@ -144,7 +150,7 @@ class _Cutter:
         self.ended = True
 
     def task(self) -> _Task:
-        """The next documents to tokenize."""
+        """Return the next documents to tokenize."""
         positions, documents, characters = list[TextPosition](), list[Document](), 0
         while len(documents) < _TASK_DOCUMENTS and characters < _TASK_CHARACTERS:
             try:
@@ -161,10 +167,7 @@ class _Cutter:
         return _Task(self, positions, documents)
 
     def add(self, task: _Task, results: Sequence[TokenizedRecord | str | None]) -> None:
-        """Add the tokens of the documents of the oldest task.
-
-        A stream without usable text for a whole epoch ends with an error.
-        """
+        """Add the tokens of the oldest task. A stream without usable text in a whole epoch ends with an error."""
         self._expected -= 1 + sum(len(x.text or "") for x in task.documents) / _CHARACTERS_OF_TOKEN
         for position, document, result in zip(task.positions, task.documents, results):
             if self._has_failed:
@@ -182,11 +185,11 @@ class _Cutter:
             elif position.epoch > self._epoch_with_text + 1:
                 self._fail(position, self._source.no_text(self._stream, self._fault))
             elif fault is not None and self._skipped is not None:
-                self._fault = f": skip_errors leaves out all that it has, such as {document.origin}: {fault}"
+                self._fault = f": skip_errors leaves out all its documents, such as {document.origin}: {fault}"
                 self._skipped.add(document.origin, fault)
 
     def take(self) -> list[NDArray[Any]]:
-        """The parts of documents that the next sample consists of. Raises DataError where one cannot be used."""
+        """Return the parts of documents that make up the next sample. Raises DataError if one cannot be used."""
         parts, missing = list[NDArray[Any]](), self.length + 1
         while True:
             position, ids = self._pieces.popleft()
@@ -196,7 +199,7 @@ class _Cutter:
             missing -= len(parts[-1])
             if not missing:
                 break
-        # The sample's last token is the first of the next.
+        # Samples overlap: the last token of this sample is the first token of the next.
         kept = len(parts[-1]) - 1
         self.position = position._replace(token=position.token + kept)
         self._pieces.appendleft((self.position, ids[kept:]))
@@ -205,7 +208,7 @@ class _Cutter:
 
 
 class _Rows:
-    """Global samples as rows of an objective, in any order of streams, each stream's in order. Used by one thread."""
+    """Reader of global samples: streams in any order, the samples of each stream in order. Used by one thread."""
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class _Rows:
         skip_errors: bool,
         ended: threading.Event,
     ) -> None:
-        """`ended`: ends the reading, also in the middle of a sample."""
+        """Create a reader without open streams. Setting `ended` stops it, even in the middle of a sample."""
         self._blend, self._begin = blend, begin
         self._skipped = _SkippedDocuments() if skip_errors else None
         self._cutters: dict[tuple[int, int], _Cutter] = {}
@@ -227,10 +230,11 @@ class _Rows:
         self._results = map_in_order(make, self._tasks(), workers=workers, describe=lambda task: task[0].origin)
 
     def close(self) -> None:
+        """End the worker processes."""
         self._results.close()
 
     def open(self, samples: Iterable[int]) -> None:
-        """Open the streams of `samples`."""
+        """Open the streams that contain `samples`."""
         count, first = self._begin.canonical_streams, self._begin.samples
         for stream in sorted({i % count for i in samples}):
             self._next[stream] = first + (stream - first) % count
@@ -240,7 +244,7 @@ class _Rows:
                     self._cutters[k, stream] = _Cutter(source, stream, position, self._skipped)
 
     def parts(self, index: int) -> Sequence[NDArray[Any]]:
-        """The parts of global sample `index`; earlier ones of its stream that were not asked for are left out."""
+        """Return the parts of global sample `index`. Earlier samples of the stream that were not read are skipped."""
         count = self._begin.canonical_streams
         stream = index % count
         for i in range(self._next[stream], index + 1, count):
@@ -259,7 +263,7 @@ class _Rows:
         return parts
 
     def positions(self) -> dict[str, dict[int, TextPosition]]:
-        """Where each stream is, by source."""
+        """Return the position of each open stream, by the fingerprint of the source."""
         by_source: dict[str, dict[int, TextPosition]] = {}
         for (k, stream), cutter in self._cutters.items():
             source = self._blend.datasets[k]
@@ -268,7 +272,7 @@ class _Rows:
         return by_source
 
     def _tasks(self) -> Iterator[list[Document]]:
-        """Yield documents of the stream that has the fewest tokens, until all streams or the reading have ended."""
+        """Yield documents of the stream with the fewest tokens, until all streams or the reader have ended."""
         while (cutters := [x for x in self._cutters.values() if not x.ended]) and not self._ended.is_set():
             task = min(cutters, key=lambda cutter: cutter.supply).task()
             self._waiting.append(task)
@@ -276,7 +280,7 @@ class _Rows:
 
 
 class _Step(NamedTuple):
-    """The micro-batches of a step, and where each stream is after them."""
+    """Micro-batches of a step, and the positions of all streams after them."""
 
     batches: list[Batch]
     samples: int
@@ -299,9 +303,10 @@ def batches(
     pin_memory: bool,
     position_of: Callable[[int], int] = lambda samples: samples,
 ) -> Iterator[list[Batch]]:
-    """This rank's micro-batches, as `sampler.batches`, of a blend that has text sources. `positions` are moved on.
+    """Yield this rank's micro-batches of a blend with text sources, one list per step, like `sampler.batches`.
 
-    Raises DataError in the step that would use a document that cannot be read, unless `skip_errors`.
+    `positions` is updated before each step is yielded. Unless `skip_errors`, raises DataError in the step that would
+    use a document that cannot be read.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size)
     assert positions.canonical_streams % (micro_batch_size * data_parallel_size) == 0, "config.checks"
@@ -361,4 +366,4 @@ def batches(
             yield step.batches
     finally:
         ended.set()
-        thread.join(_CLOSE_SECONDS)  # it may be waiting for a file system that does not answer
+        thread.join(_CLOSE_SECONDS)  # with a time limit: the thread may wait for a file system that does not answer

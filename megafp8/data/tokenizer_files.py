@@ -1,9 +1,9 @@
-"""Special tokens that the files in a tokenizer's folder state, in the forms that transformers writes and reads.
+"""Special tokens in the files of a tokenizer's folder, in the formats that transformers writes and reads.
 
 tokenizer_config.json     eos_token, bos_token, add_bos_token; special tokens of a tiktoken ranks file
 special_tokens_map.json   eos_token, bos_token
 generation_config.json    eos_token_id
-tokenization_*.py         pattern of a tiktoken ranks file; the code is parsed and never run
+tokenization_*.py         pattern of a tiktoken ranks file; the code is parsed but never run
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODE_FILES = "tokenization_*.py"
 
 
 class SpecialTokenFiles(NamedTuple):
-    """Contents of the files that state special tokens; an empty mapping stands for a missing file."""
+    """Contents of the files that name special tokens. A missing file is an empty mapping."""
 
     config: Mapping[str, Any] = {}
     tokens: Mapping[str, Any] = {}
@@ -33,7 +33,7 @@ class SpecialTokenFiles(NamedTuple):
         return cls(*(_read_json(folder / name) for name in (CONFIG_FILE, TOKENS_FILE, GENERATION_FILE)))
 
     def named(self, role: str) -> tuple[str, str] | None:
-        """Return the token of a role such as "eos_token", and the name of the file that states it, or None."""
+        """Return the token of a role such as "eos_token", and the name of its file, or None if no file has it."""
         files = [(CONFIG_FILE, self.config), (TOKENS_FILE, self.tokens)]
         for name, content in files if "added_tokens_decoder" in self.config else reversed(files):
             if (token := token_name(content.get(role))) is not None:
@@ -45,7 +45,7 @@ class SpecialTokenFiles(NamedTuple):
         return token_ids(self.generation.get("eos_token_id"), f"{GENERATION_FILE}: eos_token_id")
 
     def numbered(self) -> dict[str, int]:
-        """Return the ids of the special tokens that tokenizer_config.json numbers, by name. Raises ValueError."""
+        """Return the ids that tokenizer_config.json gives to special tokens, by name. Raises ValueError."""
         entries = self.config.get("added_tokens_decoder") or {}
         try:
             numbers = {token_name(token): int(number) for number, token in entries.items()}
@@ -57,7 +57,7 @@ class SpecialTokenFiles(NamedTuple):
 
 
 def token_ids(value: Any, name: str) -> list[int]:
-    """Return the ids that `value`, one id, a list of them, or None, stands for. Raises ValueError, which names it."""
+    """Return `value`, which is one token id, a list of ids or None, as a list. `name` names it in the ValueError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(each) is int for each in ids):
         raise ValueError(f"{name} = {value!r}; supported: a token, or a list of them")
@@ -76,7 +76,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def token_name(token: Any) -> str | None:
-    """Return the name of a token, which files give as a string or as an object with its content."""
+    """Return the name of a token from its entry in a file: a string, or an object with its content. Else None."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -84,7 +84,7 @@ def token_name(token: Any) -> str | None:
 def read_pattern(folder: Path) -> str | None:
     """Return the pattern that the tokenizer's code in a folder assigns to `pat_str`, or None.
 
-    The value must be a string, or a join of strings. The code is parsed and never run.
+    The value must be a string literal, or a join of string literals. The code is parsed but never run.
     """
     for file in sorted(folder.glob(CODE_FILES)):
         try:
@@ -99,7 +99,7 @@ def read_pattern(folder: Path) -> str | None:
 
 
 def _text_of(value: ast.expr) -> str | None:
-    """Return the string that an expression, a literal or a join of literals, stands for, or None."""
+    """Return the value of an expression that is a string literal or a join of string literals, or None."""
     match value:
         case ast.Constant(value=str(text)):
             return text
@@ -111,7 +111,7 @@ def _text_of(value: ast.expr) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8. Raises ValueError if it cannot be read."""
+    """Return the text of a UTF-8 file. Raises ValueError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,12 +119,12 @@ def read_text(path: Path) -> str:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, empty if there is none. Raises ValueError if it is damaged."""
+    """Return the content of tokenizer_config.json, empty if there is no file. Raises ValueError if it is damaged."""
     return _read_json(folder / CONFIG_FILE)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file. Raises ValueError if it is damaged."""
+    """Read a JSON object; return an empty one if there is no file. Raises ValueError if the file is damaged."""
     if not path.exists():
         return {}
     try:

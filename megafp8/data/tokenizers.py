@@ -1,11 +1,11 @@
-"""One interface to the tokenizer libraries: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
+"""Common interface to tokenizers: sentencepiece, Hugging Face tokenizers, tiktoken, and plain bytes.
 
-A tokenizer also says which token ends a document and which tokens begin one. Both are settings. `build_tokenizer` fills
-in the defaults that the tokenizer's own files state (`tokenizer_files`), and refuses a tokenizer without a stated end.
-Preprocessing, training, generation and exports take these tokens from here.
+A tokenizer also defines the token that ends a document and the tokens that begin one. Both are settings.
+`build_tokenizer` takes defaults from the tokenizer's files (`tokenizer_files`), and raises an error if neither the
+settings nor the files name an end token. Preprocessing, training, generation and exports all use these tokens.
 
 The fingerprint (SHA-256 of the kind, the model file and the pattern that splits text) is stored with data sets and
-checkpoints, so that text tokenized with one vocabulary is never trained on with another.
+checkpoints, so that text tokenized with one vocabulary is never used to train with another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megafp8.host.suggestions import did_you_mean
 
 TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken", "bytes"]
 _END_NAME = "<|endoftext|>"
-"""End token of GPT-2's vocabularies, of tiktoken's encodings, and of ranks files that have no special tokens."""
+"""End token of GPT-2's vocabularies, of tiktoken's encodings, and of ranks files without special tokens."""
 
 
 class TokenizerSettings(NamedTuple):
@@ -42,17 +42,22 @@ class TokenizerSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back, with the tokens around a document.
+    """A tokenizer: conversion of text to token ids and back, with the tokens around a document.
 
     Attributes:
         settings: Arguments of `build_tokenizer` with all defaults filled in.
+        vocab_size: Number of token ids.
         eod_id: Token that ends a document.
-        start_ids: Tokens that begin a document; empty if none does.
-        bos_id: Beginning token that the tokenizer's files state, whether or not documents begin with it, or None.
-        boundaries: These tokens and the files that state them, in words.
-        model: Object of the tokenizer's library; None for bytes.
-        id_of: Function that returns the id of the token of a name, or None.
-        word_starts: Function that returns by token id whether it begins a word; None if tokens do not tell.
+        start_ids: Tokens that begin a document; empty if documents begin without one.
+        bos_id: Beginning token that the tokenizer's files name, whether or not documents begin with it, or None.
+        boundaries: The end and beginning tokens and the files that name them, in words.
+        fingerprint: SHA-256 that identifies the vocabulary.
+        encode: Function that returns the token ids of a text, without the tokens around a document.
+        decode: Function that returns the text of token ids, including special tokens.
+        model: Tokenizer object of the library; None for bytes.
+        id_of: Function that returns the id of the token with a name, or None.
+        word_starts: Function that returns whether each token begins a word, bool `[vocab_size]`, or None if this cannot
+            be known from the tokens.
     """
 
     settings: TokenizerSettings
@@ -70,10 +75,10 @@ class Tokenizer:
 
 
 class TokenizerSettingError(ValueError):
-    """A tokenizer setting that cannot be used.
+    """A tokenizer setting cannot be used.
 
     `setting` is a field of `TokenizerSettings`; the caller knows the config key or flag that the user gave. `rule` says
-    what is wrong with `value`, `works` what would work.
+    what is wrong with `value`, and `works` says what would work.
     """
 
     def __init__(self, setting: str, value: object, rule: str, works: str) -> None:
@@ -82,18 +87,26 @@ class TokenizerSettingError(ValueError):
 
 
 class MissingTokenizer(TokenizerSettingError):
-    """A tokenizer whose file, or library, is not on this machine."""
+    """The file or the library of a tokenizer is not on this machine."""
 
 
 class _Vocabulary(NamedTuple):
-    """Tokenizer as its library reads it, before the tokens around a document are chosen.
+    """Tokenizer as read by its library, before the tokens around a document are chosen.
 
     Attributes:
+        size: Number of token ids.
         content: Everything that determines the ids of a text.
+        encode: Function that returns the token ids of a text.
+        decode: Function that returns the text of token ids.
         special: Names of the special tokens.
-        end: End token that the model file itself states, and its source in words; None if it states none.
-        bos_id: Beginning token that the model file itself states.
+        end: End token in the model file, and its source in words; None if the file names no end token.
+        bos_id: Beginning token in the model file, or None.
         start_ids: Tokens that the model file puts before a text.
+        pattern: Regular expression that splits text, for a tiktoken ranks file.
+        model: Tokenizer object of the library; None for bytes.
+        id_of: Function that returns the id of the token with a name, or None.
+        name_of: Function that returns the name of a token, or None.
+        word_starts: Function of `Tokenizer.word_starts`.
     """
 
     size: int
@@ -121,10 +134,12 @@ def build_tokenizer(
     """Read a tokenizer and choose the tokens around a document.
 
     Args:
-        kind: Library that reads it.
-        path: Model file, or a folder with one; for tiktoken also the name of an encoding; None for bytes.
-        end_token: Token that ends a document. Default: the one that the tokenizer's files state.
-        pattern: Regular expression that splits text, for a tiktoken ranks file. Default: from the code in its folder.
+        kind: Library that reads the tokenizer.
+        path: Model file, or a folder or Hub repository with one; for tiktoken also the name of an encoding; None for
+            bytes.
+        end_token: Token that ends a document. Default: the end token that the tokenizer's files name.
+        pattern: Regular expression that splits text, for a tiktoken ranks file. Default: `pat_str` of the code in its
+            folder.
         add_bos_token: Whether documents begin with the beginning token. Default: as the tokenizer's files say.
 
     Raises:
@@ -133,11 +148,11 @@ def build_tokenizer(
     """
     settings = TokenizerSettings(kind, path, end_token, pattern, add_bos_token)
     if pattern is not None and kind != "tiktoken":
-        raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files are read with one", "leave it out")
+        raise TokenizerSettingError("pattern", pattern, "only tiktoken ranks files need a pattern", "leave it out")
     if kind == "bytes":
         for setting in ("path", "end_token", "add_bos_token"):
             if (value := getattr(settings, setting)) is not None:
-                raise TokenizerSettingError(setting, value, "the bytes tokenizer has none", "leave it out")
+                raise TokenizerSettingError(setting, value, "the bytes tokenizer has no such setting", "leave it out")
         return _choose_boundaries(settings, _bytes_vocabulary(), SpecialTokenFiles())
     if path is None:
         raise TokenizerSettingError("path", None, f"a {kind} tokenizer is read from a file", "give its path")
@@ -158,7 +173,7 @@ def build_tokenizer(
 
 
 def _choose_boundaries(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles) -> Tokenizer:
-    """Make a tokenizer of a vocabulary, with the end and beginning tokens of the settings, or else of its files."""
+    """Make a tokenizer of a vocabulary, with the end and beginning tokens of the settings or, by default, its files."""
     eod_id, end_source = _end_token(settings, vocabulary, stated)
     bos = stated.named("bos_token")
     bos_id = vocabulary.bos_id if bos is None else vocabulary.id_of(bos[0])
@@ -188,11 +203,11 @@ def _choose_boundaries(settings: TokenizerSettings, vocabulary: _Vocabulary, sta
 
 
 def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles) -> tuple[int, str]:
-    """Return the id of the token that ends a document, and the source that states it.
+    """Return the id of the token that ends a document, and the source that names it.
 
-    The sources, in order: the setting, eos_token of the files in its folder, eos_token_id of
-    generation_config.json if it is a single one, the model file. All but the setting must name a special token. Raises
-    TokenizerSettingError, with the candidates, if no source states it.
+    The sources, in order, are: the setting, eos_token in the files of the tokenizer's folder, eos_token_id of
+    generation_config.json if it is a single id, and the model file. Except for the setting, they must name a special
+    token. Raises TokenizerSettingError, with the candidates, if no source names a token.
     """
     end_token, candidates = settings.end_token, list(vocabulary.special)
     if end_token is not None:
@@ -202,7 +217,7 @@ def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: Spe
     if (named := stated.named("eos_token")) is not None:
         name, file = named
         if (token := vocabulary.id_of(name)) is None or name not in candidates:
-            rule = f"{file} names {name!r} as eos_token, which is no special token of {settings.path}"
+            rule = f"{file} names {name!r} as eos_token, which is not a special token of {settings.path}"
             raise _end_token_error(None, rule, candidates)
         return token, f"eos_token of {file}"
     ends = [token for token in stated.generation_ends() if vocabulary.name_of(token) in candidates]
@@ -210,12 +225,12 @@ def _end_token(settings: TokenizerSettings, vocabulary: _Vocabulary, stated: Spe
         return ends[0], "eos_token_id of generation_config.json"
     if vocabulary.end is not None:
         return vocabulary.end
-    rule = f"the files of {settings.path} state no end-of-document token (eos_token of tokenizer_config.json)"
+    rule = f"the files of {settings.path} name no end-of-document token (eos_token in tokenizer_config.json)"
     raise _end_token_error(None, rule, [str(vocabulary.name_of(token)) for token in ends] or candidates)
 
 
 def _end_token_error(end_token: str | None, rule: str, candidates: list[str]) -> TokenizerSettingError:
-    """Return the error of a tokenizer without this end token; `candidates`: its special tokens."""
+    """Return the error for a tokenizer without this end token. `candidates` are its special tokens."""
     shown = ", ".join(candidates[:20]) + (", ..." if len(candidates) > 20 else "")
     works = "name the token that ends a document, here or as eos_token of a tokenizer_config.json in its folder; "
     works += f"special tokens are {shown}" if candidates else "it has no special tokens"
@@ -225,14 +240,15 @@ def _end_token_error(end_token: str | None, rule: str, candidates: list[str]) ->
 def _start_tokens(
     settings: TokenizerSettings, vocabulary: _Vocabulary, stated: SpecialTokenFiles, bos_id: int | None
 ) -> tuple[tuple[int, ...], str]:
-    """Return the tokens that begin a document, and the source that states them; empty if none does.
+    """Return the tokens that begin a document, and the source that names them; both are empty if there are none.
 
-    The tokenizer's own settings are the tokens that its post-processor puts before a text, or add_bos_token.
+    Without a setting, these are the tokens that the post-processor puts before a text, or the beginning token if
+    tokenizer_config.json has add_bos_token.
     """
     start_ids = vocabulary.start_ids or (() if bos_id is None else (bos_id,))
     if settings.add_bos_token is not None:
         if settings.add_bos_token and not start_ids:
-            rule = f"the files of {settings.path} state no beginning token (bos_token of tokenizer_config.json)"
+            rule = f"the files of {settings.path} name no beginning token (bos_token in tokenizer_config.json)"
             raise TokenizerSettingError("add_bos_token", True, rule, "set it to false, or leave it out")
         return start_ids if settings.add_bos_token else (), "as set"
     if vocabulary.start_ids:
@@ -251,9 +267,9 @@ _FILES: dict[str, tuple[str, ...]] = {
 
 
 def tokenizer_file(kind: TokenizerKind, path: str) -> str:
-    """The file that a tokenizer's `path` names: a file itself, or that in a folder or in a repository of the Hub.
+    """Return the tokenizer file that `path` names: the path itself, or a file in a folder or Hub repository.
 
-    The name of a tiktoken encoding stays as it is. Raises TokenizerSettingError where there is none.
+    The name of a tiktoken encoding is returned unchanged. Raises TokenizerSettingError if there is no file.
     """
     file = Path(path)
     if file.is_file() or kind == "bytes":
@@ -282,7 +298,7 @@ def _fingerprint(kind: str, content: bytes) -> str:
 
 
 def _bytes_vocabulary() -> _Vocabulary:
-    """Return the vocabulary of the UTF-8 bytes; 256 ends a document."""
+    """Return the vocabulary of the 256 byte values, for UTF-8 text. Token 256 ends a document."""
 
     def decode(ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -296,7 +312,7 @@ def _sentencepiece(path: str) -> _Vocabulary:
 
     try:
         model = SentencePieceProcessor(model_file=path)
-        pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]  # each must be UTF-8
+        pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]  # fails if one is not UTF-8
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         rule = f"{path} is not a sentencepiece model: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file that sentencepiece wrote") from None
@@ -321,8 +337,11 @@ def _sentencepiece(path: str) -> _Vocabulary:
 
 
 def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
-    """From the texts of all tokens: those without ## where any has it (WordPiece), else those with ▁ (sentencepiece),
-    or Ġ or a space (byte-level BPE)."""
+    """Return whether each token begins a word, judging by the texts of all tokens, or None if they do not tell.
+
+    If any token begins with ## (WordPiece), the tokens without ## begin words. Otherwise, these are the tokens that
+    begin with ▁ (sentencepiece), or with Ġ or a space (byte-level BPE).
+    """
     if any(piece.startswith("##") and len(piece) > 2 for piece in pieces):
         return np.array([not piece.startswith("##") for piece in pieces])
     starts = np.array([piece.startswith(("▁", "Ġ", " ")) for piece in pieces])
@@ -332,7 +351,8 @@ def _word_starts(pieces: Sequence[str]) -> NDArray[np.bool_] | None:
 def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
     """Read a `tokenizer.json` of the Hugging Face `tokenizers` library, or GPT-2's `vocab.json` and `merges.txt`.
 
-    Special tokens of the second form are <|endoftext|>, and the end and beginning tokens that files in its folder name.
+    In the second form, the special tokens are <|endoftext|>, and the end and beginning tokens that files in the folder
+    name.
     """
     library = import_package("tokenizers", "a huggingface tokenizer")
     merges = _merges_beside(path)
@@ -344,7 +364,7 @@ def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
     except Exception as error:  # the library raises bare Exception
         rule = f"{path} is not a {'tokenizer.json' if merges is None else 'vocabulary of ' + str(merges)}: {error}"
         raise TokenizerSettingError("path", path, rule, "give a file of the tokenizers library") from None
-    # The file may have settings to truncate or pad to some model's context.
+    # The file may have settings that truncate or pad texts to the context of some model.
     model.no_truncation()
     model.no_padding()
     special = special_tokens_of(model)
@@ -367,8 +387,8 @@ def _huggingface(path: str, stated: SpecialTokenFiles) -> _Vocabulary:
 def tokens_before_text(model: Any) -> tuple[int, ...]:
     """Return the tokens that the post-processor of a tokenizer.json puts before a text.
 
-    A post-processor that also puts a token after the text makes samples of an encoder, such as [CLS] text [SEP], which
-    are not documents: then there are none.
+    If the post-processor also puts a token after the text, it makes samples for an encoder, such as [CLS] text [SEP],
+    and not documents. The result is then empty.
     """
     encoded = model.encode("a", add_special_tokens=True)
     added: list[int] = encoded.special_tokens_mask
@@ -378,7 +398,7 @@ def tokens_before_text(model: Any) -> tuple[int, ...]:
 
 
 def _merges_beside(path: str) -> Path | None:
-    """The merges of the vocabulary `path`, `x-merges.txt` of `x-vocab.json`; None where `path` has another name."""
+    """Return the path of the merges of a vocabulary: `x-merges.txt` for `x-vocab.json`. None for other names."""
     if not path.endswith("vocab.json"):
         return None
     merges = Path(path.removesuffix("vocab.json") + "merges.txt")
@@ -389,7 +409,7 @@ def _merges_beside(path: str) -> Path | None:
 
 
 def _byte_level_bpe(library: Any, vocabulary: str, merges: Path) -> Any:
-    """GPT-2's tokenizer of two files: bytes as printable characters, its pattern that splits text, no added space."""
+    """Build GPT-2's byte-level tokenizer from its two files, without adding a space before a text."""
     model = library.Tokenizer(library.models.BPE.from_file(vocabulary, str(merges)))
     model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = library.decoders.ByteLevel()
@@ -400,8 +420,8 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
     """Read a tiktoken encoding by name, or a ranks file.
 
     A ranks file has neither special tokens nor the pattern that splits text. Special tokens come from
-    tokenizer_config.json in its folder; without any, <|endoftext|> is added after the last token, unless `end_token` is
-    a token of the file. Raises TokenizerSettingError if the pattern is not known.
+    tokenizer_config.json in its folder. If there are none, <|endoftext|> is added after the last token, unless
+    `end_token` is a token of the file. Raises TokenizerSettingError if the pattern is unknown.
     """
     tiktoken = import_package("tiktoken", "a tiktoken tokenizer")
     pattern = settings.pattern
@@ -409,8 +429,8 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
         content = Path(path).read_bytes()
         ranks = _read_ranks(path, content)
         if pattern is None and (pattern := read_pattern(Path(path).parent)) is None:
-            rule = f"{path} is a ranks file, which does not hold the regular expression that splits text"
-            works = "set the pattern of the tokenizer's code, such as pat_str; " + _PATTERNS
+            rule = f"{path} is a ranks file, which does not contain the regular expression that splits text"
+            works = "set the pattern from the tokenizer's code, such as pat_str; " + _PATTERNS
             raise TokenizerSettingError("pattern", None, rule, works)
         _check_pattern(tiktoken, pattern)
         special = _special_ids(path, ranks, stated.numbered())
@@ -421,7 +441,7 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
         end = None
     else:
         if pattern is not None:
-            rule = f"{path} is a tiktoken encoding, which has its own"
+            rule = f"{path} is a tiktoken encoding, which already has a pattern"
             raise TokenizerSettingError("pattern", pattern, rule, "leave it out, or give a ranks file")
         model, content = _get_encoding(tiktoken, path), path.encode()
         end = (model.eot_token, "as in tiktoken") if _END_NAME in model.special_tokens_set else None
@@ -459,12 +479,12 @@ def _tiktoken(path: str, settings: TokenizerSettings, stated: SpecialTokenFiles)
 
 
 def special_tokens_of(model: Any) -> list[str]:
-    """Return the special tokens of a tokenizer.json, in the order of their ids. `model`: as `Tokenizer.model`."""
+    """Return the special tokens of a tokenizer.json, in the order of their ids. `model` is a `Tokenizer.model`."""
     return [token.content for _, token in sorted(model.get_added_tokens_decoder().items()) if token.special]
 
 
 def _special_ids(path: str, ranks: Mapping[bytes, int], numbered: dict[str, int]) -> dict[str, int]:
-    """Return the special tokens that are numbered for a ranks file. Raises ValueError if an id is taken."""
+    """Return `numbered`, the special tokens of a ranks file. Raises ValueError if an id is negative or already used."""
     taken = set(ranks.values())
     for name, number in numbered.items():
         if number in taken or number < 0:
@@ -474,7 +494,10 @@ def _special_ids(path: str, ranks: Mapping[bytes, int], numbered: dict[str, int]
 
 
 def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Tokens of a ranks file and their ids. The library's reader caches by path and may return an earlier content."""
+    """Return the tokens of a ranks file and their ids.
+
+    The library's reader is not used: it caches by path, and may return outdated content.
+    """
     ranks: dict[bytes, int] = {}
     works = "give a file with a token in base64 and its rank on each line"
     for number, line in enumerate(content.splitlines(), 1):
@@ -498,7 +521,7 @@ _PATTERNS = "patterns of tiktoken's encodings are in tiktoken_ext/openai_public.
 
 
 def _check_pattern(tiktoken: Any, pattern: str) -> None:
-    """TokenizerSettingError unless `pattern` is a regular expression whose matches cover all text.
+    """Raise TokenizerSettingError unless `pattern` is a regular expression that matches all text.
 
     tiktoken silently drops text that the pattern does not match, and an empty match aborts the process.
     """
@@ -527,11 +550,12 @@ def _get_encoding(tiktoken: Any, name: str) -> Any:
         kind = MissingTokenizer if "/" in name else TokenizerSettingError
         raise kind("path", name, "neither a file nor a tiktoken encoding", f"encodings are {names}")
     try:
-        return tiktoken.get_encoding(name)  # from its cache, or else from the network
+        return tiktoken.get_encoding(name)  # from tiktoken's cache, or else from the network
     except OSError as error:
         raise MissingTokenizer(
             "path",
             name,
-            f"{name}: tiktoken has no copy of this encoding and cannot fetch it ({type(error).__name__})",
-            "run once where there is a network and copy the folder TIKTOKEN_CACHE_DIR, or give a ranks file's path",
+            f"{name}: tiktoken has no copy of this encoding and cannot download it ({type(error).__name__})",
+            "run once on a machine with a network and copy the folder TIKTOKEN_CACHE_DIR, or give the path of a ranks "
+            "file",
         ) from None

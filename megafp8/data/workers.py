@@ -1,9 +1,9 @@
-"""Order-preserving map over worker processes that fails, and does not hang, when a worker is killed.
+"""Order-preserving map over worker processes that fails instead of hanging when a worker is killed.
 
 `multiprocessing.Pool` waits forever for the result of a killed worker. `ProcessPoolExecutor` notices, but its workers
-share two pipes: a worker killed while it holds a lock, or in the middle of writing a result, leaves the parent blocked
-in a read. Here each worker has its own pipe with at most one task in it, and the parent closes its copy of the worker's
-end, so that a read or write fails as soon as the worker is dead. Threads of the parent wait for the workers.
+share two pipes: if a worker is killed while it holds a lock or writes a result, the parent blocks in a read. Here each
+worker has a separate pipe with at most one task in it, and the parent closes its copy of the worker's end, so a read or
+write fails as soon as the worker is dead. Threads of the parent wait for the workers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ def map_in_order(
     workers: int,
     describe: Callable[[Task], str],
 ) -> Generator[tuple[Task, Result], None, None]:
-    """Yield each task with `make()(task)`, in order, computed by `workers` processes, or by this process if 0.
+    """Yield each task with its result, in order. The processes end when the iterator is closed.
 
-    `make` is called once in each process; it, tasks and results must be picklable. `tasks` is read as needed. The
-    function must handle its own exceptions. Raises ChildProcessError if a worker dies, with its exit code or signal and
-    `describe(task)`. The processes end with the iterator.
+    Args:
+        make: Function that is called once in each process and returns the function to apply to tasks. `make`, tasks and
+            results must be picklable, and the returned function must not raise exceptions.
+        tasks: Tasks; read only as needed.
+        workers: Number of processes; 0 computes in this process.
+        describe: Function that describes a task in the message of an error.
+
+    Raises:
+        ChildProcessError: A worker died. The message has its exit code or signal, and the description of its task.
     """
     if workers == 0:
         function = make()
@@ -54,7 +60,7 @@ def map_in_order(
         except (EOFError, OSError):
             raise ChildProcessError(_cause_of_death(process, describe(task))) from None
         finally:
-            idle.put(worker)  # also a dead one: later tasks fail at once
+            idle.put(worker)  # also if it is dead: later tasks then fail at once
 
     started: list[tuple[Connection, BaseProcess]] = []
     executor = ThreadPoolExecutor(workers)
@@ -84,7 +90,7 @@ def map_in_order(
 def stop_signals_blocked() -> Iterator[None]:
     """Context in which new processes start with SIGINT and SIGTERM blocked.
 
-    A terminal sends Ctrl-C to all its processes, and batch systems send SIGTERM. Only the parent handles them.
+    Terminals send SIGINT (Ctrl-C), and batch systems SIGTERM, to all processes. Only the parent should handle them.
     """
     resource_tracker.ensure_running()  # starting it unblocks both signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
@@ -95,8 +101,8 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def _start(started: list[tuple[Connection, BaseProcess]], make: Callable[[], object], count: int) -> None:
-    """Start workers and add each to `started`."""
-    context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork does not copy
+    """Start `count` workers and append each to `started`."""
+    context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork would not copy
     with stop_signals_blocked():
         for _ in range(count):
             ours, theirs = context.Pipe()
@@ -107,7 +113,7 @@ def _start(started: list[tuple[Connection, BaseProcess]], make: Callable[[], obj
 
 
 def _work(connection: Connection, make: Callable[[], Callable[[Task], Result]]) -> None:
-    """Main function of a worker: receives tasks and sends results until the parent closes the pipe or dies."""
+    """Run a worker: receive tasks and send results until the parent closes the pipe or dies."""
     function = make()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

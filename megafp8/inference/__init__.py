@@ -1,6 +1,6 @@
-"""Text from a model: a paged cache of keys and values, continuous batching, sampling, from any checkpoint.
+"""Text generation from any checkpoint: paged cache of keys and values, continuous batching, sampling.
 
-The names in `__all__` are imported at first use, as they need torch.
+The names in `__all__` are imported at first use, because they need torch.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ __all__ = ["Completion", "Generator", "SamplingOptions", "TextDelta"]
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names in `__all__`, imported."""
+    """Import and return one of the names in `__all__`."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{'options' if name == 'SamplingOptions' else 'generator'}"), name)

@@ -1,4 +1,4 @@
-"""Command-line flags of a model that generates or is evaluated."""
+"""Command-line flags of tools that generate text with a model or evaluate it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of `model_options` and `bind_to_cores`."""
+    """Add the flags that `model_options` and `bind_to_cores` read."""
     model = parser.add_argument_group("model")
     model.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     model.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     model.add_argument("--expert", type=int, default=1, help="expert-parallel size, a divisor of --tensor")
     model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
-    model.add_argument("--threads", type=int, help="on a CPU; default: one on each core, divided over the ranks")
-    model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the checkpoint")
-    model.add_argument("--no-fp8", action="store_true", help="compute in high precision what was trained in FP8")
+    model.add_argument("--threads", type=int, help="CPU threads per rank; default: the host's cores divided by ranks")
+    model.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: the checkpoint's dtype")
+    model.add_argument("--no-fp8", action="store_true", help="compute a model trained in FP8 in high precision")
     model.add_argument("--weights", choices=get_args(WeightFormatName), help="quantize the weights of linear layers")
     model.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="log-probabilities are those of training, whatever the batch; default: as the run's config says",
+        help="same log-probabilities as in training, for any batch; default: as the run's config says",
     )
-    model.add_argument("--max-length", type=int, help="tokens of a text; default: those of the training")
+    model.add_argument("--max-length", type=int, help="most tokens of a text; default: the sequence length in training")
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `open_checkpoint` but for path and layout."""
+    """Return the arguments of `open_checkpoint`, except for path and layout, from the flags."""
     from megafp8.numerics.dtypes import DTYPES
 
     return {
@@ -45,9 +45,9 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def bind_to_cores(arguments: argparse.Namespace) -> None:
-    """Where the model runs on a CPU, bind the process to its cores; before the first operation on tensors.
+    """Bind the process to its cores if the model runs on a CPU. Call it before the first tensor operation.
 
-    Raises ValueError for `--threads` that cannot be.
+    Raises ValueError if `--threads` is not possible.
     """
     import torch
 
@@ -56,25 +56,25 @@ def bind_to_cores(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
         bind_threads(arguments.threads)
     elif arguments.threads is not None:
-        raise ValueError(f"--threads {arguments.threads}: is about CPUs, and the model runs on a GPU; leave it out")
+        raise ValueError(f"--threads {arguments.threads}: only for CPUs, but the model runs on a GPU; leave it out")
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of `CacheOptions`."""
+    """Add the flags that set `CacheOptions`."""
     default, cache = CacheOptions(), parser.add_argument_group("cache and batches")
-    cache.add_argument("--cache-tokens", type=int, help="tokens in the cache, of all texts that are generated at once")
-    cache.add_argument("--cache-dtype", choices=("fp8", "int8"), help="keys and values in half the memory")
+    cache.add_argument("--cache-tokens", type=int, help="tokens in the cache, shared by all texts generated at once")
+    cache.add_argument("--cache-dtype", choices=("fp8", "int8"), help="store keys and values in half the memory")
     for name, what in (
-        ("page-size", "tokens of a page"),
-        ("max-batch-tokens", "tokens of prompts that are read in one step"),
-        ("max-sequences", "texts that are continued at once"),
+        ("page-size", "tokens per page"),
+        ("max-batch-tokens", "most prompt tokens read in one step"),
+        ("max-sequences", "most texts generated at once"),
     ):
         value = getattr(default, name.replace("-", "_"))
         cache.add_argument(f"--{name}", type=int, default=value, help=f"{what}; default: %(default)s")
 
 
 def load_generator(arguments: argparse.Namespace) -> Generator:
-    """The generator of `arguments.checkpoint`, with the flags for models and caches. Collective."""
+    """Return a generator for `arguments.checkpoint`, built from the model and cache flags. Collective."""
     from megafp8.inference.generator import Generator
 
     bind_to_cores(arguments)

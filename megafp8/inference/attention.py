@@ -1,10 +1,11 @@
-"""Attention of a step's tokens to the pages of their sequences.
+"""Attention of a step's tokens to the cached pages of their sequences.
 
-The tokens of a step are packed one after the other, of whatever sequences, as `[n, 1, ...]`: everything else in a model
-computes each token by itself. First come sequences with one token, which attend together, each to its own pages; then
-each longer chunk by itself, to its own keys if it begins its sequence, else to its pages. What a query may attend to,
-and what a score is, `layers.attention.op` knows: the mask has the position of each query, and the keys behind it, in
-the rest of its last page or of longer sequences beside it, are masked as later tokens are.
+The tokens of all sequences in a step are packed as `[n, 1, ...]`; everything in a model except attention and recurrence
+computes each token by itself. Sequences with one token come first. They attend in one call, each to its pages. Longer
+chunks follow one by one: a chunk at the beginning of its sequence attends to its own keys, and any other chunk to its
+pages. `layers.attention.op` defines what a query may attend to, and the scores. The mask has the position of each
+query. Keys after that position, in the rest of the last page or because another sequence in the call is longer, are
+masked like later tokens.
 
 Shapes: n tokens of a step, s of a chunk, b sequences, t keys, a query heads, g key-value heads, d head width.
 """
@@ -30,8 +31,14 @@ T = TypeVar("T")
 
 
 class _LongChunk(NamedTuple):
-    """`rows`: of its tokens in the step. `table_1p`: pages of its keys, which with `positions_1s` is None if it begins
-    its sequence. `state_1`: int64, the slot of its states."""
+    """Chunk of several tokens in a step.
+
+    Attributes:
+        rows: Rows of its tokens in the step.
+        table_1p: Pages of its keys; None if it begins its sequence.
+        positions_1s: Positions of its tokens; None if it begins its sequence.
+        state_1: Slot of its recurrent states, int64.
+    """
 
     rows: slice
     table_1p: Tensor | None
@@ -41,13 +48,19 @@ class _LongChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The tokens of a step on the device, the same for all layers. int64 but for the table.
+    """Tokens of a step on the device, shared by all layers. All tensors are int64 except the page table.
 
-    `tokens_1n`, `positions_1n`: the last `padding` of them repeat the last token, so that no amax is that of another.
-    `slots_n`: where their keys are stored. `table_bm`: int32, the pages of the first b tokens' sequences, filled up
-    with others. `states_b`: the slots of these sequences' states. `lengths_n`: the most tokens that each token's
-    sequence may have. `rows_r`: the tokens after which the model is to give the next. `keys`: as many as any sequence
-    has, or more.
+    Attributes:
+        tokens_1n: Token ids. The last `padding` of them repeat the last token, so that padding changes no amax.
+        positions_1n: Position of each token in its sequence, padded like `tokens_1n`.
+        slots_n: Cache slot in which the key of each token is stored.
+        lengths_n: Largest number of tokens that the sequence of each token may reach.
+        table_bm: Pages of the sequences of the first b tokens, int32; rows are filled up with arbitrary pages.
+        states_b: Slots of the recurrent states of these sequences.
+        long: Chunks of several tokens.
+        rows_r: Tokens after which the model predicts the next token.
+        keys: Upper bound of the number of keys of any sequence, a power of two.
+        padding: Number of padding tokens.
     """
 
     tokens_1n: Tensor
@@ -63,7 +76,7 @@ class PackedStep:
 
     @classmethod
     def pack(cls, batch: Sequence[Chunk], cache: PagedCache, device: torch.device, multiple: int = 1) -> PackedStep:
-        """`batch`: chunks of one token first. `multiple`: the number of tokens is padded to one."""
+        """Pack the chunks of a step, which has chunks of one token first. Pad the number of tokens to a multiple."""
         count = sum(len(chunk.tokens) for chunk in batch)
         padding = -count % multiple
         tokens_4n = torch.empty(4, count + padding, dtype=torch.int64)
@@ -109,7 +122,7 @@ class PackedStep:
         return {}
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """`make()`, once for all layers."""
+        """Return the result of `make()`, which is called once for all layers and cached under `key`."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
@@ -119,15 +132,15 @@ _SLOTS = 2
 
 
 def _by_kind(tokens_4n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens and positions `[1, n]`, slots and lengths `[n]`."""
+    """Return the rows of `tokens_4n`: tokens and positions `[1, n]`, slots and lengths `[n]`."""
     return tokens_4n[:1], tokens_4n[1:2], tokens_4n[_SLOTS], tokens_4n[3]
 
 
 class DecodeInputs:
-    """A step of one token of each of n sequences, at fixed addresses, for a CUDA graph.
+    """Step with one token of each of n sequences, at fixed addresses, for a CUDA graph.
 
-    `most_pages`: of a sequence. `longest`: tokens of one. The device must be done with a step before the next one is
-    filled in.
+    `most_pages` and `longest` are the largest numbers of pages and tokens of a sequence. The device must have finished
+    a step before the next one is filled in.
     """
 
     def __init__(self, n: int, most_pages: int, longest: int, cache: PagedCache, device: torch.device) -> None:
@@ -142,7 +155,7 @@ class DecodeInputs:
         )  # fmt: skip
 
     def fill(self, batch: Sequence[Chunk]) -> None:
-        """Chunks of one token, up to n of them; the last one is repeated."""
+        """Fill in the step with up to n chunks of one token. The last chunk is repeated up to n."""
         tokens, table, size = self._host_5n.numpy(), self._host_nm.numpy(), self._page_size
         for i, chunk in enumerate(batch):
             page, place = divmod(chunk.start, size)
@@ -158,11 +171,17 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """A layer's core attention (`layers.attention.op.CoreAttention`) that stores keys and values, and attends to the
-    pages.
+    """Core attention of a layer (`layers.attention.op.CoreAttention`) with cached keys and values.
 
-    `window`: the layer's, None: all tokens before. `chunk`: tokens of the chunks that attention stays within. `stores`:
-    False: another layer of the step has stored them.
+    It stores the keys and values of the step, and attends to the pages.
+
+    Attributes:
+        step: Tokens of the step.
+        cache: Cache of keys and values.
+        layer: Number of the layer in the cache.
+        window: Size of the layer's attention window; None: all earlier tokens.
+        chunk: Number of tokens of the chunks that attention stays within; None: no chunks.
+        stores: Store keys and values; False if another layer of the step has stored them.
     """
 
     step: PackedStep
@@ -175,7 +194,7 @@ class PagedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
+        """Return the attention of `[n, 1, ...]` tensors. `scores` are made for sequences of `step.keys` tokens."""
         step, cache, b = self.step, self.cache, len(self.step.table_bm)
         if self.stores:
             cache.append(self.layer, k_sbgd[:, 0], v_sbgd[:, 0], step.slots_n, step.positions_1n[0])
@@ -218,14 +237,15 @@ class PagedAttention:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors that a backward pass would read in addition to the arguments; none in generation."""
         return []
 
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """`megafp8.layers.mixer.AttendToKeys` of a step: stores a layer's keys, and attends to those of the pages.
+    """`megafp8.layers.mixer.AttendToKeys` of a step: store a layer's keys, and attend to the keys in the pages.
 
-    The first of the two is stored as the key of the only head, the second as its value.
+    The first of the two key tensors is stored as the key of a single head, the second as its value.
     """
 
     step: PackedStep
@@ -236,7 +256,7 @@ class PagedKeys:
         self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
     ) -> Tensor:
         step, b = self.step, len(self.step.table_bm)
-        # One sequence of packed tokens is as one head.
+        # A packed sequence looks like one head: keys `[n, 1, d]` are stored as they are.
         self.cache.append(self.layer, *keys, step.slots_n, step.positions_1n[0])
         parts = []
         if b:
@@ -256,17 +276,18 @@ class PagedKeys:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _stored(self, table_bp: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys in these pages, `[t, b, ...]`, and one of each so many tokens."""
+        """Return both key tensors in these pages, `[t, b, ...]`; the second has one entry for every few tokens."""
         first, second = self.cache.read(self.layer, table_bp)
         return first.squeeze(2), second.squeeze(2)
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors that a backward pass would read in addition to the arguments; none in generation."""
         return []
 
 
 def scores_of_length(scores: Scores, t: int) -> Scores:
-    """`scores` of longer sequences, for those of t tokens."""
+    """Cut `scores` of longer sequences to sequences of t tokens."""
     if scores.distance_bias_ar is None:
         return scores
     middle = scores.distance_bias_ar.shape[1] // 2  # the distance 0

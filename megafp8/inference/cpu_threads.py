@@ -1,9 +1,10 @@
-"""Which cores the threads of a process run on.
+"""Binding of a process and its threads to CPU cores.
 
-Kernels divide their work equally over the threads, so the slowest one counts: two threads on the logical CPUs of one
-core, or a thread that another process of the job interrupts, delay all. So a process runs one thread on each of its
-physical cores, and the processes of a host have different cores, next to each other: as many processes as there are
-NUMA nodes have a node each, whose memory their weights are allocated in.
+Kernels divide their work equally over the threads, so the slowest thread determines the time. Two threads on the
+logical CPUs of one core, or a thread that another process of the job interrupts, delay all threads. Each process
+therefore runs one thread on each of its physical cores. The processes of a host have different cores, and the cores of
+a process are next to each other. With one process per NUMA node, each process has the cores of one node, and its
+weights are allocated in that node's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[int]:
-    """One logical CPU of each physical core among `cpus`, those of a NUMA node together. Linux's, by its `system`."""
+    """Return one logical CPU of each physical core among `cpus`, sorted by NUMA node.
+
+    `system` is the folder in which Linux describes its CPUs.
+    """
     node_of = {
         cpu: int(node.name.removeprefix("node"))
         for node in system.glob("node/node[0-9]*")
@@ -33,7 +37,7 @@ def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def _cpus(text: str) -> list[int]:
-    """The CPUs that a list such as 0-3,8 names."""
+    """Return the CPUs in a list such as 0-3,8."""
     cpus = list[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -42,17 +46,18 @@ def _cpus(text: str) -> list[int]:
 
 
 def share(cores: list[int], rank: int, ranks: int) -> list[int]:
-    """The cores of a process of `ranks` on a host; all, if there are fewer than processes."""
+    """Return the cores of one of `ranks` processes on a host, or all cores if there are fewer cores than processes."""
     if len(cores) < ranks:
         return cores
     return cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
 
 
 def bind_threads(threads: int | None = None) -> None:
-    """Run this process, one of those that torchrun started on the host, or the only one, on cores of its own.
+    """Bind this process to cores that no other process of the job on this host uses.
 
-    `threads`: None: one on each of them. Call it before the first operation on tensors: threads that exist stay where
-    they are. Raises ValueError for more threads than cores.
+    The processes of a host are those that torchrun started, or only this one. `threads` is the number of threads; None
+    means one on each core. Call this function before the first tensor operation, because existing threads do not move.
+    Raises ValueError for more threads than cores.
     """
     if not hasattr(os, "sched_setaffinity"):  # not Linux
         if threads is not None:

@@ -1,10 +1,11 @@
 """Decode steps replayed from CUDA graphs.
 
-A layer's decode step is a dozen kernels of a few microseconds each, and the host needs longer than that to launch one.
-A CUDA graph is launched at once. There is one for each of a few numbers of sequences, up to which a step is filled with
-copies of its last sequence. Of a pipeline each rank records its stages; what is sent between them is outside.
+The decode step of a layer is a dozen kernels of a few microseconds each, and the host needs longer than that to launch
+one kernel. A CUDA graph launches all of them at once. Graphs are recorded for a few numbers of sequences; a step is
+padded to the next of these numbers with copies of its last sequence. With pipeline parallelism, each rank records its
+stages, and the communication between stages stays outside the graphs.
 
-The first step of a size runs eagerly, as a capture can compile no kernels; the second one is recorded.
+The first step of a size runs eagerly, because kernels cannot be compiled during a capture. The second step is recorded.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from megafp8.inference.scheduler import Chunk
 from megafp8.linear.capture import Capture, CudaCapture
 
 RunStage = Callable[[int, Tensor | None, PackedStep], Tensor | None]
-"""Runs this rank's stage of that index: what comes in and the step -> what goes out, None if nothing does."""
+"""Function that runs this rank's stage with an index: it maps the stage's input and the step to the output, or None."""
 
 _POWERS_UP_TO = 64
 
 
 def padded_size(count: int, multiple: int) -> int:
-    """How many tokens a step of `count` has: few different numbers, and a multiple."""
+    """Return the number of tokens to which a step of `count` tokens is padded, a multiple of `multiple`.
+
+    The sizes are powers of two up to 64, then multiples of 64, so that few graphs are recorded.
+    """
     size = 1 << (count - 1).bit_length() if count <= _POWERS_UP_TO else -(-count // _POWERS_UP_TO) * _POWERS_UP_TO
     return -(-size // multiple) * multiple
 
 
 class _Recorded(NamedTuple):
-    """`x_sbh`: where the input lies; None on the first stage."""
+    """Recorded stage. `x_sbh` is the buffer of its input; None on the first stage."""
 
     x_sbh: Tensor | None
     replay: Callable[[], Tensor | None]
@@ -48,7 +52,16 @@ class _Size:
 
 
 class DecodeGraphs:
-    """Runs steps of one token of each sequence. `longest`: tokens of a sequence. `multiple`: of a step's tokens."""
+    """Runner of steps with one token of each sequence, which are replayed from CUDA graphs.
+
+    Args:
+        run: Function that runs a stage eagerly.
+        cache: Cache of keys and values.
+        device: Device of the model.
+        longest: Largest number of tokens of a sequence.
+        multiple: The number of tokens of a step is a multiple of this.
+        new_capture: Function that creates the capture.
+    """
 
     def __init__(
         self,
@@ -65,7 +78,7 @@ class DecodeGraphs:
         self._capture = new_capture()
 
     def fill(self, batch: Sequence[Chunk]) -> PackedStep:
-        """The step of these chunks, each of one token, at addresses that do not change."""
+        """Return the step of these chunks, each of one token, at addresses that do not change."""
         n = padded_size(len(batch), self._multiple)
         if n not in self._sizes:
             most_pages = -(-self._longest // self._cache.page_size)
@@ -75,7 +88,7 @@ class DecodeGraphs:
         return inputs.step
 
     def run(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
-        """`RunStage` of the step that `fill` returned last; the next step overwrites the result."""
+        """Run a stage (`RunStage`) for the step that `fill` returned last. The next step overwrites the result."""
         size = self._sizes[step.tokens_1n.shape[1]]
         if index not in size.stages_run:
             size.stages_run.add(index)

@@ -1,4 +1,4 @@
-"""Perplexity of texts and data sets, and tasks of the evaluation harness."""
+"""Evaluation of a model: perplexity of texts and data sets, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megafp8.parallel.parallel_state import destroy_model_parallel
 
 
 class _Texts(NamedTuple):
-    """Documents under a name, which only the first rank reads. `tokens`: about how many, if known."""
+    """Named documents, which only the first rank reads. `tokens` is their approximate number of tokens, if known."""
 
     name: str
     documents: Callable[[], Iterable[EvaluationDocument]]
@@ -39,12 +39,12 @@ class _Texts(NamedTuple):
 
 
 def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
-    """What is to be scored. Raises ValueError for what is not there."""
+    """Open the texts and data sets to score. Raises ValueError if one is missing or cannot be used."""
     texts = []
     vocab_size, tokenizer, most = opened.source.model.stem.vocab_size, opened.tokenizer, arguments.max_documents
     assert vocab_size is not None
     if (arguments.input or arguments.input_list) and tokenizer is None:
-        raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set by --data")
+        raise ValueError(f"{arguments.checkpoint} has no tokenizer to read texts with; give a data set with --data")
     if arguments.input or arguments.input_list:
         files = input_files(arguments)
         name = ", ".join(arguments.input) or arguments.input_list
@@ -74,7 +74,7 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
 
 
 class EvaluationRun:
-    """A model in its layout, and what it is to be evaluated on. Collective."""
+    """Model in its layout, with the texts and tasks to evaluate it on. Collective."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -96,7 +96,7 @@ class EvaluationRun:
         self.texts = open_texts(arguments, self.opened)
         if arguments.concatenate and self.opened.tokenizer is None:
             raise ValueError(
-                f"--concatenate: {arguments.checkpoint} has no tokenizer, and so no token between documents"
+                f"--concatenate: {arguments.checkpoint} has no tokenizer, so there is no token to put between documents"
             )
         measures = arguments.kv_cache_scales is not None
         self.key_value_amax = KeyValueAmax(self.opened.config.spec) if measures else None
@@ -111,10 +111,11 @@ class EvaluationRun:
 
     @property
     def start(self) -> list[int]:
-        """The tokens that a document begins after; none without a tokenizer: its first token is not scored then."""
+        """Tokens before each document. Empty without a tokenizer; the first token of a document is then not scored."""
         return list(self.opened.start_tokens) or ([] if self.opened.bos is None else [self.opened.bos])
 
     def loss(self, texts: _Texts) -> DocumentLoss:
+        """Return the loss of some texts, on all ranks. Collective."""
         tokenizer = self.opened.tokenizer
         by = None
         if self.arguments.concatenate and tokenizer is not None:
@@ -124,7 +125,7 @@ class EvaluationRun:
             return loss_of(self.scorer, documents, self.start, self.stride, concatenated_by=by, progress=bar.update)
 
     def tasks(self) -> dict[str, Any] | None:
-        """The results of the harness, on the first rank."""
+        """Run the tasks. Return the results of the harness on the first rank, None on the others. Collective."""
         from megafp8.inference.harness import HarnessModel, run_tasks  # its package is optional
 
         a, opened = self.arguments, self.opened
@@ -143,7 +144,7 @@ class EvaluationRun:
 
 
 def as_dict(name: str, loss: DocumentLoss) -> dict[str, Any]:
-    """An entry of --json."""
+    """Return the entry of one text in the output of --json."""
     figures = {
         "nats_per_token": loss.nats_per_token,
         "perplexity": loss.perplexity,
@@ -153,7 +154,7 @@ def as_dict(name: str, loss: DocumentLoss) -> dict[str, Any]:
 
 
 def table(rows: Sequence[tuple[str, DocumentLoss]]) -> str:
-    """Losses by name."""
+    """Return a table of losses as text, one line for each name."""
     width = max(len("text"), *(len(name) for name, _ in rows))
     heads = ("documents", "tokens", "words", "bytes", "nats/token", "perplexity", "bits/byte")
     lines = [f"{'text':<{width}} " + " ".join(f"{head:>13}" for head in heads)]
@@ -166,6 +167,7 @@ def table(rows: Sequence[tuple[str, DocumentLoss]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Evaluate a checkpoint as the flags of `megafp8 evaluate` say, and print the results. Collective."""
     evaluation = EvaluationRun(arguments)
     try:
         losses = [(texts.name, evaluation.loss(texts)) for texts in evaluation.texts]

@@ -1,4 +1,4 @@
-"""`Generator`: texts that continue prompts, from a checkpoint or from the model of a running job."""
+"""`Generator`: continuation of prompts by the model of a checkpoint or of a running job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megafp8.training.trainer import RankTrainer
 Prompt = str | Sequence[int]
 FinishReason = Literal["end", "stop", "length"]
 WeightSource = Callable[[Model, Mapping[str, Rectangles]], None]
-"""Fills the tensors of a model (`staged_weights.tensors_of`) with new values, on every rank."""
+"""Function that fills the tensors of a model (`staged_weights.tensors_of`) with new values, on every rank."""
 
 _CACHED_TOKENS = 65536
 _STORED: dict[CacheDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -52,14 +52,22 @@ DEFAULT_CACHE = CacheOptions()
 
 @dataclass
 class Completion:
-    """A text that continues a prompt.
+    """Text that continues a prompt.
 
-    `prompt`, `sample`: number of the prompt in the call, and of the sample of it. `tokens`: those that were chosen, up
-    to one that ends the text, which `text` does not have. `logprobs`: the log-probability of each. `top_logprobs`: for
-    each of them the most probable tokens and their log-probabilities, as many as `SamplingOptions.logprobs`.
-    `finish_reason`: end (a token that ends texts), stop (a stop string), length (`max_tokens`). `seed`: what was used.
-    `weight_versions`: of the weights that computed the tokens (`Generator.weight_version`), the oldest first; several
-    where a refit came between two of them.
+    Attributes:
+        prompt: Number of the prompt in the call.
+        sample: Number of the sample of this prompt.
+        prompt_tokens: Token ids of the prompt.
+        seed: Seed of the sampling.
+        text: Generated text, without the token that ends it.
+        tokens: Generated token ids, including the token that ends the text.
+        logprobs: Log-probability of each generated token.
+        top_logprobs: For each generated token, the `SamplingOptions.logprobs` most probable tokens with their
+            log-probabilities.
+        finish_reason: "end" (a token that ends texts), "stop" (a stop string) or "length" (`max_tokens`); None while
+            the text is being generated.
+        weight_versions: Versions of the weights that computed the tokens (`Generator.weight_version`), the oldest
+            first. There are several if a refit happened between two tokens.
     """
 
     prompt: int
@@ -75,7 +83,10 @@ class Completion:
 
 
 class TextDelta(NamedTuple):
-    """What a step adds to a text. `completion`: so far, `finish_reason` set with the last piece."""
+    """Text that a step adds to a completion.
+
+    `completion` is the completion so far. Its `finish_reason` is set with the last delta.
+    """
 
     text: str
     completion: Completion
@@ -91,10 +102,12 @@ class _Running(NamedTuple):
 
 @dataclass(eq=False)
 class Submission:
-    """The texts of one call of `Generator.submit`.
+    """Texts of one call of `Generator.submit`.
 
-    `pieces`: what steps have added and nobody has taken yet. `failure`: why its texts were ended, if they were: an
-    exception of one of them, which is nothing to others.
+    Attributes:
+        texts: Texts that are generated.
+        pieces: Deltas of past steps that were not yet read.
+        failure: Exception of one of the texts, which has ended all texts of this submission but no others.
     """
 
     texts: list[_Running] = field(default_factory=list)
@@ -108,7 +121,7 @@ class Submission:
 
 
 class Load(NamedTuple):
-    """What a generator holds: texts that run and that wait, and pages of the cache that they have and that are free."""
+    """Load of a generator: number of running and waiting texts, and of used and free pages of the cache."""
 
     running: int
     waiting: int
@@ -117,15 +130,23 @@ class Load(NamedTuple):
 
 
 class Generator:
-    """Texts that continue prompts, by a model in any layout. Collective: every rank makes it, and every call, with the
-    prompts that all ranks have, or those that have them in common (`Model.ranks`).
+    """Generator of texts that continue prompts, with a model in any layout.
 
-    `tokenizer`: None where prompts are tokens. `start_tokens`: before each prompt that is a text; one that is tokens
-    stays as it is. `end_tokens`: any of them ends a text. `max_length`: the most tokens of prompt and output together.
-    `live`: of a model whose weights change, what is called before each generation.
+    Every rank creates the generator and makes every call (collective). Prompts are shared by all ranks, or by the ranks
+    that generate the same texts (`Model.ranks`).
 
-    `weight_version`: number of the weights: of a live model of optimizer steps, else of refits. What the cache has of
-    older weights is not used.
+    Args:
+        model: Model that generates.
+        tokenizer: Tokenizer of the model; None if all prompts are token ids.
+        start_tokens: Tokens before each prompt that is a text. Prompts of token ids are used unchanged.
+        end_tokens: Tokens that end a text.
+        max_length: Largest number of tokens of prompt and output together.
+        cache: Sizes of the cache and of batches.
+        live: Updater of the weights of a live model, which is called before each generation.
+
+    Attributes:
+        weight_version: Version of the weights: number of optimizer steps for a live model, else number of refits.
+            Cache entries of older weights are not used.
     """
 
     def __init__(
@@ -147,8 +168,8 @@ class Generator:
             raise ValueError(f"dtype = {cache.dtype!r} of the cache: must be one of {', '.join(_STORED)}, or None")
         if cache.dtype is not None and model.batch_invariant:
             raise ValueError(
-                f"dtype = {cache.dtype} of the cache: with batch_invariant keys and values are stored as they are, as "
-                "training has them; leave it out"
+                f"dtype = {cache.dtype} of the cache: with batch_invariant, keys and values are stored unquantized, as "
+                "in training; leave it out"
             )
         tokens = cache.cache_tokens
         if tokens is None:
@@ -159,7 +180,7 @@ class Generator:
         self.weight_version = 0 if live is None else live.version
         self._allocator = PageAllocator(-(-tokens // cache.page_size), cache.page_size)
         self._running: dict[GrowingSequence, _Running] = {}
-        self._submitted = 0  # calls of `submit`
+        self._submitted = 0  # number of calls of `submit`
         self._cached = CachedModel(
             model,
             self._allocator.num_pages,
@@ -188,16 +209,28 @@ class Generator:
         max_length: int | None = None,
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
-        """A generator with the model in a checkpoint or run folder of ours, or a folder of Hugging Face, or any other
-        that megafp8 convert reads, in the layout tensor × pipeline. Collective.
+        """Return a generator with the model of a checkpoint, in the layout tensor × pipeline. Collective.
 
-        `expert`: the ranks of a stage over which experts are divided. `dtype`: None: that of the checkpoint. `fp8`: use
-        FP8 where the model was trained in it. `weights`: quantize the weights of linear layers to this format, and
-        compute in `dtype`, also where the model was trained in FP8. `batch_invariant`: log-probabilities are those of
-        training, whatever the batch (`inference.batch_invariant`); None: as the run's config says. `max_length`: None:
-        the positions that the model was trained with. A text prompt begins after what a document of the run begins
-        after, or what the tokenizer's files say. Raises ValueError, before ranks wait for each other, where the
-        checkpoint does not fit.
+        A text prompt is preceded by the tokens that precede a document of the run, or that the tokenizer's files name.
+
+        Args:
+            path: megafp8 checkpoint or run folder, Hugging Face folder, or any other format that megafp8 convert reads.
+            tensor: Tensor-parallel size.
+            pipeline: Pipeline-parallel size.
+            expert: Number of ranks of a stage over which experts are divided.
+            device: "cuda", "cpu", or "auto" for a GPU if there is one.
+            dtype: Dtype of the model. Default: the checkpoint's dtype.
+            fp8: Compute in FP8 if the model was trained in FP8.
+            weights: Format to which the weights of linear layers are quantized. The model then computes in `dtype`,
+                even if it was trained in FP8.
+            batch_invariant: Compute the same log-probabilities as in training, for any batch
+                (`inference.batch_invariant`). Default: as the run's config says.
+            max_length: Largest number of tokens of prompt and output together. Default: number of positions that the
+                model was trained with.
+            cache: Sizes of the cache and of batches.
+
+        Raises:
+            ValueError: The checkpoint does not fit. The error is raised before ranks wait for each other.
         """
         opened = open_checkpoint(
             path,
@@ -215,7 +248,7 @@ class Generator:
     def from_model(
         cls, opened: Opened, model: Model, *, max_length: int, cache: CacheOptions = DEFAULT_CACHE
     ) -> Generator:
-        """A generator with the model of an opened checkpoint."""
+        """Return a generator with the model of an opened checkpoint."""
         start, ends = opened.start_tokens, opened.end_tokens
         return cls(model, opened.tokenizer, start_tokens=start, end_tokens=ends, max_length=max_length, cache=cache)
 
@@ -231,11 +264,11 @@ class Generator:
         own_texts: bool = False,
         cache: CacheOptions = DEFAULT_CACHE,
     ) -> Generator:
-        """A generator with the live model of a running job: always with the weights of the latest step. Collective.
+        """Return a generator that always uses the weights of a running job's latest step. Collective.
 
-        `tensor`, `pipeline`, `expert`: another layout on the same ranks, whose weights are sent between them after each
-        step; None: as in training. In the trainer's own layout nothing is copied. `own_texts`: as of `live_model`.
-        Raises ValueError for a layout that does not fit.
+        `tensor`, `pipeline` and `expert` select another layout on the same ranks; None means the size in training. For
+        another layout, weights are sent between ranks after each step; in the trainer's layout, nothing is copied.
+        `own_texts` is an argument of `live_model`. Raises ValueError for a layout that does not fit.
         """
         p = trainer.config.parallel
         sizes = (tensor, p.tensor), (pipeline, p.pipeline), (expert, p.expert)
@@ -253,10 +286,14 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
     ) -> list[Completion]:
-        """The completions of all prompts, `num_samples` of each, in order.
+        """Generate the completions of all prompts, `num_samples` of each, and return them in order.
 
-        `prompts`: texts or lists of tokens, or one of them. `options`: for all, or for each. Raises ValueError, before
-        anything runs, for a prompt that does not fit. Ranks use the first rank's prompts and options.
+        All ranks use the prompts and options of the first rank. Raises ValueError, before anything runs, if a prompt
+        does not fit.
+
+        Args:
+            prompts: Texts or lists of token ids, or a single one.
+            options: Sampling options for all prompts, or one for each.
         """
         completions = {}
         for _, completion in self.stream(prompts, options):
@@ -268,9 +305,10 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
     ) -> Iterator[TextDelta]:
-        """`generate` piece by piece; pieces of several texts alternate, and several streams may be read in turn.
+        """Generate like `generate`, but yield the text piece by piece.
 
-        All ranks must read all pieces, or stop after the same one.
+        Pieces of several texts alternate, and several streams may be read in turn. All ranks must read all pieces, or
+        stop after the same piece.
         """
         submission = self.submit(*broadcast_object((prompts, options), self.model.ranks.group))
         try:
@@ -287,6 +325,7 @@ class Generator:
 
     @property
     def load(self) -> Load:
+        """Current number of texts and of used and free pages."""
         free = self._allocator.num_free
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         return Load(running, waiting, self._allocator.num_pages - free, free)
@@ -297,16 +336,16 @@ class Generator:
         options: SamplingOptions | Sequence[SamplingOptions] = GREEDY,
         client: str = "",
     ) -> Submission:
-        """Texts that the next steps generate, beside those that were submitted before.
+        """Add texts that the next steps generate, together with texts that were submitted before.
 
-        `prompts`, `options`, errors: as in `generate`. `client`: clients have equal shares (`scheduler`). Every rank
-        passes the same.
+        Arguments and errors are those of `generate`, but every rank must pass the same arguments. Each `client` gets an
+        equal share of the batch (`scheduler`).
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
         each = [options] * len(several) if isinstance(options, SamplingOptions) else list(options)
         if len(each) != len(several):
-            raise ValueError(f"{len(several)} prompts and options for {len(each)}; give one for each, or one for all")
+            raise ValueError(f"{len(several)} prompts, but options for {len(each)}; give one for each, or one for all")
         tokens = [self.encode(prompt, i) for i, prompt in enumerate(several)]
         for i, (prompt, prompt_options) in enumerate(zip(tokens, each, strict=True)):
             self.check(prompt, prompt_options, i)
@@ -332,70 +371,77 @@ class Generator:
                 submission.texts.append(
                     _Running(sequence, Completion(i, sample, list(prompt), seed), text, row, submission)
                 )
-        for running in submission.texts:  # only when all of them could be made
+        for running in submission.texts:  # only after all of them were created without an error
             self._scheduler.add(running.sequence)
             self._running[running.sequence] = running
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """End the texts that have not ended, and free their pages. Every rank must do it between the same steps."""
+        """End the unfinished texts of a submission and free their pages. All ranks must do it between the same steps."""
         for text in submission.texts:
             if self._running.pop(text.sequence, None) is not None:
                 self._scheduler.remove(text.sequence)
 
     def room(self, prompt_tokens: int) -> int:
-        """The most tokens that may follow a prompt of `prompt_tokens`, by `max_length` and the cache."""
+        """Return how many tokens may follow a prompt of `prompt_tokens` tokens, by `max_length` and the cache."""
         return min(self.max_length, self._allocator.num_pages * self._allocator.page_size) - prompt_tokens
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """The tokens of a prompt, with `start_tokens` before a text. `index`: of the prompt, for the error.
+        """Return the tokens of a prompt, with `start_tokens` before a text.
 
-        Neither this nor `check` reads anything that changes, so any thread may call them.
+        `index` is the number of the prompt, for the error message. This method and `check` read no changing state, so
+        any thread may call them.
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         if self.tokenizer is None:
-            raise ValueError(f"prompt {index} is a text, and there is no tokenizer; give it as tokens")
+            raise ValueError(f"prompt {index} is a text, but there is no tokenizer; give it as tokens")
         return [*self.start_tokens, *self.tokenizer.encode(prompt)]
 
     def check(self, tokens: Sequence[int], options: SamplingOptions, index: int = 0) -> None:
-        """ValueError if the prompt cannot be continued by these options."""
+        """Raise ValueError if a prompt cannot be continued with these options."""
         if options.stop and self.tokenizer is None:
             raise ValueError(f"stop = {options.stop}: there is no tokenizer to find it in the output; leave it out")
         if not tokens:
             raise ValueError(f"prompt {index} is empty, and the model has no token that begins a text; give one token")
         if foreign := [token for token in tokens if not 0 <= token < self._vocab_size]:
             raise ValueError(
-                f"prompt {index} has the token {foreign[0]}, and the model has those from 0 to {self._vocab_size - 1}"
+                f"prompt {index} has the token {foreign[0]}, but the model has tokens from 0 to {self._vocab_size - 1}"
             )
         if len(tokens) >= self.max_length:
             raise ValueError(
-                f"prompt {index} has {len(tokens)} tokens, and max_length is {self.max_length}; shorten it"
+                f"prompt {index} has {len(tokens)} tokens, but max_length is {self.max_length}; shorten it"
             )
         length = len(tokens) + options.max_tokens
         if length > self.max_length:
             raise ValueError(
-                f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and "
+                f"prompt {index} has {len(tokens)} tokens, or {length} with max_tokens = {options.max_tokens}, but "
                 f"max_length is {self.max_length}; shorten it, or try max_tokens = {self.max_length - len(tokens)}"
             )
         if self._allocator.pages_for(length) > self._allocator.num_pages:
             room = self._allocator.num_pages * self._allocator.page_size
             raise ValueError(
-                f"prompt {index} has {len(tokens)} tokens, with max_tokens = {options.max_tokens} {length}, and the "
+                f"prompt {index} has {len(tokens)} tokens, or {length} with max_tokens = {options.max_tokens}, but the "
                 f"cache holds {room}; make it larger (cache_tokens = {length})"
             )
 
     def refit(self, source: WeightSource | str | Path | None = None, version: int | None = None) -> None:
         """Generate with other weights of the same model from the next step on. Collective.
 
-        `source`: a checkpoint of any format and layout, or what fills the tensors of a model (`WeightSource`); None:
-        what has become of the trainer's, also without a step of it. `version`: of the new weights, by default the next
-        number. Running texts go on: prompt and output are read again. Raises ValueError, and goes on with the old
-        weights, where the new ones do not fit or do not arrive whole.
+        Running texts continue: their prompt and output are read again with the new weights.
+
+        Args:
+            source: Checkpoint of any format and layout, or a function that fills the tensors of a model
+                (`WeightSource`). None, for a live model, takes the trainer's current weights even if the trainer made
+                no step.
+            version: Version of the new weights. Default: the next number.
+
+        Raises:
+            ValueError: The new weights do not fit or do not arrive completely. The old weights stay in use.
         """
         if self.live is not None:
             if source is not None:
-                raise ValueError("a generator of a live model has the trainer's weights; it takes no others")
+                raise ValueError("a generator of a live model uses the trainer's weights; it accepts no others")
             self.live(always=True)
             self._follow(always=True)
             return
@@ -410,16 +456,15 @@ class Generator:
         self.use(staged, version)
 
     def use(self, staged: StagedWeights, version: int | None = None) -> None:
-        """Generate with weights that are staged on all ranks from the next step on. Collective.
+        """Generate with weights that are staged on all ranks, from the next step on. Collective.
 
-        Args:
-            version: Version of the weights; None means the next number.
+        `version` is the version of the weights; None means the next number.
         """
         staged.apply()
         self._changed(self.weight_version + 1 if version is None else version)
 
     def _follow(self, *, always: bool = False) -> None:
-        """Note the version of a live model's weights, which have been brought up to date."""
+        """Record the version of a live model's weights after an update."""
         assert self.live is not None
         if always or self.live.version != self.weight_version:
             self._changed(self.live.version)
@@ -430,7 +475,7 @@ class Generator:
         self._cached.weights_changed()
 
     def step(self) -> None:
-        """Run the model once for all texts that were submitted, and append what it adds to the pieces of each."""
+        """Run the model once for all submitted texts, and append the new text to the pieces of each submission."""
         if not self._running:
             return
         if self.live is not None and self.live.version != self.weight_version:
@@ -444,10 +489,10 @@ class Generator:
             return
         for running, (token, logprob, *top) in zip(ends, self._choose(logits_rv, ends), strict=True):
             if running.sequence not in self._running:
-                continue  # another text of its submission has failed
+                continue  # another text of the same submission has failed
             try:
                 piece = self._add(running, token, logprob, top)
-            except Exception as error:  # as of a tokenizer; it is the same on all ranks
+            except Exception as error:  # for example from the tokenizer; it is the same on all ranks
                 running.submission.failure = error
                 self.cancel(running.submission)
                 continue
@@ -457,9 +502,9 @@ class Generator:
                 del self._running[running.sequence]
 
     def _choose(self, logits_rv: torch.Tensor | None, ends: Sequence[_Running]) -> list[tuple[Any, ...]]:
-        """Each sequence's next token, its log-probability, and (token, log-probability) of the most probable.
+        """Return each sequence's next token, its log-probability, and (token, log-probability) of the top tokens.
 
-        The first rank that has logits tells all others, so no rank can come to another result.
+        The first rank with logits broadcasts the result, so no rank can come to another result.
         """
         parallel, rows = self.model.parallel, [running.row for running in ends]
         top = min(max(row.options.logprobs for row in rows), self._vocab_size)
@@ -484,7 +529,7 @@ class Generator:
         return choices
 
     def _add(self, running: _Running, token: int, logprob: float, top: list[tuple[int, float]]) -> str:
-        """Add a token to a completion; the text that it adds."""
+        """Add a token to a completion, and return the text that it adds."""
         if math.isnan(logprob):
             raise ValueError("the model's logits are not finite; its weights may be damaged, or too large for FP8")
         completion, options = running.completion, running.row.options

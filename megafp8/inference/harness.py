@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness (the package `lm-eval`): multiple choice, perplexity, generation.
 
-The harness runs on the first rank; the others wait for what it asks of the model (`HarnessModel.follow`). Tokens,
-truncation and what precedes a text are those of the harness' own adapter of transformers
-(`lm_eval.models.huggingface.HFLM`), so that scores are the same.
+The harness runs on the first rank. The other ranks wait for its calls of the model (`HarnessModel.follow`). Tokens,
+truncation and the tokens before a text are the same as in the harness' adapter for transformers
+(`lm_eval.models.huggingface.HFLM`), so scores are the same.
 """
 
 from __future__ import annotations
@@ -34,15 +34,21 @@ from megafp8.inference.scoring import Request, Score, Scorer, windows
 from megafp8.parallel.collectives import broadcast_object
 
 _MAX_TOKENS = 256
-"""Of a generated text, where its task does not say, as in the harness' other adapters."""
+"""Length limit of a generated text if its task sets none, as in the harness' other adapters."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness calls it, on the first rank. Collective: other ranks `follow`.
+    """Adapter through which the harness calls a model, on the first rank. Collective: other ranks call `follow`.
 
-    `make_generator`: called when the first text is generated. `added_tokens`, `bos`, `eos`: as in
-    `megafp8.inference.load.Opened`.
+    Args:
+        scorer: Scorer of the model.
+        make_generator: Function that returns a generator; called when the first text is generated.
+        tokenizer: Tokenizer of the model.
+        added_tokens: Tokens before each text, as in `megafp8.inference.load.Opened`.
+        bos: Token that begins a scored text, as in `Opened`.
+        eos: Token that ends a text, as in `Opened`.
+        seed: Seed of sampling.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class HarnessModel(TemplateLM):
     # --- ranks ---
 
     def follow(self) -> None:
-        """Do on ranks other than the first what the first one does with the model, until `release`."""
+        """Repeat the first rank's calls of the model on another rank, until `release`."""
         while (call := broadcast_object(None, self._world.group)) is not None:
             try:
                 if call == "score":
@@ -78,10 +84,10 @@ class HarnessModel(TemplateLM):
                 else:
                     self._generate([], [])
             except ValueError:
-                pass  # the first rank has it too, and decides what comes next
+                pass  # the first rank gets the same error, and decides what comes next
 
     def release(self) -> None:
-        """Make the other ranks return from `follow`; called on the first rank."""
+        """Make the other ranks return from `follow`. Called on the first rank."""
         broadcast_object(None, self._world.group)
 
     def _scores(self, requests: Iterable[Request]) -> Iterator[Score]:
@@ -89,7 +95,7 @@ class HarnessModel(TemplateLM):
         return self.scorer.score(requests)
 
     def _generate(self, prompts: list[list[int]], options: list[SamplingOptions]) -> list[list[int]]:
-        """The tokens that continue each prompt."""
+        """Return the tokens that continue each prompt."""
         if self._generator is None:
             self._generator = self._make_generator()
         return [completion.tokens for completion in self._generator.generate(prompts, options)]
@@ -98,14 +104,19 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Token that ends a text."""
         return self._eos
 
     @property
     def prefix_token_id(self) -> int:
+        """Token before a text without a context."""
         return self._bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, after those that the tokenizer adds unless the text has them itself."""
+        """Return the tokens of a text, preceded by the tokens that the tokenizer adds.
+
+        By default, no tokens are added if the text already begins with the beginning token.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode([self._bos]))
         return [*(self._added if add_special_tokens else []), *self._tokenizer.encode(string)]
@@ -123,6 +134,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each whole text, scored in windows of the model's length."""
         texts = [request.args[0] for request in requests]
         counts: list[int] = []
 
@@ -141,6 +153,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text that continues each context, up to a stop string of its task."""
         eos = self._tokenizer.decode([self._eos])
         prompts: list[list[int]] = []
         options: list[SamplingOptions] = []
@@ -159,7 +172,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _prompt(self, context: str, given: Mapping[str, Any], eos: str) -> tuple[list[int], SamplingOptions, list[str]]:
-        """Tokens, options and stop strings of a request to generate. Raises ValueError for what is not known."""
+        """Return tokens, options and stop strings of a request to generate. Raises ValueError for unknown settings."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), _MAX_TOKENS))
         until = handle_stop_sequences(kwargs.pop("until", None), eos)
         max_tokens, samples = kwargs.pop("max_gen_toks"), kwargs.pop("do_sample", False)
@@ -169,7 +182,7 @@ class HarnessModel(TemplateLM):
             known = ", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLING))
             raise ValueError(f"generation_kwargs of a task has {', '.join(kwargs)}; known are {known}")
         if max_tokens >= self.max_length:
-            raise ValueError(f"a task generates {max_tokens} tokens, and max_length is {self.max_length}")
+            raise ValueError(f"a task generates {max_tokens} tokens, but max_length is {self.max_length}")
         stop = tuple(text for text in until if text)
         options = SamplingOptions(max_tokens=max_tokens, stop=stop, seed=self._seed, **sampling)
         return self.tok_encode(context)[-(self.max_length - max_tokens) :], options, until
@@ -177,8 +190,11 @@ class HarnessModel(TemplateLM):
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """The harness sets all seeds, as some tasks shuffle: the state before is restored. It forks no processes, and what
-    it prints goes to stderr."""
+    """Context that contains the side effects of the harness.
+
+    The harness sets all seeds, because some tasks shuffle; the random states are restored afterwards. It is kept from
+    forking processes, and its output goes to stderr.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     variable, before = "DISABLE_MULTIPROC", os.environ.get("DISABLE_MULTIPROC")
     os.environ[variable] = "1"  # a process with a GPU or threads of communication must not be forked
@@ -202,12 +218,12 @@ def _task_manager(include_path: str | None, include_defaults: bool) -> TaskManag
 def find_tasks(
     tasks: Sequence[str], include_path: Path | str | None, *, include_defaults: bool = True
 ) -> tuple[TaskManager, list[str]]:
-    """The harness' tasks with those in the folder `include_path`, and the names of `tasks`, which may be patterns.
+    """Return the task manager of the harness, and the names of the tasks that match `tasks`, which may be patterns.
 
-    Raises ValueError for what it does not have.
+    The folder `include_path` adds tasks to those of the harness. Raises ValueError for a task that does not exist.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"{include_path} is no folder; give one with the YAML files of tasks")
+        raise ValueError(f"{include_path} is not a folder; give a folder with the YAML files of tasks")
     manager = _task_manager(None if include_path is None else str(include_path), include_defaults)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if include_path is None else f" or in {include_path}"
@@ -225,11 +241,19 @@ def run_tasks(
     limit: int | None = None,
     log_samples: bool = False,
 ) -> dict[str, Any] | None:
-    """The harness' results on the first rank, None on the others. Collective.
+    """Run tasks, and return the results of the harness on the first rank, None on the others. Collective.
 
-    `include_path`: a folder with more tasks. `include_defaults`: False leaves out the harness' own, which take seconds
-    to find. `num_fewshot`: examples before a question; None: as many as the task says. `limit`: questions of a task.
-    Raises ValueError, on all ranks, where tasks or their data cannot be used.
+    Args:
+        model: Adapter of the model.
+        tasks: Names or patterns of tasks.
+        include_path: Folder with more tasks.
+        include_defaults: Also search the harness' tasks, which takes seconds.
+        num_fewshot: Number of examples before a question. Default: as the task says.
+        limit: Largest number of questions of a task. Default: all.
+        log_samples: Include each question and answer in the results.
+
+    Raises:
+        ValueError: Tasks or their data cannot be used. Raised on all ranks.
     """
     world = model.scorer.model.parallel.world
     results: dict[str, Any] | None = None
@@ -247,7 +271,7 @@ def run_tasks(
                     log_samples=log_samples,
                     task_manager=manager,
                 )
-        except Exception as failure:  # of the harness, of a task's own code, of data: all ranks must end alike
+        except Exception as failure:  # from the harness, a task's code or its data: all ranks must end in the same way
             error = f"tasks {', '.join(tasks)}: {type(failure).__name__}: {failure}"
             if not isinstance(failure, (ValueError, OSError)):
                 logging.getLogger(__name__).debug("tasks failed", exc_info=True)
@@ -262,7 +286,7 @@ def run_tasks(
 
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in the results of the harness, by `task/metric`, or `task/metric (filter)` if there are filters."""
+    """Return the numbers in the harness' results, by `task/metric`, or `task/metric (filter)` if there are filters."""
     metrics = {}
     for task, values in results["results"].items():
         for key, value in values.items():

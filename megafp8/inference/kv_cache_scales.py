@@ -1,9 +1,9 @@
-"""Scales for a cache of keys and values in FP8 with one scale for the keys of a layer and one for its values.
+"""Scales for an FP8 cache with one scale for the keys of a layer and one for its values.
 
-Engines such as vLLM and SGLang store k / k_scale and v / v_scale in E4M3 and read the two scales from a model's folder.
-Our own cache (`paged_cache`) needs none: it has a scale for each head of each token. So they are measured for folders:
-a model reads texts, and a scale is the largest magnitude of a layer's keys, as a cache stores them (after norms and
-rotary embedding), or of its values, divided by 448.
+Engines such as vLLM and SGLang store k / k_scale and v / v_scale in E4M3, and read the two scales from a model's
+folder. megafp8's cache (`paged_cache`) does not need them: it has a scale for each head of each token. The scales are
+measured for exported folders. A model reads texts, and the scale of the keys is the largest magnitude of a layer's
+keys, as a cache stores them (after norms and rotary embedding), divided by 448. Values have their scale likewise.
 
     {"kv_cache_scales": {"0": {"k_scale": 0.0213, "v_scale": 0.0047}, "1": ...}}
 """
@@ -29,16 +29,17 @@ KEY = "kv_cache_scales"
 
 
 class Scales(NamedTuple):
-    """Scales of a layer, by which its E4M3 keys and values are multiplied when they are read."""
+    """Scales of a layer, which multiply its E4M3 keys and values when they are read."""
 
     keys: float
     values: float
 
 
 class KeyValueAmax:
-    """Largest magnitudes of keys and values that layers of this rank have had (`Scorer`'s `on_keys`).
+    """Recorder of the largest magnitudes of keys and values in the layers of this rank (`Scorer`'s `on_keys`).
 
-    Raises ValueError for a model whose engines cache something else, as latent attention.
+    Raises ValueError for a model with another kind of attention, such as latent attention, for which engines cache
+    other tensors.
     """
 
     def __init__(self, model: ModelSpec) -> None:
@@ -46,7 +47,7 @@ class KeyValueAmax:
         kinds = {mixer.kind for mixer in mixers if mixer.present and not mixer.is_recurrent}
         if kinds != {"attention"}:
             other = next(iter(sorted(kinds - {"attention"})), "no attention")
-            raise ValueError(f"{KEY}: the model has {other}; scales of keys and values are those of kind attention")
+            raise ValueError(f"{KEY}: the model has {other}; only layers of kind attention have these scales")
         self._amax: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -54,7 +55,10 @@ class KeyValueAmax:
         self._amax[layer] = newest if layer not in self._amax else torch.maximum(self._amax[layer], newest)
 
     def scales(self, parallel: ParallelState) -> dict[int, Scales]:
-        """Scales of all layers of the model. Collective. Raises ValueError where nothing was read, or is not finite."""
+        """Return the scales of all layers of the model. Collective.
+
+        Raises ValueError if the model has read no text, or if a magnitude is zero or not finite.
+        """
         largest: dict[int, list[float]] = {}
         amaxes = {layer: amax.tolist() for layer, amax in self._amax.items()}
         for rank_amaxes in all_gather_objects(amaxes, parallel.world.group):
@@ -69,22 +73,22 @@ class KeyValueAmax:
 
 
 def write_scales(file: Path, scales: Mapping[int, Scales]) -> None:
-    """Write scales of layers as the JSON file above."""
+    """Write the scales of layers to a JSON file in the format of this module."""
     layers = {str(layer): {"k_scale": x.keys, "v_scale": x.values} for layer, x in scales.items()}
     file.write_bytes(to_json({KEY: layers}))
 
 
 def read_scales(file: Path) -> dict[int, Scales]:
-    """The scales in a file of `write_scales`. Raises ValueError naming the file, and the layer."""
+    """Read the scales in a file of `write_scales`. Raises ValueError, which names the file and the layer."""
     layers = parse_object(file, read_file(file)).get(KEY)
     if not isinstance(layers, dict) or not all(layer.isdecimal() for layer in layers):
-        raise ValueError(f"{file} has no {KEY} by layer: make it by megafp8 evaluate --kv-cache-scales {file}")
+        raise ValueError(f"{file} has no {KEY} by layer: create it with megafp8 evaluate --kv-cache-scales {file}")
     scales = {}
     for layer, scale in layers.items():
         keys, values = (scale.get(name) if isinstance(scale, dict) else None for name in ("k_scale", "v_scale"))
         if not (
             isinstance(keys, float) and isinstance(values, float) and 0 < keys < math.inf and 0 < values < math.inf
         ):
-            raise ValueError(f"{file}: layer {layer} has {json.dumps(scale)}; k_scale and v_scale must be more than 0")
+            raise ValueError(f"{file}: layer {layer} has {json.dumps(scale)}; k_scale and v_scale must be above 0")
         scales[int(layer)] = Scales(keys, values)
     return scales

@@ -1,4 +1,4 @@
-"""Sample texts, evaluations and rollouts by the live model of a training job (`training.evaluate`, `data.grpo`)."""
+"""Sample texts, evaluations and rollouts with the live model of a training job (`training.evaluate`, `data.grpo`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY = "training.evaluate"
 
 
 def uses(inputs: RunInputs) -> LiveUses:
-    """Implementations of what the config asks of the live model. Raises ConfigError; needs no process group."""
+    """Return the implementations of the live model's uses in the config. Raises ConfigError; needs no process group."""
     evaluates, samples = inputs.config.training.evaluate is not None, inputs.config.data.grpo is not None
     if evaluates:
         check(inputs)
@@ -37,7 +37,7 @@ def uses(inputs: RunInputs) -> LiveUses:
 
 
 def check(inputs: RunInputs) -> None:
-    """Raise ConfigError if `training.evaluate` asks for what cannot be done; needs no process group."""
+    """Raise ConfigError if an entry of `training.evaluate` cannot be carried out. Needs no process group."""
     evaluate, tokenizer, rows = inputs.config.training.evaluate, inputs.tokenizer, inputs.config.position_rows
     assert evaluate is not None
     assert tokenizer is not None
@@ -48,13 +48,13 @@ def check(inputs: RunInputs) -> None:
         problems.append(Problem(f"{_KEY}.temperature", evaluate.temperature, str(error), "try 0.8"))
     for prompt in evaluate.prompts:
         if not prompt and inputs.config.data.reset_at_documents:
-            rule = "with data.reset_at_documents nothing is before a document, so the model cannot give its first token"
+            rule = "with data.reset_at_documents no token precedes a document, so the model cannot predict the first"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "give the beginning of a text"))
         if _tokens_of(prompt, tokenizer) >= rows:
             rule = f"{_tokens_of(prompt, tokenizer)} tokens leave no room in the model's {rows} positions"
             problems.append(Problem(f"{_KEY}.prompts", prompt, rule, "shorten it"))
     if evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
-        rule, works = "lm-evaluation-harness is not installed", f"run {install_command('eval')}, or leave them out"
+        rule, works = "lm-evaluation-harness is not installed", f"run {install_command('eval')}, or leave the tasks out"
         problems.append(Problem(f"{_KEY}.tasks", evaluate.tasks, rule, works))
     elif evaluate.tasks:
         problems += _unknown_tasks(evaluate)
@@ -82,9 +82,9 @@ def _unknown_tasks(evaluate: EvaluateConfig) -> list[Problem]:
 
 
 class LiveEvaluation:
-    """Evaluates a trainer's model after a step, without an effect on its training. Collective.
+    """Evaluation of a trainer's model after a step, without an effect on training. Collective.
 
-    Texts go to the log and to samples.jsonl in `folder`, one JSON object each.
+    Sample texts are written to the log and to samples.jsonl in `folder`, one JSON object for each text.
     """
 
     def __init__(self, trainer: RankTrainer, inputs: RunInputs, folder: Path) -> None:
@@ -95,9 +95,9 @@ class LiveEvaluation:
         self._folder, self._seed = folder, inputs.config.seed
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The metrics of tasks, `eval/<task>/<metric>`, on the first rank.
+        """Evaluate after a step, and return the metrics of tasks, `eval/<task>/<metric>`, on the first rank.
 
-        What fails is a warning, and training goes on.
+        A failure is logged as a warning, and training continues.
         """
         scores: dict[str, float] = {}
         is_first = self._trainer.parallel.world.is_first
@@ -118,7 +118,7 @@ class LiveEvaluation:
             options.append(replace(common, max_tokens=min(common.max_tokens, rows - used)))
             pages += -(-(used + options[-1].max_tokens) // page)
         cache = CacheOptions(cache_tokens=pages * page)
-        # Made in each evaluation, since its cache would take memory from training.
+        # Created anew for each evaluation, because its cache would take memory from training.
         generator = Generator.from_trainer(self._trainer, self._tokenizer, cache=cache)
         completions = generator.generate(prompts, options)
         if self._trainer.parallel.world.is_first:
@@ -158,7 +158,7 @@ class LiveEvaluation:
 
 
 def _tokens_of(prompt: str, tokenizer: Tokenizer) -> int:
-    """Return the number of tokens that the model reads before a text, with those that begin a document."""
+    """Return the number of tokens of a prompt, including the tokens that begin a document."""
     return max(1, len(tokenizer.start_ids)) + len(tokenizer.encode(prompt))
 
 

@@ -1,4 +1,4 @@
-"""A model to generate with, from a checkpoint of any format and layout: each rank reads its slices of the weights."""
+"""Models for generation from checkpoints of any format and layout. Each rank reads its slices of the weights."""
 
 from __future__ import annotations
 
@@ -60,12 +60,20 @@ class InferenceLayout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What `open_checkpoint` found.
+    """Opened checkpoint, which `open_checkpoint` returns.
 
-    `config`: of this model in this layout. `left_out`: layers that are not FP8. `start_tokens`: before each prompt that
-    is a text. `end_tokens`: any of them ends a text. `bos`, `eos`: the tokens that begin and end a text that is scored.
-    `added_tokens`: those that the tokenizer puts before each text, `Tokenizer.start_ids`.
-    `trained_length`: as in `Model`. `weights`: the format that weights are quantized to.
+    Attributes:
+        source: Checkpoint.
+        config: Config of the model in the layout for generation.
+        left_out: Layers that do not compute in FP8 although the model does.
+        tokenizer: Tokenizer of the checkpoint, if it has one.
+        start_tokens: Tokens before each prompt that is a text.
+        end_tokens: Tokens that end a text.
+        bos: Token from which the first token of a scored text is predicted.
+        eos: Token that ends a scored text.
+        added_tokens: Tokens that the tokenizer puts before each text (`Tokenizer.start_ids`).
+        trained_length: Length of the training sequences, as in `Model`.
+        weights: Format that weights are quantized to; None: not quantized.
     """
 
     source: CheckpointSource
@@ -81,9 +89,9 @@ class Opened(NamedTuple):
     weights: QuantizedWeightFormat | None = None
 
     def max_length(self, given: int | None = None) -> int:
-        """The most tokens of a sequence: those `given`, else the positions that the model was trained with.
+        """Return the largest number of tokens of a sequence: `given`, or else the number of positions in training.
 
-        Raises ValueError if neither is known, or `given` is less than 1.
+        Raises ValueError if neither is known, or if `given` is less than 1.
         """
         if given is not None and given < 1:
             raise ValueError(f"max_length = {given}: must be at least 1")
@@ -103,9 +111,10 @@ def open_checkpoint(
     weights: str | None = None,
     batch_invariant: bool | None = None,
 ) -> Opened:
-    """Read what describes the checkpoint, and check that it fits. Raises ValueError; needs no process group.
+    """Read the description of a checkpoint, and check that the model fits the layout and the job.
 
-    `batch_invariant`: None: as the run's config says.
+    Needs no process group. Arguments are those of `Generator.from_checkpoint`. Raises ValueError if the checkpoint
+    does not fit.
     """
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
@@ -125,21 +134,21 @@ def open_checkpoint(
         batch_invariant = run is not None and run.inference.batch_invariant
     if batch_invariant and form is not None:
         raise ValueError(
-            f"weights = {weights}: with batch_invariant the model computes as in training, with the weights that it "
-            "has there; leave one of the two out"
+            f"weights = {weights}: with batch_invariant the model computes as in training, without quantized weights; "
+            "leave one of the two out"
         )
     config = config_of(source.model, layout, fp8_config, dtype, cuda=cuda, batch_invariant=batch_invariant)
     if fp8_config.recipe != "none" and os.environ.get("RANK", "0") == "0":
         precision = config.training.precision
         logger.warning(
-            f"{source.path}: computes in FP8 ({fp8_config.recipe}), as in training, so log-probabilities differ from "
-            f"those of the folder that it is exported to; --no-fp8 (fp8=False in Python) computes in {precision}"
+            f"{source.path}: the model computes in FP8 ({fp8_config.recipe}), as in training, so log-probabilities "
+            f"differ from an exported folder; --no-fp8 (fp8=False in Python) computes in {precision}"
         )
     world_size = launched_ranks()
     ranks = layout.tensor * layout.pipeline
     if ranks != world_size:
         raise ValueError(
-            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks, and "
+            f"tensor = {layout.tensor} and pipeline = {layout.pipeline} need {ranks} ranks, but "
             f"{on_launched_ranks('the job')} has {world_size}; start it with torchrun --nproc-per-node {ranks}"
         )
     check_layout(config, world_size, str(source.path))
@@ -171,20 +180,20 @@ def load_model(opened: Opened) -> Model:
 
 
 def read_weights(path: str | Path, model: Model, tensors: Mapping[str, Rectangles]) -> None:
-    """Fill `tensors`, which are those of `model`, from another checkpoint of the same model, of any format and layout.
+    """Fill `tensors`, which belong to `model`, from another checkpoint of the same model, of any format and layout.
 
-    Raises ValueError where it is another model; then, and where a file is damaged, only a part may be filled.
+    Raises ValueError if the checkpoint is of another model. After an error, only some tensors may be filled.
     """
     source = open_source(path)
     if isinstance(source, HfSource):
         source = HfSource(source.path, math.lcm(128, model.parallel.tensor.size))
     if fields := differences(_for_generation(source.model), model.spec):
-        raise ValueError(f"{source.path} is of another model: {', '.join(fields)} differ")
+        raise ValueError(f"{source.path} is a checkpoint of another model: {', '.join(fields)} differ")
     _read_tensors(source, tensors)
 
 
 def _read_tensors(source: CheckpointSource, tensors: Mapping[str, Rectangles]) -> None:
-    """Fill weights and FP8 scales, each rank its own."""
+    """Fill this rank's weights and FP8 scales from a checkpoint."""
     scales = {name: x for name, x in tensors.items() if name.startswith("fp8.")}
     load_weights(source, {name: x for name, x in tensors.items() if name not in scales})
     advice = "; give the run's own checkpoint, or fp8=False to compute in high precision"
@@ -194,9 +203,9 @@ def _read_tensors(source: CheckpointSource, tensors: Mapping[str, Rectangles]) -
 def build_model(
     config: Config, left_out: Sequence[str] = (), trained_length: int = 0, *, default: bool = True
 ) -> Model:
-    """Join the job and build this rank's stages, with weights that are not initialized. Collective.
+    """Join the job and build this rank's stages, with uninitialized weights. Collective.
 
-    `default`: as of `initialize_model_parallel`.
+    `default` is an argument of `initialize_model_parallel`.
     """
     p = config.parallel
     device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
@@ -230,7 +239,7 @@ def build_model(
 
 
 def _why_eager(config: Config) -> str:
-    """Why decode steps are not replayed from CUDA graphs; empty where they are."""
+    """Return why decode steps are not replayed from CUDA graphs, or an empty string if they are."""
     if config.spec.has_experts and config.parallel.tensor > 1:
         return "the host reads how many tokens the experts of each rank have"
     return why_not(config, config.device)
@@ -239,12 +248,17 @@ def _why_eager(config: Config) -> str:
 def live_model(
     trainer: RankTrainer, layout: InferenceLayout | None = None, *, own_texts: bool = False
 ) -> tuple[Model, LiveWeights]:
-    """The model of a running job, and what must be called before its use after a step. Both collective.
+    """Return the model of a running job, and the object that updates its weights after a step. Both are collective.
 
-    `layout`: another one than the trainer's, for which the model is built a second time; each data-parallel rank of it
-    has the same. Weights that this rank has in both layouts are the same memory. `own_texts`: the ranks of each
-    `parallel.model` generate texts of their own, where they can compute without others. Raises ValueError for a layout
-    that does not fit.
+    Args:
+        trainer: Trainer of the job.
+        layout: Layout of the model. If it differs from the trainer's layout, the model is built a second time, and all
+            its data-parallel ranks have the same weights. Weights that a rank has in both layouts share memory.
+        own_texts: Each group of ranks `parallel.model` generates different texts, if it can compute without other
+            ranks.
+
+    Raises:
+        ValueError: The layout does not fit.
     """
     config = trainer.config
     length, placement, p = config.training.seq_length, trainer.plan.placement, config.parallel
@@ -257,8 +271,8 @@ def live_model(
     check_decoder(config.spec)
     world_size, ranks = trainer.parallel.world_size, layout.tensor * layout.pipeline
     if min(layout) < 1 or world_size % ranks:
-        sizes = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} are {ranks} ranks"
-        raise ValueError(f"{sizes}, and the job's {world_size} cannot be divided by that")
+        sizes = f"tensor = {layout.tensor} and pipeline = {layout.pipeline} need {ranks} ranks"
+        raise ValueError(f"{sizes}, but the job's {world_size} ranks cannot be divided by that")
     described = with_keys(config.spec, max_position_embeddings=config.position_rows)
     cuda, dtype = trainer.parallel.device.type == "cuda", DTYPES[config.training.precision]
     invariant = config.inference.batch_invariant
@@ -270,18 +284,20 @@ def live_model(
 
 
 def _computes_alone(trainer: RankTrainer) -> bool:
-    """Whether the ranks of a pipeline and its tensor-parallel groups run forward passes without any other rank: not
-    where others have parts of the weights, or the amaxes of experts."""
+    """Return whether the ranks of a pipeline and its tensor-parallel groups can run forward passes without other ranks.
+
+    They cannot if other ranks have shards of the weights or the amaxes of experts.
+    """
     config, parallel = trainer.config, trainer.parallel
     experts = config.spec.has_experts and (parallel.expert.size > 1 or config.fp8.recipe != "none")
     return not (config.parallel.fsdp or experts)
 
 
 class LiveWeights:
-    """Makes the weights of the trainer's latest step those of a model that generates: its own, or `model`'s in another
-    layout. Collective: built and called on all ranks.
+    """Updater that gives a generating model the weights of the trainer's latest step.
 
-    `version`: number of optimizer steps, without those that were skipped. `copies`: of the last call.
+    The generating model is the trainer's model, or `model` in another layout. Built and called on all ranks
+    (collective). `copies` counts the copies of the last call.
     """
 
     def __init__(self, trainer: RankTrainer, model: Model | None = None) -> None:
@@ -295,13 +311,18 @@ class LiveWeights:
 
     @property
     def version(self) -> int:
+        """Number of optimizer steps, without skipped steps."""
         return self._trainer.optimizer.step_count
 
     def __call__(self, *, always: bool = False) -> None:
-        """`always`: also where the trainer has made no step since the last call, as after loading a checkpoint."""
+        """Update the weights.
+
+        `always` copies them even if the trainer made no step since the last call, for example after loading a
+        checkpoint.
+        """
         if self._model is None:
             self._trainer.strategy.wait()
-            # Copies may lie in the memory of a CUDA graph; those of frozen weights are kept where there is none.
+            # FP8 copies may be in the memory of a CUDA graph. Copies of frozen weights are kept if there is no graph.
             self._trainer.fp8.forget_weights(frozen=False)
         elif always or self._done != self.version:
             self.copies = self._refit.run(self._has(), self._wants)
@@ -313,7 +334,7 @@ class LiveWeights:
 
 
 def _share_parameters(trainer: RankTrainer, model: Model) -> None:
-    """Let parameters of `model` that the trainer has on this rank with the same shards be the same memory."""
+    """Make parameters of `model` share memory with the trainer's parameters that have the same shards on this rank."""
     kept = [param for param in trainer.strategy.params if param not in trainer.optimizer.released and param.numel()]
     by_shards = {spec_of(param).shards: param for param in kept}
     for param in (param for stage in model.stages for param in stage.parameters()):
@@ -331,7 +352,7 @@ def config_of(
     cuda: bool,
     batch_invariant: bool = False,
 ) -> Config:
-    """A config of `model` in this layout and dtype; what is about training has no meaning."""
+    """Return a config of `model` in this layout and dtype. Its training keys have no meaning."""
     model = _for_generation(model)
     precision = next(name for name, each in DTYPES.items() if each == dtype)
     sections = {
@@ -341,7 +362,7 @@ def config_of(
             "tensor": layout.tensor,
             "pipeline": layout.pipeline,
             "expert": layout.expert,
-            # A sequence has any number of tokens; experts need ranks to have tokens of their own.
+            # Off by default, because a step has any number of tokens. With experts, each rank needs different tokens.
             "sequence_parallel": model.has_experts,
         },
         "training": {"steps": 1, "seq_length": layout.tensor, "global_batch_size": 1, "precision": precision},
@@ -354,25 +375,28 @@ def config_of(
 
 
 def _for_generation(model: ModelSpec) -> ModelSpec:
-    """Return the model without everything that only training has."""
+    """Return the model without the parts that only training uses."""
     changes: dict[str, Any] = {"mtp_num_layers": 0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     if model.keys["moe"] is not None:
         changes["moe"] = model.keys["moe"] | {"capacity_factor": None}
     if model.stem.position_embedding != "learned":
-        changes["max_position_embeddings"] = None  # a run's source has its sequence length there
+        changes["max_position_embeddings"] = None  # in a run's checkpoint, this is the sequence length of training
     return with_keys(model, **changes)
 
 
 def start_of_documents(run: Config, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens before the text of a document in a run: its beginning tokens, or else the end of another."""
+    """Return the tokens before a document's text in a run: beginning tokens, or else the end token of another document.
+
+    With `data.reset_at_documents` and no beginning tokens, the result is empty.
+    """
     return list(tokenizer.start_ids) or ([] if run.data.reset_at_documents else [tokenizer.eod_id])
 
 
 def begin_of_text(run: Config | None, tokenizer: Tokenizer) -> int:
-    """Return the token that the first token of a scored text is predicted from.
+    """Return the token from which the first token of a scored text is predicted.
 
-    It is the beginning token of documents, or the one that the files of a model which is not from a `run` state, or
-    else the end of document.
+    This is the beginning token of documents. If there is none, it is the beginning token in the tokenizer's files,
+    unless the model is from a `run`, or else the end-of-document token.
     """
     if tokenizer.start_ids:
         return tokenizer.start_ids[0]
@@ -380,7 +404,7 @@ def begin_of_text(run: Config | None, tokenizer: Tokenizer) -> int:
 
 
 def _end_tokens(source: CheckpointSource) -> set[int]:
-    """Return the tokens that end a text by the files of a Hugging Face folder."""
+    """Return the tokens that end a text according to the files of a Hugging Face folder."""
     file = source.path / GENERATION_FILE
     ids = parse_object(file, read_file(file)).get("eos_token_id") if file.is_file() else None
     if ids is None:

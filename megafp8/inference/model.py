@@ -1,10 +1,9 @@
-"""A model without and with a paged cache: from packed tokens to logits, on every layout of ranks.
+"""Forward passes from packed tokens to logits, with and without a paged cache, in every layout of ranks.
 
-The modules are those of training, in evaluation: no dropout, no FP8 statistics. A step runs the stages one after the
-other, so with a pipeline one rank computes at a time.
+The modules are the same as in training, in evaluation mode: no dropout, no FP8 statistics. A step runs the stages one
+after the other, so with pipeline parallelism only one rank computes at a time.
 
-Shapes: n tokens of a step, r of them before a token that is to be chosen, h hidden, v vocabulary, t tensor-parallel
-size.
+Shapes: n tokens of a step, r tokens whose next token is predicted, h hidden, v vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -36,18 +35,28 @@ from megafp8.parallel.pipeline.actions import StagePlacement
 from megafp8.spec import ModelSpec
 
 _FP8_ROWS, _FP8_SHARD = 16, 128
-"""FP8 GEMMs, and ranks that quantize slices, get a multiple of this many tokens: the largest `shard_alignment`."""
+"""Numbers of tokens that FP8 GEMMs, and each rank that quantizes a slice, get a multiple of. The second number is the
+largest `shard_alignment`."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's stages of a model, in the order of its chunks, and the layout they belong to.
+    """This rank's stages of a model, and their layout.
 
-    `trained_length`: tokens of the sequences that a run trained it with; 0 where that is not known. `why_eager`: why
-    decode steps are not replayed from CUDA graphs; empty where they are. `in_training`: its weights change, and what it
-    makes of them is used with gradients. `weights`: the format that weights of linear layers are quantized to.
-    `stored_fp8`: where there are any, the only weights that are, those of a folder in FP8 (`quantized_weights`).
-    `own_texts`: the ranks of `parallel.model` generate texts of their own, else all ranks the same.
+    Attributes:
+        spec: Description of the model.
+        stages: Stages of this rank, in the order of its chunks.
+        placement: Ranks of all stages.
+        parallel: Process groups of the layout.
+        fp8: FP8 state of the layers.
+        trained_length: Length of the sequences that a run trained the model with; 0 if unknown.
+        why_eager: Reason that decode steps are not replayed from CUDA graphs; empty if they are.
+        in_training: Whether this is a live model: its weights change, and training uses them with gradients.
+        weights: Format that weights of linear layers are quantized to; None: not quantized.
+        stored_fp8: Names of the weights that an FP8 folder stores in FP8. If there are any, no other weights are
+            quantized (`quantized_weights`).
+        own_texts: Whether each group of ranks `parallel.model` generates different texts. If False, all ranks generate
+            the same texts.
     """
 
     spec: ModelSpec
@@ -69,54 +78,64 @@ class Model:
 
     @property
     def ranks(self) -> Group:
-        """The ranks that generate the same texts."""
+        """Ranks that generate the same texts."""
         return self.parallel.model if self.own_texts else self.parallel.world
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank of the last stage, which has the logits."""
+        """Pipeline rank of the last stage, which computes the logits."""
         return self.placement.homes[-1][0]
 
     def check_length(self, max_length: int) -> None:
-        """ValueError if the model has no positions for sequences of `max_length` tokens."""
+        """Raise ValueError if the model has too few positions for sequences of `max_length` tokens."""
         rows = self.spec.stem.max_position_embeddings
         if self.spec.stem.position_embedding == "learned" and rows is not None and max_length > rows:
             raise ValueError(f"max_length = {max_length}: the model has a table of {rows} positions; try {rows}")
 
 
 def check_decoder(model: ModelSpec) -> None:
-    """ValueError for a model that does not continue a text."""
+    """Raise ValueError for a model that cannot continue a text."""
     if model.architecture != "gpt":
-        raise ValueError(f"model.architecture = {model.architecture}: only models of architecture gpt continue a text")
+        raise ValueError(f"model.architecture = {model.architecture}: only the architecture gpt can continue a text")
 
 
 class PackedTokens(Protocol):
-    """Tokens of a forward pass, packed one after the other.
-
-    `tokens_1n`, `positions_1n`: int64, padded to a multiple of `PackedModel.multiple`. `lengths_n`: the most tokens
-    that each token's sequence may have. `keys`: as many tokens as any sequence has, or more.
-    """
+    """Tokens of a forward pass, packed one after the other."""
 
     @property
-    def tokens_1n(self) -> Tensor: ...
+    def tokens_1n(self) -> Tensor:
+        """Token ids, int64, padded to a multiple of `PackedModel.multiple`."""
+        ...
+
     @property
-    def positions_1n(self) -> Tensor: ...
+    def positions_1n(self) -> Tensor:
+        """Position of each token in its sequence, int64, padded like `tokens_1n`."""
+        ...
+
     @property
-    def lengths_n(self) -> Tensor: ...
+    def lengths_n(self) -> Tensor:
+        """Largest number of tokens that the sequence of each token may reach."""
+        ...
+
     @property
-    def keys(self) -> int: ...
+    def keys(self) -> int:
+        """Upper bound of the number of tokens of any sequence."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTokens(Tokens):
-    """Packed tokens. `lengths_n`, `trained_length`: as in `PackedTokens` and `Model`."""
+    """Packed tokens as layers see them. `lengths_n` is as in `PackedTokens`, `trained_length` as in `Model`."""
 
     lengths_n: Tensor
     trained_length: int
 
     def rotary(self, rope: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-        """With LongRoPE those of long sequences for each that may become long, and for all if a run trained the model
-        with long ones."""
+        """Return the cosines and sines of the tokens' positions.
+
+        With LongRoPE, sequences that may become long use the long table. All sequences use it if a run trained the
+        model with long sequences.
+        """
         scaling = rope.keys.longrope
         return super().rotary(rope) if scaling is None else self.once(rope.key, lambda: self._longrope(rope, scaling))
 
@@ -129,7 +148,7 @@ class RunTokens(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTokens(RunTokens):
-    """The tokens of a step of generation, whose sequences have pages and states."""
+    """Tokens of a generation step, with the pages and recurrent states of their sequences."""
 
     step: PackedStep
     pages: PagedCache
@@ -139,12 +158,15 @@ class CachedTokens(RunTokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
+        """Return the core attention of a layer with cached keys and values."""
         return PagedAttention(self.step, self.pages, layer, window, chunk, stores)
 
     def keys(self, layer: int) -> PagedKeys:
+        """Return the attention of a layer to cached keys without values."""
         return PagedKeys(self.step, self.pages, layer)
 
     def recurrence(self, layer: int) -> Recurrence:
+        """Return the recurrence of a layer with cached states."""
         return StepRecurrence(self.step, self.states, layer)
 
 
@@ -152,7 +174,7 @@ P = TypeVar("P", bound=PackedTokens)
 
 
 class PackedModel:
-    """Forward passes of `model` over packed tokens. Collective: on every rank."""
+    """Runner of forward passes of a model over packed tokens. Collective: used on every rank."""
 
     def __init__(self, model: Model) -> None:
         check_decoder(model.spec)
@@ -162,15 +184,15 @@ class PackedModel:
         self.multiple = self._ranks
         if model.fp8.recipe is not None:
             self.multiple *= _FP8_ROWS if self._ranks == 1 else _FP8_SHARD
-        # Where operations without kernels of ours then run PyTorch's own (`linear.fusion.runs_unfused`).
+        # On a CPU in inference mode, operations without a megafp8 kernel run in PyTorch (`linear.fusion.runs_unfused`).
         own_ops = context.device.type == "cpu" and not model.in_training and not model.batch_invariant
         self._inference_mode = own_ops
 
     def run(self, packed: P, run_stage: Callable[[int, Tensor | None, P], Tensor | None]) -> Tensor | None:
-        """What `run_stage` gives for the last stage; None on ranks without it.
+        """Run all stages, and return the output of the last stage, or None on ranks without it.
 
-        `run_stage`: from a stage's index, the residual stream before it and `packed` to the stream after it.
-        Collective: with equal tokens on every rank of the model.
+        `run_stage` maps the index of a stage, the residual stream before it and `packed` to the residual stream after
+        it. Collective: every rank of the model passes equal tokens.
         """
         model, pipeline = self.model, self.model.parallel.pipeline
         x_sbh: Tensor | None = None
@@ -200,7 +222,7 @@ class PackedModel:
     def run_blocks(
         self, stage: GPTStage, x_sbh: Tensor | None, packed: PackedTokens, tokens: Tokens
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after a stage's blocks, and what is still to be added to it."""
+        """Run a stage's blocks. Return the residual stream, and the last branch, which is not yet added to it."""
         if stage.embedding is not None:
             x_sbh = stage.embedding(packed.tokens_1n, packed.positions_1n)
         assert x_sbh is not None
@@ -208,9 +230,10 @@ class PackedModel:
         return stage.run_blocks(x_sbh, inputs)
 
     def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:
-        """This rank's logits `[r, v/t]`, float32, after these tokens, from the stream after the last stage's blocks.
+        """Return this rank's logits after the tokens `rows_r`, float32 `[r, v/t]`.
 
-        Where `model.batch_invariant` those without a soft cap, as the loss reads them (`capped`, `loss_logprobs`).
+        The arguments are the results of `run_blocks` for the last stage. For a batch-invariant model, the logits are
+        without the soft cap, as the loss reads them (`capped`, `loss_logprobs`).
         """
         assert stage.head is not None
         streams = [None if x is None else self._rows(x, rows_r, stage) for x in (x_sbh, branch_sbh)]
@@ -218,20 +241,20 @@ class PackedModel:
         return logits_rbv[: len(rows_r), 0].float()
 
     def capped(self, logits_rv: Tensor) -> Tensor:
-        """`logits` with the model's soft cap."""
+        """Return the result of `logits` with the model's soft cap."""
         cap = self.model.spec.head.logit_softcap
         return logits_rv if cap is None or not self.model.batch_invariant else cap * (logits_rv / cap).tanh()
 
     def loss_logprobs(self, logits_rv: Tensor, tokens_rc: Tensor, divisors: Sequence[float] | None = None) -> Tensor:
-        """Log-probabilities `[r, c]` of tokens, computed as the loss of training is, from this rank's `logits`.
+        """Return the log-probabilities `[r, c]` of tokens, computed like the training loss from this rank's `logits`.
 
-        `divisors`: of each row, what its logits are divided by, as `megafp8.objectives.grpo` does; None: 1.
+        The logits of each row are divided by its entry of `divisors`, as in `megafp8.objectives.grpo`; None means 1.
         """
         size, cap = self.model.spec.stem.known_vocab_size, self.model.spec.head.logit_softcap
         assert size is not None
         context = self.model.stages[0].context
         group = context.tensor
-        # As training has them: a kernel that reads a wider dtype adds up in another order.
+        # Same dtype as in training: a kernel that reads a wider dtype sums in another order.
         logits_1rv, plain_rc = logits_rv.to(context.dtype).unsqueeze(0), None
         if divisors is not None and any(x != 1 for x in divisors):
             divisors_r1 = torch.tensor(divisors, dtype=torch.float64, device=context.device).unsqueeze(1)
@@ -245,7 +268,7 @@ class PackedModel:
         return logprobs_rc if plain_rc is None else torch.where(divisors_r1 == 1, plain_rc, logprobs_rc)
 
     def _rows(self, x_sbh: Tensor, rows_r: Tensor, stage: GPTStage) -> Tensor:
-        """These tokens of the residual stream, sharded as it is, with some of padding then."""
+        """Return the rows `rows_r` of the residual stream, sharded like the stream and padded to equal shards."""
         if not stage.context.sequence_sharded:
             return x_sbh[rows_r]
         group, padding = stage.context.tensor, -len(rows_r) % self._ranks
@@ -254,10 +277,15 @@ class PackedModel:
 
 
 class CachedModel(PackedModel):
-    """`model` with a cache of `num_pages` pages, which the sequences of all steps share. Collective: on every rank.
+    """Runner of forward passes of a model with a paged cache. Collective: used on every rank.
 
-    `sequences`: the most that run at once. `longest`: the most tokens of a sequence. `stored`: float8_e4m3fn or int8 to
-    store keys and values so.
+    Args:
+        model: Model to run.
+        num_pages: Number of pages, which the sequences of all steps share.
+        page_size: Number of tokens of a page.
+        sequences: Largest number of sequences that run at once.
+        longest: Largest number of tokens of a sequence.
+        stored: Dtype in which keys and values are stored quantized: float8_e4m3fn or int8. None: not quantized.
     """
 
     def __init__(
@@ -295,15 +323,15 @@ class CachedModel(PackedModel):
         return DecodeGraphs(self._run_stage, self.cache, device, longest=self._longest, multiple=self.multiple)
 
     def weights_changed(self) -> None:
-        """Forget CUDA graphs if layers compute with something made of the weights, which has other addresses now."""
+        """Discard CUDA graphs if layers use quantized copies of the weights, which now have other addresses."""
         if self.model.fp8.recipe is not None or self.model.weights is not None:
             self._graphs = self._new_graphs()
 
     def step(self, batch: Sequence[Chunk]) -> Tensor | None:
-        """Run the chunks, and return this rank's logits `[r, v/t]` after those that are `last`, float32.
+        """Run the chunks, and return this rank's logits after each chunk that is `last`, float32 `[r, v/t]`.
 
-        None on ranks without the last stage, and where no chunk is the last. Collective: with equal chunks on every
-        rank of the model.
+        Return None on ranks without the last stage, and if no chunk is `last`. Collective: every rank of the model
+        passes equal chunks.
         """
         if self._graphs is not None and all(len(chunk.tokens) == 1 for chunk in batch):
             logits_rv = self.run(self._graphs.fill(batch), self._graphs.run)
@@ -313,7 +341,7 @@ class CachedModel(PackedModel):
         return None if logits_rv is None else logits_rv[: len(batch)]
 
     def _run_stage(self, index: int, x_sbh: Tensor | None, step: PackedStep) -> Tensor | None:
-        """The residual stream after a stage; of the last one logits, None if there is nothing to choose."""
+        """Return the residual stream after a stage. The last stage returns logits, or None if no token is predicted."""
         stage = self.model.stages[index]
         tokens = CachedTokens(
             step.positions_1n,

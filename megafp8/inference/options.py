@@ -1,4 +1,4 @@
-"""Options of generation: sizes of caches and batches, and how tokens are sampled. Imports no torch, for help texts."""
+"""Options of generation: sizes of caches and batches, and sampling. Imports no torch, so help texts load quickly."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import Literal, NamedTuple
 CacheDtype = Literal["fp8", "int8"]
 
 _LEAST_TEMPERATURE = 1e-4
-"""Logits divided by less may overflow."""
+"""Smallest temperature above 0. Dividing logits by less could overflow."""
 _LARGEST_PENALTY = 1e4
-"""Logits times more, or divided by less, may overflow."""
+"""Largest repetition penalty; its inverse is the smallest. Logits beyond these could overflow."""
 _MOST = 2**31
-"""Counts are below this, so that they fit into any integer that they are stored in."""
+"""Upper bound of all counts, so that they fit into every integer type that stores them."""
 
 
 class CacheOptions(NamedTuple):
     """Sizes of the cache and of batches.
 
-    `page_size`: tokens of a page. `cache_tokens`: tokens in the cache, of all sequences together; None: eight of the
-    longest sequences, but at most 65,536 tokens or one sequence. `max_batch_tokens`: tokens of prompts that are read in
-    one step. `max_sequences`: those that are continued at once. `dtype`: fp8 (E4M3) or int8 store keys and values in
-    half the memory, with a scale for each head of each token; None: as the model computes them.
+    Attributes:
+        page_size: Number of tokens of a page.
+        cache_tokens: Number of tokens in the cache, for all sequences together. Default: eight sequences of the largest
+            length, but at most 65,536 tokens unless a single sequence needs more.
+        max_batch_tokens: Largest number of prompt tokens that are read in one step.
+        max_sequences: Largest number of sequences that are generated at once.
+        dtype: "fp8" (E4M3) or "int8" stores keys and values in half the memory, with a scale for each head of each
+            token. None stores them in the model's dtype.
     """
 
     page_size: int = 16
@@ -34,17 +38,25 @@ class CacheOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a text is continued. ValueError for values out of range.
+    """Options of sampling. Raises ValueError for values out of range.
 
-    `max_tokens`: at most this many. `temperature`: 0 takes the most probable token, and of the rest of the options only
-    `repetition_penalty` matters. `top_k`: choose among this many; 0: all. `top_p`: among the most probable tokens whose
-    probabilities reach this sum. `min_p`: among those at least this times as probable as the most probable one.
-    `repetition_penalty`: divides the logits of tokens of prompt and output if positive, and multiplies them if not.
-    `stop`: strings before which the text ends. `seed`: of what is random; None: another one in each call.
-    `num_samples`: texts of each prompt. `logprobs`: how many of the most probable tokens are given, with their
-    log-probabilities, beside the chosen one's. `tempered_logprobs`: log-probabilities are those of logits divided by
-    `temperature`, by which tokens are sampled where nothing else is set; else the model's. `ignore_end`: go on after a
-    token that ends a text.
+    Attributes:
+        max_tokens: Largest number of generated tokens.
+        temperature: Sampling temperature. 0 takes the most probable token; `top_k`, `top_p`, `min_p` and `seed` then
+            have no effect.
+        top_k: Sample from this many of the most probable tokens; 0 means all.
+        top_p: Sample from the most probable tokens whose probabilities add up to at least this.
+        min_p: Sample from tokens at least this times as probable as the most probable token.
+        repetition_penalty: Penalty for tokens of prompt and output: their logits are divided by it if positive, and
+            multiplied by it if negative.
+        stop: Strings that end the text. The text ends before the first of them.
+        seed: Seed of the sampling; None draws a new seed in each call.
+        num_samples: Number of texts generated for each prompt.
+        logprobs: Number of most probable tokens that are returned for each generated token, with their
+            log-probabilities.
+        tempered_logprobs: Return log-probabilities of the logits divided by `temperature`, from which tokens are
+            sampled if no other option is set. By default, they are those of the model's logits.
+        ignore_end: Continue after a token that ends a text.
     """
 
     max_tokens: int = 128
@@ -66,23 +78,23 @@ class SamplingOptions:
             if not bound <= getattr(self, name) < _MOST:
                 raise ValueError(f"{name} = {_short(getattr(self, name))}: must be from {bound} to {_MOST - 1}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed = {_short(self.seed)}: must be a signed integer of 64 bits")
+            raise ValueError(f"seed = {_short(self.seed)}: must be a signed 64-bit integer")
         if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
             rule = f"must be 0, which takes the most probable token, or at least {_LEAST_TEMPERATURE}"
             raise ValueError(f"temperature = {self.temperature}: {rule}")
         if self.tempered_logprobs and not self.temperature:
-            raise ValueError("tempered_logprobs = True: temperature is 0, by which no logits can be divided")
+            raise ValueError("tempered_logprobs = True: logits cannot be divided by the temperature, which is 0")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which leaves all tokens")
+            raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1, which keeps all tokens")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p = {self.min_p}: must be between 0, which leaves all tokens, and 1")
+            raise ValueError(f"min_p = {self.min_p}: must be between 0, which keeps all tokens, and 1")
         if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
             rule = f"must be from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}; 1 changes nothing"
             raise ValueError(f"repetition_penalty = {self.repetition_penalty}: {rule}")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop = {self.stop!r}: must be strings that are not empty, such as ('\\n',)")
+            raise ValueError(f"stop = {self.stop!r}: must be non-empty strings, such as ('\\n',)")
 
 
 def _short(number: int) -> str:
-    """A number for a message, of which Python prints no more than 4,300 digits."""
+    """Return a number as text for a message. Python refuses to print numbers of more than 4,300 digits."""
     return str(number) if abs(number) < 10**30 else f"a number of {number.bit_length()} bits"

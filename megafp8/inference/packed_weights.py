@@ -1,4 +1,4 @@
-"""Linear layers compute with the form of their weights that a processor multiplies fastest with a few tokens."""
+"""Packing of linear weights into the form that the processor multiplies fastest with a few tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 
 @torch.no_grad()
 def pack_weights(stages: Sequence[GPTStage]) -> None:
-    """Pack the weights of all linear layers, and free the parameters that are copied and that no embedding reads.
+    """Pack the weights of all linear layers, and free parameters that were copied and that no embedding reads.
 
-    On CPUs into oneDNN's order: weights in int8 stay so; those in FP8 or int4, which processors do not multiply, become
-    bf16. Weights in bf16 stay in row-major order too, for steps of one text, if all processes of the host together need
-    no more than half of its memory for both. On GPUs weights in bf16 stay where they are. Layers in FP8, experts, and
-    what `_packed` does not know stay as they are.
+    On CPUs, weights are packed into oneDNN's order. int8 weights stay int8; FP8 and int4 weights, which CPUs do not
+    multiply, become bf16. bf16 weights are also kept in row-major order, for steps of one text, if all processes of the
+    host together need at most half of its memory for both copies. On GPUs, bf16 weights are used in place. Layers that
+    compute in FP8, experts, and weights that `_packed` does not handle stay unchanged.
     """
     layers = [
         (layer, stage.embedding is not None and layer.weight is stage.embedding.word.weight)
@@ -45,7 +45,7 @@ def pack_weights(stages: Sequence[GPTStage]) -> None:
 
 
 def _packed(given: PackedWeight | None, parameter: Tensor, keeps_rows: bool) -> PackedWeight | None:
-    """The weight in another form; None where it stays as it is."""
+    """Return the packed form of a weight, or None if it stays unchanged."""
     if parameter.is_cuda:
         return VectorWeight(parameter.detach()) if given is None and parameter.dtype == torch.bfloat16 else None
     if not packs(parameter.dtype):
@@ -61,5 +61,5 @@ def _packed(given: PackedWeight | None, parameter: Tensor, keeps_rows: bool) -> 
 
 
 def _host_memory() -> int:
-    """Bytes of this host's memory."""
+    """Return the size of this host's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
-"""Keys and values of past tokens, in pages (`megafp8.inference.pages`).
+"""Cache of the keys and values of past tokens, in pages (`megafp8.inference.pages`).
 
-Shapes: n tokens of a step, b sequences, p or m pages of each, t = p · page size slots, a query heads and g key-value
-heads of this rank, d head width, w width of values.
+Shapes: n tokens of a step, b sequences, p or m pages of each sequence, t = p · page size slots, a query heads and g
+key-value heads of this rank, d head width, w width of values.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from megafp8.layers.mixer import TokenCache
 from megafp8.numerics.formats import E4M3
 
 _LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}
-"""What the amax of a head of a token becomes in a quantized cache."""
+"""Largest value of each quantized dtype, to which the amax of a head of a token is scaled."""
 
 
 class _Layer(NamedTuple):
-    """`[pages + 1, page size, g, d]` and `[..., w]`; the last page is never read.
+    """Cache of one layer. The last page is never read.
 
-    `scales`: of keys and values in FP8 or int8, float32 `[pages + 1, page size, g]` each: what data is multiplied by.
-    `every`: of so many tokens of a sequence the last has a value. Then a page has one place for values for each
-    `tokens_of_value` tokens, a divisor of `every` and of the page size.
+    Attributes:
+        keys: Keys, `[pages + 1, page size, g, d]`.
+        values: Values, `[pages + 1, page size / tokens_of_value, g, w]`.
+        scales: Scales of quantized keys and values, by which data is multiplied, float32, shaped like `keys` and
+            `values` without the last dim. None if they are not quantized.
+        every: Number of tokens per value. Only the last of every few tokens of a sequence has a value.
+        tokens_of_value: Number of tokens per value slot of a page, a divisor of `every` and of the page size.
     """
 
     keys: Tensor
@@ -39,10 +43,16 @@ class _Layer(NamedTuple):
 
 
 class PagedCache:
-    """The pages of the attention layers of a model, by layer, on this rank.
+    """Pages of the attention layers of a model on this rank.
 
-    Values may be narrower than keys. `dtype`: of keys and values. `stored`: float8_e4m3fn or int8 to store them so,
-    with a scale for each head of each token; None: as they are.
+    Args:
+        layers: Sizes of the keys and values of each layer. Values may be narrower than keys.
+        num_pages: Number of pages.
+        page_size: Number of tokens of a page.
+        dtype: Dtype of keys and values in the model.
+        device: Device of the pages.
+        stored: Dtype in which keys and values are stored quantized, with a scale for each head of each token:
+            float8_e4m3fn or int8. None: not quantized.
     """
 
     def __init__(
@@ -61,11 +71,11 @@ class PagedCache:
         self.in_place = self.in_place and all(
             cache.value_width <= cache.width <= LARGEST_HEAD and cache.every == 1 for cache in layers.values()
         )
-        """Whether kernels append to pages and attend to them where they are."""
+        """Whether kernels write and read pages in place."""
 
         def layer(cache: TokenCache) -> _Layer:
             def zeros(tokens: int, *of_head: int, dtype: torch.dtype) -> Tensor:
-                # Zeros: slots behind the end of a sequence have the probability 0, and 0 · NaN would be NaN.
+                # Zeros, because slots after the end of a sequence have probability 0, and 0 · NaN would be NaN.
                 places = page_size // tokens
                 return torch.zeros(num_pages + 1, places, cache.groups, *of_head, dtype=dtype, device=device)
 
@@ -79,11 +89,11 @@ class PagedCache:
 
     @property
     def unread_slot(self) -> int:
-        """A slot for tokens that no sequence has."""
+        """Slot for padding tokens, which no sequence reads."""
         return self.num_pages * self.page_size
 
     def append(self, layer: int, k_ngd: Tensor, v_ngd: Tensor, slots_n: Tensor, positions_n: Tensor) -> None:
-        """Store keys and values of tokens. `slots_n`: int64, page · page size + place in the page, of each."""
+        """Store the keys and values of tokens. The slot of a token is page · page size + place in the page, int64."""
         cached = self._layers[layer]
         if self.in_place:
             from megafp8.layers.attention import (
@@ -113,9 +123,10 @@ class PagedCache:
         self, layer: int, q_nad: Tensor, table_nm: Tensor, positions_n: Tensor, window: int | None,
         chunk: int | None, sink_a: Tensor | None, scores: Scores,
     ) -> Tensor:  # fmt: skip
-        """Attention of one query of each sequence, where `in_place`: `layers.attention.paged_kernel.attend`.
+        """Compute the attention of one query of each sequence to its pages. Only for a cache that is `in_place`.
 
-        In batch-invariant models by `layers.attention.invariant_kernel`.
+        The kernel is `layers.attention.paged_kernel.attend`; batch-invariant models use
+        `layers.attention.invariant_kernel`.
         """
         if scores.batch_invariant:
             return self._attend_invariant(layer, q_nad, table_nm, positions_n, window, chunk, sink_a, scores)
@@ -146,8 +157,10 @@ class PagedCache:
         return with_sink(o_naw.unsqueeze(1), lse_na.unsqueeze(1), sink_a, batch_invariant=True)[0].squeeze(1)
 
     def read(self, layer: int, table_bp: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys `[t, b, g, d]` and values `[t, b, g, w]` in the pages of b sequences, int32 or int64; views of `[b, t,
-        ...]`. Of so many tokens as have one value, `[t / every, b, g, w]`."""
+        """Return the keys `[t, b, g, d]` and values `[t / every, b, g, w]` in the pages `table_bp` of b sequences.
+
+        The results are transposed views of tensors `[b, t, ...]`. The table is int32 or int64.
+        """
         cached, (b, p) = self._layers[layer], table_bp.shape
 
         def gathered(pages: Tensor) -> Tensor:

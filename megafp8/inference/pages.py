@@ -1,7 +1,8 @@
-"""Which pages of the cache belong to which sequence. Pure Python: every rank computes the same.
+"""Assignment of cache pages to sequences. Pure Python: every rank computes the same result.
 
-A page holds the keys and values of `page_size` consecutive tokens of one sequence, in all layers. So memory is never
-fragmented, and what a sequence has is as large as its tokens, to the page (Kwon et al. 2023, arXiv:2309.06180).
+A page holds the keys and values of `page_size` consecutive tokens of one sequence, in all layers. Memory is therefore
+never fragmented, and a sequence occupies no more memory than its tokens need, rounded up to a page (Kwon et al. 2023,
+arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import MutableSequence, Sequence
 
 
 class PageAllocator:
-    """The free pages of a cache of `num_pages`."""
+    """Allocator of the `num_pages` pages of a cache."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -19,15 +20,18 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def pages_for(self, tokens: int) -> int:
-        """Number of pages that hold `tokens` tokens of a sequence."""
+        """Return the number of pages for `tokens` tokens of a sequence."""
         return -(-tokens // self.page_size)
 
     def extend(self, pages: MutableSequence[int], tokens: int) -> bool:
-        """Append to a sequence's `pages` what it needs for `tokens` in all. False, and nothing taken, if too few are
-        free."""
+        """Append the pages to a sequence's `pages` that it needs for `tokens` tokens in total.
+
+        Return False, and take no pages, if too few are free.
+        """
         needed = self.pages_for(tokens) - len(pages)
         if needed > len(self._free):
             return False
@@ -38,7 +42,7 @@ class PageAllocator:
         return True
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
+        """Return pages to the allocator."""
         for page in pages:
             assert page in self._taken, f"page {page} is free already"
             self._taken.remove(page)

@@ -1,12 +1,12 @@
-"""Perplexity of texts and data sets: the mean loss of each token, and bits per byte of text.
+"""Perplexity of texts and data sets: mean loss per token, and bits per byte of text.
 
-A document is scored after the tokens that begin a text, in windows of the model's length: each window scores the next
-`stride` tokens after as many as fit before them, so that all but the first have at least `max_length` - `stride` tokens
-of context (https://huggingface.co/docs/transformers/perplexity). The token that ends a document is not scored, so a
-text and its data set have the same numbers.
+A document is scored after the tokens that begin a text, in windows of the model's length. Each window scores the next
+`stride` tokens and reads as many tokens before them as fit. So after the first window, every token has at least
+`max_length` - `stride` tokens of context (https://huggingface.co/docs/transformers/perplexity). The token that ends a
+document is not scored, so a text and the data set made of it have the same perplexity.
 
-Documents are scored each by itself, or *concatenated*: one after the other in their order, each ended by the token that
-ends documents, as a model sees them that was trained without `data.reset_at_documents`.
+Documents are scored separately, or *concatenated* in their order. Concatenated documents are separated by the token
+that ends documents, as in the training of a model without `data.reset_at_documents`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from megafp8.parallel.collectives import broadcast_object
 
 
 class EvaluationDocument(NamedTuple):
-    """Tokens of a document without the one that ends it, and its text.
+    """Document to evaluate.
 
-    `text`: None if it is not known. `loss_mask`: 1 for tokens that count; None: all do.
+    Attributes:
+        tokens: Token ids, without the token that ends the document unless there is a loss mask.
+        text: Text of the document; None if unknown.
+        loss_mask: 1 for tokens that are scored, 0 for others; None: all tokens are scored.
     """
 
     tokens: Sequence[int] | NDArray[Any]
@@ -41,9 +44,14 @@ class EvaluationDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentLoss:
-    """Loss of some documents. `nats`: sum of the negative log-probabilities of `tokens` tokens, natural logarithm.
+    """Loss of a set of documents.
 
-    `words`: parts between white space, and `bytes`: in UTF-8, of the texts; None where they are not known.
+    Attributes:
+        documents: Number of documents.
+        tokens: Number of scored tokens.
+        words: Number of words, separated by white space; None if the texts are unknown.
+        bytes: Number of bytes of the texts in UTF-8; None if the texts are unknown.
+        nats: Sum of the negative log-probabilities of the scored tokens, in nats.
     """
 
     documents: int
@@ -54,20 +62,22 @@ class DocumentLoss:
 
     @property
     def nats_per_token(self) -> float:
+        """Mean loss of a token, in nats."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of a token; infinite where it is larger than a float can be."""
+        """Perplexity per token; infinite if it does not fit into a float."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
+        """Loss in bits per byte of text; None if the texts are unknown or empty."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
 def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iterator[EvaluationDocument]:
-    """The documents of text files. Raises ValueError for one that cannot be read."""
+    """Yield the documents of text files, tokenized. Raises ValueError for a document that cannot be read."""
     for document in read_documents(files):
         if document.text is None:
             raise ValueError(f"{document.origin}: {document.error}")
@@ -77,10 +87,10 @@ def documents_of_files(files: Iterable[InputFile], tokenizer: Tokenizer) -> Iter
 def documents_of_data_set(
     dataset: IndexedDataset, documents: range, vocab_size: int, tokenizer: Tokenizer | None
 ) -> Iterator[EvaluationDocument]:
-    """Yield some documents of a data set, with the text of their tokens. With a loss mask only its tokens count.
+    """Yield the `documents` of a data set with their texts. If there is a loss mask, only its tokens are scored.
 
-    The tokens that begin and end the documents, as the data set's sidecar records them or else by the tokenizer, are
-    not part of the text. Raises ValueError, at the first document, if the data set does not fit model or tokenizer.
+    The tokens that begin and end documents are not part of a text. They are read from the data set's sidecar, or else
+    from the tokenizer. Raises ValueError at the first document if the data set does not fit the model or tokenizer.
     """
     check_dataset(dataset, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
@@ -99,13 +109,14 @@ def documents_of_data_set(
 
 
 class _Counts:
-    """Sizes of documents that went by."""
+    """Counter of documents, and of the words and bytes of their texts."""
 
     def __init__(self) -> None:
         self.documents = self.words = self.bytes = 0
         self.known = True
 
     def count(self, document: EvaluationDocument) -> None:
+        """Count one document."""
         self.documents += 1
         if document.text is None:
             self.known = False
@@ -115,7 +126,7 @@ class _Counts:
 
 
 _Sequence = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Tokens, and which of them count; the first does not, as nothing precedes it."""
+"""Tokens, and whether each of them is scored. The first token is not, because no token precedes it."""
 
 
 def _concatenated(
@@ -127,7 +138,7 @@ def _concatenated(
     for document in documents:
         before = next_start if counts.documents else []
         counts.count(document)
-        ended = len(document.tokens) and document.tokens[-1] == eod_id  # as those with a loss mask are
+        ended = len(document.tokens) and document.tokens[-1] == eod_id  # documents with a loss mask keep the end token
         parts.append(_sequence(before, document, [] if ended else [eod_id]))
     tokens, counted = zip(*parts, strict=True)
     return np.concatenate(tokens), np.concatenate(counted)
@@ -149,13 +160,20 @@ def loss_of(
     concatenated_by: Sequence[int] | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> DocumentLoss:
-    """The loss of `documents`, which the first rank reads; on all ranks. Collective.
+    """Return the loss of `documents` on all ranks. Collective.
 
-    `start`: tokens before a document, or before the first one if documents are concatenated; if there are none, a
-    document's first token is not scored. `concatenated_by`: the token that ends each document and the tokens that begin
-    the next, if documents are concatenated.
-    `progress` is called with the number of tokens that were scored since its last call. Raises ValueError, on all
-    ranks, for documents that cannot be read and if there is no token to score.
+    Args:
+        scorer: Scorer of the model.
+        documents: Documents; only the first rank reads them.
+        start: Tokens before each document, or before the first one if documents are concatenated. If there are none,
+            the first token of a document is not scored.
+        stride: Number of tokens that each window scores.
+        concatenated_by: Token that ends each document, followed by the tokens that begin the next one. None scores
+            documents separately.
+        progress: Function that is called with the number of tokens scored since its last call.
+
+    Raises:
+        ValueError: A document cannot be read, or there is no token to score. Raised on all ranks.
     """
     if not 1 <= stride <= scorer.max_length:
         raise ValueError(f"stride = {stride}: must be between 1 and max_length, which is {scorer.max_length}")

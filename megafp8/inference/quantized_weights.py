@@ -1,12 +1,12 @@
-"""A model whose linear layers compute with quantized weights.
+"""Quantization of the weights of a model's linear layers for generation.
 
-All linear layers of blocks are quantized, and the output layer. Embeddings, norms, biases, routers and the latents of
-latent attention are not: they are few, or looked up. The output layer is in int8 whatever the format: what it gets
-wrong is wrong in the logits themselves (E4M3 there alone raises SmolLM2-135M's perplexity by 3 %).
+All linear layers of the blocks and the output layer are quantized. Embeddings, norms, biases, routers and the latents
+of latent attention are not: they are small or looked up. The output layer is always in int8, because its errors are
+errors of the logits (E4M3 in this layer alone raises the perplexity of SmolLM2-135M by 3 %).
 
-A folder in FP8 is taken as it is under the format fp8: weights that are E4M3 with a scale for each row, or one for all,
-keep data and scales, those with a scale for each block are cast anew, and layers that the folder has in floating point,
-or only a part in FP8, are in the model's dtype, the output layer too.
+With the format fp8, a folder that stores weights in FP8 keeps its precision. E4M3 weights with a scale for each row, or
+one for the whole weight, keep their data and scales. Weights with a scale for each block are cast again. Layers that
+the folder stores in floating point, or only partly in FP8, compute in the model's dtype, including the output layer.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def weight_format(name: str, *, experts: bool) -> QuantizedWeightFormat:
-    """The format of this name for a model with or without `experts`. Raises ValueError."""
+    """Return the weight format with this name. Raises ValueError if it is unknown or the model has experts."""
     form = WEIGHT_FORMATS.get(name)  # type: ignore[call-overload]
     if form is None:
         raise ValueError(f"weights = {name}: must be one of {', '.join(WEIGHT_FORMATS)}")
     if experts:
         raise ValueError(
-            f"weights = {name}: the model has experts, whose weights are not quantized; leave it out to generate in "
-            "the checkpoint's precision"
+            f"weights = {name}: the weights of experts cannot be quantized; leave it out to generate in the "
+            "checkpoint's precision"
         )
     return form
 
 
 def stored_fp8(source: CheckpointSource, form: QuantizedWeightFormat) -> frozenset[str]:
-    """The weights of a folder in FP8 that is taken as it is; empty where all layers are quantized."""
+    """Return the names of the weights that a folder stores in FP8; empty if all layers are to be quantized."""
     return source.fp8_weights if isinstance(source, HfSource) and form.kind == "fp8" else frozenset()
 
 
 def check_stages(stages: Sequence[GPTStage], form: QuantizedWeightFormat, world: ProcessGroup | None) -> None:
-    """ValueError on all ranks of `world` where a layer of one of them does not have whole groups. Collective."""
+    """Raise ValueError on all ranks of `world` if a layer of any rank does not have whole groups. Collective."""
     error = ""
     try:
         for stage in stages:
@@ -73,10 +73,13 @@ def quantize_stages(
     source: CheckpointSource | None = None,
     only: frozenset[str] = frozenset(),
 ) -> None:
-    """Quantize one layer after the other, and free its parameter unless an embedding reads it. Collective.
+    """Quantize layer by layer, and free the parameter of each layer unless an embedding reads it. Collective.
 
-    `source`: where the weights come from; None: nowhere that has them in the format. `only`: where there are any,
-    layers that have other weights stay as they are.
+    Args:
+        stages: Stages of this rank.
+        form: Format of the weights.
+        source: Checkpoint of the weights, which may store them in this format already.
+        only: Names of the weights to quantize; empty means all.
     """
     for stage in stages:
         looked_up = None if stage.embedding is None else stage.embedding.word.weight
@@ -91,7 +94,7 @@ def quantize_stages(
 
 
 def _stored(layer: Linear, source: CheckpointSource | None) -> QuantizedWeight | None:
-    """The layer's weight as it is stored in E4M3 with a scale for each row; None where it is not."""
+    """Return a layer's weight as stored in E4M3 with a scale for each row, or None if it is not stored so."""
     if not isinstance(source, HfSource):
         return None
     parts = []
@@ -109,7 +112,7 @@ def _stored(layer: Linear, source: CheckpointSource | None) -> QuantizedWeight |
 
 
 def _layers(stage: GPTStage, form: QuantizedWeightFormat) -> Iterator[tuple[Linear, QuantizedWeightFormat]]:
-    """The linear layers of a stage, and the format of each."""
+    """Yield the linear layers of a stage, and the format of each."""
     output = None if stage.head is None else stage.head.output
     for module in stage.modules():
         if isinstance(module, Linear):
@@ -117,5 +120,5 @@ def _layers(stage: GPTStage, form: QuantizedWeightFormat) -> Iterator[tuple[Line
 
 
 def _sharing(layer: Linear) -> ProcessGroup | None:
-    """The ranks that have other columns of the same rows."""
+    """Return the group of ranks that have other columns of the same rows, or None."""
     return layer.group if isinstance(layer, RowParallelLinear) else None

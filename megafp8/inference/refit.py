@@ -1,13 +1,13 @@
-"""Refit: tensors of a live trainer become those of a generator in another layout, without a file.
+"""Refit: transfer of the tensors of a live trainer to a generator in another layout, without a file.
 
-Both describe what a rank holds as rectangles of global tensors, as checkpoints do (`megafp8.checkpoint.rectangles`). A
-plan says which rank sends which part of which rectangle to which rank. It follows from the descriptions alone, so every
-rank computes the same, and is computed once; each refit then runs it. A rank that holds what it wants copies it, or
-does nothing where both are the same memory.
+Trainer and generator describe each rank's tensors as rectangles of global tensors, like checkpoints
+(`megafp8.checkpoint.rectangles`). A plan says which rank sends which part of which rectangle to which rank. It follows
+from the descriptions alone, so every rank computes the same plan. The plan is computed once, and each refit runs it. A
+rank that already has a tensor that it wants copies it, or does nothing if both are the same memory.
 
-Transfers run one after the other in the plan's order, which is the same on all ranks: the first that is not done always
-has both of its ranks waiting for it, so none waits for ever. One message at a time is in memory. It has the receiver's
-dtype: values are rounded once, as in loading from a checkpoint.
+Transfers run one by one in the plan's order, which is the same on all ranks. Both ranks of the first unfinished
+transfer always wait for that transfer, so there is no deadlock. Only one message at a time is in memory. Messages have
+the receiver's dtype, so values are rounded once, as in loading from a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from megafp8.parallel.collectives import all_gather_objects, rank, recv_async, s
 from megafp8.parallel.sharding import Shape
 
 _PART = 1 << 28
-"""Bytes of a message."""
+"""Largest size of a message in bytes."""
 
 
 class Holding(NamedTuple):
-    """Rectangles of a global tensor that a rank has or wants: offset and shape of each. `dtype`: its name in torch."""
+    """Rectangles of a global tensor that a rank has or wants.
+
+    `dtype` is a torch dtype's name, such as "bfloat16". `parts` has the offset and shape of each rectangle.
+    """
 
     global_shape: Shape
     dtype: str
@@ -38,16 +41,24 @@ class Holding(NamedTuple):
 
 
 class RankTensors(NamedTuple):
-    """The tensors that a rank has, and those that it is to get, by global name."""
+    """Tensors that a rank has, and tensors that it wants, by global name."""
 
     has: Mapping[str, Holding]
     wants: Mapping[str, Holding]
 
 
 class RectangleTransfer(NamedTuple):
-    """The rectangle of `shape` from index `low` of the tensor `name` goes from one rank to another, or the same.
+    """Transfer of a rectangle of a tensor from one rank to another, or to the same rank.
 
-    `source`: the number of the sender's rectangle that it lies in; `target`: of the receiver's.
+    Attributes:
+        name: Global name of the tensor.
+        low: Index of the rectangle's first element in the global tensor.
+        shape: Shape of the rectangle.
+        dtype: Dtype of the message.
+        sender: Rank that sends.
+        source: Number of the sender's rectangle that contains the transferred one.
+        receiver: Rank that receives.
+        target: Number of the receiver's rectangle that contains the transferred one.
     """
 
     name: str
@@ -61,7 +72,7 @@ class RectangleTransfer(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What a refit moved on this rank: copies within its memory, messages received, and bytes of both."""
+    """Counts of a refit on this rank: copies within its memory, messages received, and bytes of both."""
 
     local: int
     received: int
@@ -69,7 +80,7 @@ class Copies(NamedTuple):
 
 
 def described(tensors: Mapping[str, Rectangles]) -> dict[str, Holding]:
-    """`tensors` without values."""
+    """Return the descriptions of `tensors`, without values."""
     return {
         name: Holding(
             x.global_shape,
@@ -81,11 +92,11 @@ def described(tensors: Mapping[str, Rectangles]) -> dict[str, Holding]:
 
 
 def plan_refit(ranks: Sequence[RankTensors]) -> list[RectangleTransfer]:
-    """The transfers that give all ranks what they want.
+    """Return the transfers that give all ranks the tensors that they want.
 
-    A rank that has what it wants is its own sender, otherwise the rank that sends least so far. Rectangles of a tensor
-    are equal or disjoint, as in a checkpoint. Raises ValueError for a tensor that nobody has, has in another shape, or
-    has only a part of.
+    If the receiver has the values, it is also the sender. Otherwise, the rank that sends least so far is chosen. The
+    rectangles of a tensor are equal or disjoint, as in a checkpoint. Raises ValueError if no rank has a tensor, or if
+    the ranks have it in another shape or only partly.
     """
     transfers: list[RectangleTransfer] = []
     sent = Counter[int]()
@@ -123,46 +134,49 @@ def plan_refit(ranks: Sequence[RankTensors]) -> list[RectangleTransfer]:
 
 
 class Peers(Protocol):
-    """The ranks that a refit concerns; `rank`: this one's number among them."""
+    """Ranks that take part in a refit. `rank` is this rank's number among them."""
 
     rank: int
 
     def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
-        """What each rank has and wants. Collective."""
+        """Return the tensors that each rank has and wants. Collective."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send the bytes `x`, and wait until it may be freed."""
+        """Send `x`, a tensor of bytes, and wait until it may be freed."""
         ...
 
     def receive(self, x: Tensor, sender: int) -> None:
-        """Fill the bytes `x`."""
+        """Fill `x`, a tensor of bytes."""
         ...
 
 
 class JobPeers:
-    """The ranks of a process group of the job."""
+    """Peers that are the ranks of a process group of the job."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.rank, self._group = rank(group), group
 
     def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
+        """Gather the tensors that each rank of the group has and wants. Collective."""
         return all_gather_objects(own, self._group)
 
     def send(self, x: Tensor, to: int) -> None:
+        """Send `x` to another rank of the group, and wait until it is sent."""
         assert self._group is not None
         send_async(x, self._group, to).wait()
 
     def receive(self, x: Tensor, sender: int) -> None:
+        """Receive `x` from another rank of the group, and wait until it has arrived."""
         assert self._group is not None
         recv_async(x, self._group, sender).wait()
 
 
 class Refit:
-    """Gives `peers` the tensors that they want, from those that some of them have. Collective.
+    """Plan that sends tensors between `peers`, from ranks that have them to ranks that want them. Collective.
 
-    `has`, `wants`: of this rank, by global name; of one layout in all calls. The plan is made here. Raises ValueError,
-    on all ranks, where something that is wanted is missing or has another shape.
+    `has` and `wants` are the tensors of this rank, by global name. Their layout must be the same in all calls of `run`.
+    Raises ValueError, on all ranks, if a wanted tensor is missing or has another shape.
     """
 
     def __init__(self, has: Mapping[str, Rectangles], wants: Mapping[str, Rectangles], peers: Peers) -> None:
@@ -172,7 +186,7 @@ class Refit:
 
     @torch.no_grad()
     def run(self, has: Mapping[str, Rectangles], wants: Mapping[str, Rectangles]) -> Copies:
-        """Fill the views of `wants` from those of `has`. Collective."""
+        """Fill the views of `wants` from the views of `has` on all ranks, and return this rank's counts. Collective."""
         me, local, received, nbytes = self._peers.rank, 0, 0, 0
         for transfer in self.transfers:
             name, number = transfer.name, transfer.source
@@ -203,7 +217,7 @@ class Refit:
 
 
 def _within(rectangle: Rectangle, transfer: RectangleTransfer) -> Tensor:
-    """The transfer's rectangle, as a view of one that it lies in."""
+    """Return the transfer's rectangle as a view of the rectangle that contains it."""
     slices = (slice(b - o, b - o + n) for b, o, n in zip(transfer.low, rectangle.offset, transfer.shape))
     return rectangle.view[tuple(slices)]
 
@@ -213,5 +227,5 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
-    """The bytes of a contiguous tensor in parts, as views."""
+    """Yield the bytes of a contiguous tensor in parts, as views."""
     yield from x.view(-1).view(torch.uint8).split(_PART)

@@ -1,6 +1,6 @@
-"""Rewards of texts: by a Python function, or by a program that reads JSON lines.
+"""Rewards of texts, computed by a Python function or by a program that reads JSON lines.
 
-Both are code of the user's, so whatever goes wrong there is a ValueError that says what, where and what would work.
+Both are the user's code. Any failure in it becomes a ValueError that says what failed, where, and what would work.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from megafp8.data.prompts import Prompt
 from megafp8.host.processes import run_limited
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
-"""From the prompt of each text, and what continues it, to its reward. Raises ValueError."""
+"""Function that maps prompts, and the text that continues each of them, to a list of rewards. Raises ValueError."""
 
 _LONGEST_OUTPUT = 2000
-"""Characters of a program's errors that are shown."""
+"""Number of characters of a program's error output that are shown."""
 _MOST_OUTPUT = 2**24
-"""Bytes that a program may write."""
+"""Largest number of bytes that a program may write."""
 
 
 def open_reward(config: GrpoConfig, keys: Sequence[str]) -> Reward:
-    """The reward that a config names. `keys`: those that the records of all prompts have. Raises ConfigError."""
+    """Return the reward that a config names. Raises ConfigError if it cannot be loaded.
+
+    `keys` are the keys that the records of all prompts have; a function gets their values as arguments.
+    """
     if config.reward is not None:
         return _of_function(config.reward, _load(config.reward), [key for key in keys if key != config.prompt_key])
     command = config.reward_command
     assert command is not None
     if shutil.which(command[0]) is None:
-        rule, works = "no such program, or one that cannot be run", "give its path, or make it executable"
+        rule, works = "there is no such program, or it cannot be run", "give its path, or make it executable"
         raise ConfigError("config", [Problem("data.grpo.reward_command", command, rule, works)])
     return _of_command(command, config.reward_seconds)
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """The function `module:function`, or `path.py:function`."""
+    """Import the function `module:function` or `path.py:function`. Raises ConfigError."""
     where, _, function_name = name.rpartition(":")
     try:
         if where.endswith(".py"):
@@ -51,14 +54,14 @@ def _load(name: str) -> Callable[..., Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+            sys.modules[spec.name] = module  # dataclasses and pickle look for the module here
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
         function = getattr(module, function_name)
         if not callable(function):
             raise TypeError(f"{function_name} is a {type(function).__name__}")
-    except (Exception, SystemExit) as error:  # sys.exit() would end the run with the code of one that is done
+    except (Exception, SystemExit) as error:  # sys.exit() would end the run with the exit code of a finished run
         rule = f"{type(error).__name__}: {error}"
         works = "give a function as module:function, importable from here, or as path.py:function"
         raise ConfigError("config", [Problem("data.grpo.reward", name, rule, works)]) from error
@@ -102,13 +105,13 @@ def _of_command(command: Sequence[str], seconds: float) -> Reward:
             raise ValueError(f"{about}: {error}") from None
         if len(done.stdout) > _MOST_OUTPUT:
             raise ValueError(
-                f"{about}: wrote more than {_MOST_OUTPUT:,} bytes for {len(lines)} texts; it must write a number for "
-                "each, one a line"
+                f"{about}: wrote more than {_MOST_OUTPUT:,} bytes for {len(lines)} texts; it must write one number per "
+                "text, each on its own line"
             )
         if done.code is None:
             raise ValueError(
                 f"{about}: did not end within data.grpo.reward_seconds = {seconds:g} for {len(lines)} texts; give it "
-                "more, or make it faster"
+                "more time, or make it faster"
             )
         if done.code:
             said = done.stderr.decode("utf-8", "replace")[-_LONGEST_OUTPUT:].strip()
@@ -119,7 +122,7 @@ def _of_command(command: Sequence[str], seconds: float) -> Reward:
 
 
 def _checked(values: Sequence[Any], completions: Sequence[str], what: str) -> list[float]:
-    """Finite numbers, as many as texts. Raises ValueError."""
+    """Return `values` as finite floats, one for each text. Raises ValueError."""
     if len(values) != len(completions):
         count = len(values) if len(values) < len(completions) else f"more than {len(completions)}"
         raise ValueError(f"{what} {count} rewards for {len(completions)} texts; it must give one for each, in order")
@@ -127,7 +130,7 @@ def _checked(values: Sequence[Any], completions: Sequence[str], what: str) -> li
     for value, text in zip(values, completions):
         try:
             number = float(value)
-        except (Exception, SystemExit):  # an object of the user's may raise any; an int may be too large
+        except (Exception, SystemExit):  # the user's object may raise any exception; an int may be too large
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
@@ -139,8 +142,8 @@ def _checked(values: Sequence[Any], completions: Sequence[str], what: str) -> li
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it."""
+    """Return a short text that shows a value in an error message."""
     try:
         return repr(value)[:100]
-    except (Exception, SystemExit):  # also of an int with more digits than Python writes
+    except (Exception, SystemExit):  # also for an int with more digits than Python prints
         return f"a {type(value).__name__}"

@@ -359,13 +359,13 @@ class Scorer:
             raise ValueError(f"a request has an empty {which}; give at least one token")
         if len(continuation) > self.max_length:
             raise ValueError(
-                f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}; score it in "
+                f"a continuation has {len(continuation)} tokens, but max_length is {self.max_length}; score it in "
                 "windows"
             )
         size = self.model.spec.stem.known_vocab_size
         assert size is not None
         if foreign := [token for token in itertools.chain(context, continuation) if not 0 <= token < size]:
-            raise ValueError(f"a request has the token {foreign[0]}, and the model has those from 0 to {size - 1}")
+            raise ValueError(f"a request has the token {foreign[0]}, but the model has tokens from 0 to {size - 1}")
         return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
     def _scores(self, groups: Sequence[_Group]) -> Iterator[Score]:

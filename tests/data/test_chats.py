@@ -198,8 +198,10 @@ def test_warnings_show_what_answers_teach() -> None:
     for template in (*TEMPLATES.values(), GLM, LLAMA2):
         assert ChatTemplate(template, tokens).warnings(CHATS[0], SPECIAL) == []
     (header,) = ChatTemplate(NO_PROMPT).warnings(CHATS[0], SPECIAL)
-    assert "no generation prompt, so the header of an answer, '<|im_start|>assistant\\n', is learned as well" in header
-    no_end = "no special token ends the answers, so a model does not learn where to stop"
+    assert (
+        "no generation prompt, so the model also learns the header of an answer, '<|im_start|>assistant\\n'" in header
+    )
+    no_end = "no special token ends the answers, so the model does not learn where to stop"
     unmarked = BLOCKS.replace("{{- '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{- '<|im_end|>' }}")
     for template in ("{% for m in messages %}{{ m.content }}\n{% endfor %}", unmarked):
         (end,) = ChatTemplate(template).warnings(CHATS[0], SPECIAL)
@@ -236,7 +238,7 @@ def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
     [
         (MISTRAL, [{"role": "assistant", "content": "first"}], "the chat template refuses it: Conversation roles must"),
         (CHATML, [{"role": "user", "content": "hi"}], "has nothing to learn: no message of the assistant"),
-        (LAST_MESSAGE, chat("a", "b", "c", "d"), "the end of message 2 otherwise in the whole chat"),
+        (LAST_MESSAGE, chat("a", "b", "c", "d"), "the end of message 2 differently in the whole chat"),
         ("{{ messages[0].__class__.__mro__ }}", chat("a", "b"), "the chat template refuses it: access to attribute"),
         ("{{ 1 / 0 }}", chat("a", "b"), "the chat template fails: ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", chat("a", "b"), "fails: RecursionError"),
@@ -258,7 +260,7 @@ def test_completions(tokenizer: Tokenizer, append_eod: bool) -> None:
         ),
         ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", chat("a", "b"), "has more than 16,777,216 char"),
         ("{{ messages.append(1) }}", chat("a", "b"), "the chat template refuses it: access to attribute 'append'"),
-        (BLOCKS, chat("a", "\ufdd0"), "a message holds U.FDD0"),
+        (BLOCKS, chat("a", "\ufdd0"), "a message contains U.FDD0"),
     ],
     ids=[
         "raise_exception",
@@ -311,7 +313,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     path = str(write_tokenizer(folder, None))
     with pytest.raises(
-        ValueError, match=r"a has no chat template, neither .*: give the file of one by --chat-template"
+        ValueError, match=r"a has no chat template, neither .*: give the file of a template with --chat-template"
     ):
         read_chat_template(path)
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": ZEPHYR}]
@@ -339,7 +341,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 def test_tokenizers_that_do_not_know_the_special_tokens(tmp_path: Path) -> None:
     template = ChatTemplate(CHATML, {"eos_token": "<|end|>"})
-    with pytest.raises(ValueError, match=r"does not have the special tokens <\|end\|> of tokenizer_config.json"):
+    with pytest.raises(ValueError, match=r"does not have the special tokens <\|end\|> that tokenizer_config.json"):
         chat_encoder(build_tokenizer("huggingface", str(write_tokenizer(tmp_path, CHATML))), template)
     with pytest.raises(ValueError, match="chats need a tokenizer that finds special tokens in a text"):
         chat_encoder(build_tokenizer("bytes"), template)
@@ -443,7 +445,7 @@ def test_a_bad_chat_is_named_and_counted(
         ({"conversations": [{"from": "human"}]}, "'value' of message 1 of 'conversations' is not a string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "part 1 of message 1 of 'messages' is of type image_url: parts of a content must be texts",
+            "part 1 of message 1 of 'messages' has type image_url, but parts of a content must be texts",
         ),
         ({"messages": [{"role": "user", "content": "x"}]}, "cannot be tokenized: has nothing to learn: no message"),
     ]
@@ -471,9 +473,9 @@ def test_flags_that_say_nothing_are_refused(
         (["--style", "completion", "--split-sentences"], "--split-sentences says nothing of --style completion"),
         (["--completion-key", "x"], "--completion-key says nothing of --style text"),
         (["--style", "completion", "--chosen-key", "x"], "--chosen-key says nothing of --style completion"),
-        (["--style", "chat", "--text-files"], "--text-files reads whole files as texts, and --style is chat"),
+        (["--style", "chat", "--text-files"], "--text-files reads whole files as texts, but --style is chat"),
         (["--style", "chat", "--tokenizer", "bytes"], "chats need a tokenizer"),
-        (["--style", "chat", "--input", str(tmp_path / "x.txt")], "x.txt: a plain text has no keys"),
+        (["--style", "chat", "--input", str(tmp_path / "x.txt")], "x.txt: a plain text file has no keys"),
     ]
     for arguments, error in mistakes:
         if "bytes" in arguments:
@@ -516,14 +518,14 @@ def test_a_mask_of_another_data_set_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=error):
             IndexedDataset(tmp_path / "a").loss_mask()
 
-    refused("b", r"a.loss_mask.bin and .idx are not the loss mask of .*a: it is not the one that was written with it")
-    refused("c", "it has sequences of other lengths")
+    refused("b", r"a.loss_mask.bin and .idx are not the loss mask of .*a: the mask was not written with this data set")
+    refused("c", "the mask has sequences of other lengths")
     (tmp_path / "a.json").unlink()
-    refused("c", "it has sequences of other lengths")
+    refused("c", "the mask has sequences of other lengths")
     IndexedDatasetWriter(tmp_path / "d", np.int32).close()
     for suffix in ("bin", "idx"):
         (tmp_path / f"d.{suffix}").rename(tmp_path / f"d.loss_mask.{suffix}")
-    refused("d", "is no loss mask: it holds int32")
+    refused("d", "is not a loss mask: its dtype is int32")
     (tmp_path / "b.loss_mask.idx").unlink()
     assert IndexedDataset(tmp_path / "b").has_loss_mask
     with pytest.raises(DataError, match=r"b.loss_mask.idx cannot be opened: no such file"):

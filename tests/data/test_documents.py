@@ -37,11 +37,11 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "a byte that is not UTF-8": (LINES[71][:25] + b"\xff" + LINES[71][25:], "not UTF-8 text: byte 0xff at position 25"),
     "Latin-1": ('{"text": "Größe"}'.encode("latin-1"), "not UTF-8 text: byte 0xf6"),
     "half a character": (b'{"text": "\xe6\x97"}', "not UTF-8 text: byte 0xe6"),
-    "UTF-16": ('{"text": "x"}'.encode("utf-16-le"), "not JSON: .*; it holds zero bytes, as UTF-16 and UTF-32 do"),
-    "UTF-16 with a mark": ('{"text": "x"}'.encode("utf-16"), "not UTF-8 text: .*; it holds zero bytes, as UTF-16"),
+    "UTF-16": ('{"text": "x"}'.encode("utf-16-le"), "not JSON: .*; it contains zero bytes, as UTF-16 and UTF-32 do"),
+    "UTF-16 with a mark": ('{"text": "x"}'.encode("utf-16"), "not UTF-8 text: .*; it contains zero bytes, as UTF-16"),
     "cut": (LINES[71][:30], "not JSON"),
     "two objects": (LINES[71] * 2, "not JSON: Extra data"),
-    "zeros": (bytes(300), "not JSON: .*; it holds zero bytes"),
+    "zeros": (bytes(300), "not JSON: .*; it contains zero bytes"),
     "noise": (bytes(b for b in random.Random(0).randbytes(400) if b != 10), "not UTF-8 text"),
     "a number too long for Python": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit"),
     "nested too deep": (b'{"text": "x", "n": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON: it is nested"),
@@ -160,7 +160,7 @@ def test_encodings_of_files(tmp_path: Path) -> None:
         path.write_bytes(b"\n".join(LINES).decode().encode(encoding))
         good, bad = read(path)
         assert (good, len(bad)) == ([], 200), encoding
-        assert all("holds zero bytes, as UTF-16 and UTF-32 do" in str(document.error) for document in bad), encoding
+        assert all("contains zero bytes, as UTF-16 and UTF-32 do" in str(document.error) for document in bad), encoding
         (tmp_path / "a.txt").write_bytes("A text\n".encode(encoding))
         good, bad = read(tmp_path / "a.txt")
         assert (good, len(bad)) == ([], 1), encoding
@@ -191,7 +191,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "gone.jsonl").symlink_to(tmp_path / "absent")
     skipped = {file.path.name: file.reason for file in find_files([str(folder)])[1]}
     assert skipped.keys() == {"notes.csv", "_SUCCESS", "t.parquet.gz", "link", "gone.jsonl"}
-    assert skipped["notes.csv"].startswith("not one of .json/.jsonl/.ndjson/.txt/.parquet")
+    assert skipped["notes.csv"].startswith("its suffix is not one of .json/.jsonl/.ndjson/.txt/.parquet")
     assert skipped["link"] == "links to folders are not followed"
     arguments = ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / "out"), "--input"]
     assert preprocess_data.main([*arguments, str(folder)]) == 0
@@ -201,9 +201,11 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.csv").write_text("x")
-    with pytest.raises(ValueError, match=r"none: no file in this folder can be read; it holds .*notes\.csv \(not one"):
+    with pytest.raises(
+        ValueError, match=r"none: no file in this folder can be read; it contains .*notes\.csv \(its suffix is not one"
+    ):
         find_files([str(tmp_path / "none")])
-    with pytest.raises(ValueError, match=r"t\.parquet\.gz: parquet files have a compression of their own"):
+    with pytest.raises(ValueError, match=r"t\.parquet\.gz: parquet files are compressed internally"):
         find_files([str(folder / "t.parquet.gz")])
 
 
@@ -258,7 +260,7 @@ def test_a_truncated_file_costs_its_end(tmp_path: Path) -> None:
         assert len(bad) == 1, (suffix, len(good))
         if suffix:
             said = re.search(
-                r"cannot be read: .* \(after line (\d+); nothing that follows is read\)", str(bad[0].error)
+                r"cannot be read: .* \(after line (\d+); the rest of the file is not read\)", str(bad[0].error)
             )
             assert said is None or int(said[1]) == len(good), suffix
         else:

@@ -73,12 +73,14 @@ def test_what_cannot_be_downloaded_is_one_line(hub: HubServer, tmp_path: Path, m
     add(hub, "org/gated", tmp_path / "repository")
     hub.gated.add("org/gated")
     assert "gated on the Hugging Face Hub: ask for access at" in refused("org/gated")
-    assert "has none of that name: check the name; a private one needs HF_TOKEN" in refused("org/absent")
+    assert "has no repository of that name: check the name; a private repository needs HF_TOKEN" in refused(
+        "org/absent"
+    )
     assert "no revision v2 of org/model" in refused("org/model@v2")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     offline = refused("org/model")
-    assert "not in the cache of the Hub, and HF_HUB_OFFLINE is set: where there is a network: hf download" in offline
+    assert "not in the Hub's cache, and HF_HUB_OFFLINE is set: run hf download" in offline
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     folder = local_folder("org/model")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -119,7 +121,9 @@ def test_a_tokenizer_of_a_folder_or_of_the_hub(hub: HubServer, tmp_path: Path) -
     assert build_tokenizer("huggingface", "org/model").fingerprint == expected
     assert read_chat_template("org/model").source == CHATML
     assert not any("model.safetensors" in path for path in hub.requests)
-    with pytest.raises(MissingTokenizer, match="no local path, and the Hugging Face Hub has none of that name"):
+    with pytest.raises(
+        MissingTokenizer, match="not a local path, and the Hugging Face Hub has no repository of that name"
+    ):
         build_tokenizer("sentencepiece", "org/absent")
 
 
@@ -131,4 +135,7 @@ def test_a_model_of_the_hub(hub: HubServer, tmp_path: Path, capsys: pytest.Captu
         assert tool(["org/model", *(["x"] if tool is generate.main else ["--input", __file__])]) == 2
         assert "config.json: model_type = 'none'" in capsys.readouterr().err
         assert tool(["org/absent", *(["x"] if tool is generate.main else ["--input", __file__])]) == 2
-        assert "error: org/absent is no local path, and the Hugging Face Hub has none" in capsys.readouterr().err
+        assert (
+            "error: org/absent is not a local path, and the Hugging Face Hub has no repository"
+            in capsys.readouterr().err
+        )

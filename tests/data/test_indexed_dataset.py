@@ -85,11 +85,11 @@ def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
     _, index = pack(tmp_path / "x", modes=b"\0\0\0")
     assert all_documents(tmp_path / "x") == DOCUMENTS
     (tmp_path / "x.idx").write_bytes(index[:-2] + b"\1\0")
-    with pytest.raises(DataError, match="sequence modes, and that of sequence 1 is 1: a multimodal data set"):
+    with pytest.raises(DataError, match="multimodal data set of Megatron-LM: sequence 1 has mode 1"):
         IndexedDataset(tmp_path / "x")
     for code, name in ((6, "float64"), (7, "float32")):
         (tmp_path / "x.idx").write_bytes(index[:17] + bytes([code]) + index[18:])
-        with pytest.raises(DataError, match=rf"x\.idx says that its tokens are {name}: token ids are integers"):
+        with pytest.raises(DataError, match=rf"x\.idx says that its tokens are {name}, but token ids are integers"):
             IndexedDataset(tmp_path / "x")
 
 
@@ -215,14 +215,17 @@ def test_check_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('["a"]', "it holds a list and not a mapping"),
+        ('["a"]', "it holds a list, not a mapping"),
         ('{"text": "a"}\n{"text": "b"}\n', "Extra data.*restore it, or move it away"),
-        ("{}", "max_token_id is None and not a token id"),
-        ('{"max_token_id": "100"}', "max_token_id is '100' and not a token id"),
+        ("{}", "max_token_id is None, not a token id"),
+        ('{"max_token_id": "100"}', "max_token_id is '100', not a token id"),
         ('{"max_token_id": true}', "max_token_id is True"),
         ('{"max_token_id": -1}', "max_token_id is -1"),
-        ('{"max_token_id": 1, "tokenizer_fingerprint": 7}', "tokenizer_fingerprint is 7 and not a hash"),
-        ('{"max_token_id": 1, "index_sha256": "0"}', r"x\.idx is damaged, or of another data set than .*x\.json"),
+        ('{"max_token_id": 1, "tokenizer_fingerprint": 7}', "tokenizer_fingerprint is 7, not a hash"),
+        (
+            '{"max_token_id": 1, "index_sha256": "0"}',
+            r"x\.idx is damaged, or belongs to another data set than .*x\.json",
+        ),
     ],
 )
 def test_damaged_sidecars(tmp_path: Path, text: str, message: str) -> None:
@@ -267,10 +270,14 @@ def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(tmp_path: Path
     dataset = write_dataset(tmp_path / "x", [range(5), range(5, 50_000)])
     os.truncate(tmp_path / "x.bin", 20_000)
     assert dataset.document(0).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(DataError, match=r"x.bin has become shorter since it was opened: it had 100,000 bytes, and has"):
+    with pytest.raises(
+        DataError, match=r"x.bin has become shorter since it was opened: it had 100,000 bytes and now has"
+    ):
         dataset.document(1)
     os.truncate(tmp_path / "x.idx", 50)
-    with pytest.raises(DataError, match=r"x.idx has become shorter since it was opened: it had \d+ bytes, and has 50"):
+    with pytest.raises(
+        DataError, match=r"x.idx has become shorter since it was opened: it had \d+ bytes and now has 50"
+    ):
         dataset.locate(3)
 
 

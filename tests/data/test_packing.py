@@ -84,6 +84,6 @@ def test_shares_in_the_description() -> None:
     assert cut / (30 * len(lengths)) == pytest.approx(expected, abs=0.01)
     packing = BestFit(lengths, s)
     assert packing.describe() == (
-        f"best_fit: {packing.samples} samples an epoch, {packing.padding_share:.2%} of their tokens padding, "
-        f"{(lengths > 41).mean():.2%} of documents cut (longer than a sample; concatenate would cut {expected:.2%})"
+        f"best_fit: {packing.samples} samples per epoch; {packing.padding_share:.2%} of their tokens are padding; "
+        f"{(lengths > 41).mean():.2%} of documents are cut (longer than a sample; concatenate would cut {expected:.2%})"
     )

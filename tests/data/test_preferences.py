@@ -80,10 +80,16 @@ def test_of_chats_only_what_differs_is_learned(path: Path, record: dict[str, Any
 @pytest.mark.parametrize(
     ("record", "error"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": _said("c")}, "one is a text and one a list of messages"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": _said("c")},
+            "one answer is a text and the other one a list of messages",
+        ),
         ({"prompt": _said("a"), "chosen": "b", "rejected": "c"}, "need a prompt that is a text"),
         ({"chosen": "b", "rejected": "c"}, "need a prompt that is a text"),
-        ({"chosen": _said("a", "b"), "rejected": _said("a", "b")}, "one answer is the other, or its beginning"),
+        (
+            {"chosen": _said("a", "b"), "rejected": _said("a", "b")},
+            "one answer equals the other, or is the beginning of it",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "the completion is empty"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is not a string"),
         ({"prompt": _said("a"), "chosen": _said("b"), "rejected": _said("c")}, "no message of the assistant"),

@@ -114,7 +114,7 @@ def test_inspect_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "out.json").write_text(json.dumps({"tokenizer_fingerprint": "f" * 64}))
     assert "was written with the tokenizer ffffffffffff…" in refused(prefix, "--tokenizer", "bytes")
     large = write_dataset(tmp_path / "large", [[300]]).prefix
-    assert "the data hold token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
+    assert "the data contain token 300" in refused(large, "--documents", "1", "--tokenizer", "bytes")
     assert inspect_data.main([large, "--documents", "1"]) == 0
     assert "--- document 0\n300\n" in capsys.readouterr().out
     assert "nothing to plot" in refused(write_dataset(tmp_path / "none", []).prefix, "--png", str(tmp_path / "x.png"))
@@ -280,7 +280,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     source.write_bytes(LINES)
 
     assert run(tmp_path / "out", "--input", str(tmp_path / "*.jsonl")) == 2
-    assert "no such file, and no pattern that matches one" in capsys.readouterr().err
+    assert "no such file, and no file matches it as a pattern" in capsys.readouterr().err
 
     def refused(prefix: Path, *arguments: str) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -293,8 +293,8 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     assert "file/x.bin cannot be written: " in refused(tmp_path / "file" / "x")
     (tmp_path / "old.json").write_text("")
-    assert "old.json exists; choose another output prefix, or replace it by --overwrite" in refused(tmp_path / "old")
-    assert "in.json is an input and would be replaced" in refused(tmp_path / "in", "--overwrite")
+    assert "old.json exists; choose another output prefix, or replace it with --overwrite" in refused(tmp_path / "old")
+    assert "in.json is an input, and --output-prefix would replace it" in refused(tmp_path / "in", "--overwrite")
     assert source.read_bytes() == LINES
     (tmp_path / "folder.idx").mkdir()
     (tmp_path / "data").mkdir()

@@ -290,7 +290,7 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         web = source(f"{hub.url}/org/name/resolve/main/data/x.parquet")
         assert [rows(step) for step in itertools.islice(steps(alone(web)), 4)] == local
         with pytest.raises(
-            ValueError, match=r"^data.train, hf://datasets/org/absent: no such file, .*; what is gated or private"
+            ValueError, match=r"^data.train, hf://datasets/org/absent: no such file, .*; gated and private data sets"
         ):
             source("hf://datasets/org/absent")
 
@@ -299,5 +299,5 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data.train, .*absent.jsonl: no such file"):
         source(str(tmp_path / "absent.jsonl"))
     (tmp_path / "x.arrow").write_text("")
-    with pytest.raises(ValueError, match=r"no file in this folder can be read; it holds .*x.arrow"):
+    with pytest.raises(ValueError, match=r"no file in this folder can be read; it contains .*x.arrow"):
         source(str(tmp_path))

@@ -114,7 +114,11 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"kind": "huggingface", "path": __file__}, "path", "is not a tokenizer.json"),
         ({"kind": "tiktoken", "path": __file__}, "path", "not a tiktoken ranks file: line 1: "),
         ({"kind": "tiktoken", "path": "gpt9"}, "path", "neither a file nor a tiktoken encoding"),
-        ({"kind": "tiktoken", "path": str(ranks)}, "pattern", "does not hold the regular expression that splits text"),
+        (
+            {"kind": "tiktoken", "path": str(ranks)},
+            "pattern",
+            "does not contain the regular expression that splits text",
+        ),
         (
             {"kind": "tiktoken", "path": str(ranks), "pattern": r"[\s\S]"},
             "end_token",
@@ -129,8 +133,8 @@ def test_errors_name_the_key_or_flag(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"kind": "tiktoken", "path": str(ranks), "pattern": r"\S+|\n"}, "pattern", "would leave out '\\t'"),
         ({"kind": "tiktoken", "path": str(ranks), "pattern": "a*"}, "pattern", "matches the empty text"),
         ({"kind": "sentencepiece", "path": "x", "pattern": "x"}, "pattern", "only tiktoken ranks files"),
-        ({"kind": "bytes", "path": "x"}, "path", "the bytes tokenizer has none"),
-        ({"kind": "bytes", "end_token": "x"}, "end_token", "the bytes tokenizer has none"),
+        ({"kind": "bytes", "path": "x"}, "path", "the bytes tokenizer has no such setting"),
+        ({"kind": "bytes", "end_token": "x"}, "end_token", "the bytes tokenizer has no such setting"),
     ]
     config = load_config(CONFIG)
     for settings, setting, rule in cases:
@@ -166,12 +170,12 @@ def test_end_tokens(files: dict[str, str], tmp_path: Path) -> None:
     path = str(tmp_path / "t.json")
     library = word_level({"a": 0, "b": 1})
     library.save(path)
-    with pytest.raises(ValueError, match=r"state no end-of-document token .*; it has no special tokens"):
+    with pytest.raises(ValueError, match=r"name no end-of-document token .*; it has no special tokens"):
         build_tokenizer("huggingface", path)
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     library.save(path)
     known = r"; special tokens are <\|im_start\|>, <\|im_end\|>"
-    with pytest.raises(ValueError, match=f"state no end-of-document token .*{known}"):
+    with pytest.raises(ValueError, match=f"name no end-of-document token .*{known}"):
         build_tokenizer("huggingface", path)
     with pytest.raises(ValueError, match=f"'</s>': .* has no such token; .*{known}"):
         build_tokenizer("huggingface", path, "</s>")

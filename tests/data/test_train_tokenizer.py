@@ -101,7 +101,7 @@ def test_failures_leave_no_files(
     before = (folder / "t.model").read_bytes()
     source = tmp_path / "in" / "bad.jsonl"
     assert train_tokenizer.main([*arguments, "--output", str(source), "--overwrite", "--skip-errors"]) == 2
-    assert "bad.jsonl is an input and would be replaced by --output" in capsys.readouterr().err
+    assert "bad.jsonl is an input, and --output would replace it" in capsys.readouterr().err
     assert source.read_bytes() == b'{"text": "ok"}\n\xff\n'
     assert train_tokenizer.main([*arguments, *output]) == 2
     assert "exists; --overwrite replaces it" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_the_tokens_around_a_text_in_a_folder_of_hugging_face(tmp_path: Path) ->
     tmp_path = tmp_path / "theirs"
     convert(RandomSource(model_spec({**SMALL, "max_position_embeddings": 64})), HfSink(tmp_path))
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"state no end-of-document token .* special tokens are <s>, </s>"):
+    with pytest.raises(ValueError, match=r"name no end-of-document token .* special tokens are <s>, </s>"):
         open_checkpoint(tmp_path, InferenceLayout(), device="cpu")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert open_checkpoint(tmp_path, InferenceLayout(), device="cpu").start_tokens == []

@@ -162,11 +162,11 @@ def test_samples_and_seeds(world2: World, tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a text without a tokenizer": ("text", {}, "prompt 0 is a text, and there is no tokenizer; give it as tokens"),
+    "a text without a tokenizer": ("text", {}, "prompt 0 is a text, but there is no tokenizer; give it as tokens"),
     "an empty prompt": ([[3], []], {}, "prompt 1 is empty"),
-    "a foreign token": ([[3, 101]], {}, "prompt 0 has the token 101, and the model has those from 0 to 100"),
-    "too long": ([[3] * 60], {"max_tokens": 5}, "65, and max_length is 64; shorten it, or try max_tokens = 4"),
-    "a prompt too long": ([[3] * 70], {}, "has 70 tokens, and max_length is 64; shorten it"),
+    "a foreign token": ([[3, 101]], {}, "prompt 0 has the token 101, but the model has tokens from 0 to 100"),
+    "too long": ([[3] * 60], {"max_tokens": 5}, "60 tokens, or 65 with max_tokens = 5, but max_length is 64; shorten it, or try max_tokens = 4"),
+    "a prompt too long": ([[3] * 70], {}, "has 70 tokens, but max_length is 64; shorten it"),
     "larger than the cache": ([[3] * 30], {"max_tokens": 9}, r"the cache holds 36; make it larger \(cache_tokens = 39"),
     "stop without a tokenizer": ([3], {"max_tokens": 1, "stop": ("a",)}, "there is no tokenizer to find it"),
 }
@@ -195,8 +195,8 @@ def test_what_does_not_fit_is_named(world2: World, tmp_path: Path) -> None:
 
 
 LAYOUT_ERRORS = {
-    "ranks": ({"tensor": 2}, "tensor = 2 and pipeline = 1 are 2 ranks, and the job has 1; start it with torchrun"),
-    "stages": ({"pipeline": 4}, "are 4 ranks"),
+    "ranks": ({"tensor": 2}, "tensor = 2 and pipeline = 1 need 2 ranks, but the job has 1; start it with torchrun"),
+    "stages": ({"pipeline": 4}, "need 4 ranks"),
 }
 
 
@@ -240,5 +240,5 @@ def test_encoders_are_refused(tmp_path: Path) -> None:
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="only models of architecture gpt continue a text"):
+    with pytest.raises(ValueError, match="only the architecture gpt can continue a text"):
         generator(tmp_path)

@@ -132,7 +132,7 @@ def test_errors_are_those_of_the_first_rank(world2: World, tmp_path: Path) -> No
     tasks = write_tasks(tmp_path / "tasks", gen_tokens=64)
     for names, message in (
         (("capitals", "nothing"), "there is no task nothing in lm-evaluation-harness or in "),
-        (("complete",), "a task generates 64 tokens, and max_length is 64"),
+        (("complete",), "a task generates 64 tokens, but max_length is 64"),
     ):
         answers = world2.run(_our_results, tmp_path / "model", tasks, layout={"tensor": 2}, length=64, names=names)
         assert answers[0] == answers[1]

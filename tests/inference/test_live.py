@@ -187,7 +187,7 @@ def test_what_needs_the_tokenizer_is_refused_too(quickstart_data: QuickstartData
         live.check(inputs_of(options(quickstart_data, tmp_path, *wrong)))
     for message in (
         "tokens leave no room in the model's 32 positions; shorten it",
-        "nothing is before a document, so the model cannot give its first token; give the beginning of a text",
+        "no token precedes a document, so the model cannot predict the first; give the beginning of a text",
         "training.evaluate.temperature = 1e-06: temperature = 1e-06: must be 0",
         "no such folder; give the folder with the YAML files of tasks",
     ):

@@ -405,7 +405,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Captu
     for folder, file, message in (
         ("theirs", "one", "the cache has scales for layers [0], but "),
         ("neox", "three", "engines read them in modules self_attn, but this is gpt_neox.layers.0.attention"),
-        ("theirs", "zero", "k_scale and v_scale must be more than 0"),
+        ("theirs", "zero", "k_scale and v_scale must be above 0"),
         ("theirs", "other", "has no kv_cache_scales by layer"),
     ):
         given = ["--load", str(tmp_path / folder), "--to", "hf", "--quantization", "fp8-tensor"]

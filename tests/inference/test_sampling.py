@@ -137,15 +137,15 @@ WRONG: dict[str, dict[str, Any]] = {
     "top_k = -1: must be from 0 to 2147483647": {"top_k": -1},
     "top_k = 9223372036854775808: must be from 0 to 2147483647": {"top_k": 2**63},
     "max_tokens = a number of 100001 bits: must be from 1": {"max_tokens": 1 << 100000},
-    "seed = 9223372036854775808: must be a signed integer of 64 bits": {"seed": 2**63},
+    "seed = 9223372036854775808: must be a signed 64-bit integer": {"seed": 2**63},
     "temperature = -0.5: must be 0": {"temperature": -0.5},
     "temperature = 1e-05: must be 0, .* or at least 0.0001": {"temperature": 1e-5},
     "top_p = 0: must be above 0": {"top_p": 0},
     "min_p = 1.5: must be between 0": {"min_p": 1.5},
     "repetition_penalty = 0: must be from 0.0001 to 10000": {"repetition_penalty": 0},
     r"repetition_penalty = 1e.300: must be from 0.0001": {"repetition_penalty": 1e300},
-    "stop = 'x': must be strings that are not empty": {"stop": "x"},
-    r"stop = \('',\): must be strings that are not empty": {"stop": ("",)},
+    "stop = 'x': must be non-empty strings": {"stop": "x"},
+    r"stop = \('',\): must be non-empty strings": {"stop": ("",)},
 }
 
 

@@ -98,8 +98,8 @@ def test_windows_of_the_harness() -> None:
 WRONG = {
     "context": ([[], [1]], "a request has an empty context; give at least one token"),
     "continuation": ([[1], []], "a request has an empty continuation"),
-    "long": ([[1], [2] * 17], "a continuation has 17 tokens, and max_length is 16; score it in windows"),
-    "foreign": ([[1], [101]], "a request has the token 101, and the model has those from 0 to 100"),
+    "long": ([[1], [2] * 17], "a continuation has 17 tokens, but max_length is 16; score it in windows"),
+    "foreign": ([[1], [101]], "a request has the token 101, but the model has tokens from 0 to 100"),
 }
 
 

@@ -88,7 +88,7 @@ def test_a_damaged_mask_is_named(dataset: IndexedDataset) -> None:
     every, folder = range(dataset.num_documents), Path(dataset.prefix).parent
     mask = dataset.loss_mask()
     packed = PackedDataset(dataset, every, S, 3, folder, packing="best_fit", loss_mask=mask)
-    error = r"x.loss_mask.bin: document 40, position 0 holds [45]: a loss mask has 0 and 1"
+    error = r"x.loss_mask.bin: document 40, position 0 holds [45], but a loss mask has only 0 and 1"
     with pytest.raises(DataError, match=error):
         [packed.parts(i) for i in range(packed.samples_per_epoch)]
 

@@ -99,8 +99,8 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         ([run, *data, "--max-length", "0"], "max_length = 0: must be at least 1"),
         ([run, *data, "--stride", "0"], "stride = 0: must be between 1 and max_length, which is 64"),
         ([run, *data, "--stride", "65"], "stride = 65: must be between 1 and max_length, which is 64"),
-        ([run, *data, "--tensor", "2"], "are 2 ranks, and the job has 1; start it with torchrun --nproc-per-node 2"),
-        ([str(tmp_path / "weights"), *text], "has no tokenizer to read texts with; give a data set by --data"),
+        ([run, *data, "--tensor", "2"], "need 2 ranks, but the job has 1; start it with torchrun --nproc-per-node 2"),
+        ([str(tmp_path / "weights"), *text], "has no tokenizer to read texts with; give a data set with --data"),
         (
             [run, "--tasks", "hellaswag"],
             "--tasks needs the package lm_eval, which is not installed: pip install ",

@@ -70,7 +70,7 @@ def test_prompts_one_after_the_other(
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
     assert main([run, *SAMPLED]) == 0
     wrong, *texts = capsys.readouterr().out.split("\n", 1)
-    assert "error: prompt 0 has 91 tokens, and max_length is 64" in wrong
+    assert "error: prompt 0 has 91 tokens, but max_length is 64" in wrong
     assert main([run, *SAMPLED, "a"]) == 0  # the prompt after options
     assert capsys.readouterr().out == texts[0]
 
@@ -86,7 +86,7 @@ def test_errors(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ([run, "a", "--threads", "999", "--device", "cpu"], "error: threads = 999: must be between 1 and"),
         ([run, "a", "--top-p", "2"], "error: top_p = 2.0: must be above 0"),
         ([run, "--file", str(tmp_path / "empty")], "has no prompts"),
-        ([run, "a", "--tensor", "2"], "are 2 ranks, and the job has 1; start it with torchrun --nproc-per-node 2"),
+        ([run, "a", "--tensor", "2"], "need 2 ranks, but the job has 1; start it with torchrun --nproc-per-node 2"),
         ([run, "a", "--max-tokens", "99", "--device", "cpu"], "shorten it, or try max_tokens = 62"),
     ):
         assert main(arguments) == 2

@@ -423,7 +423,7 @@ def _rewards_of(folder: Path, grpo: dict[str, Any]) -> list[float]:
         (['{"prompt": ""}'], "line 1: the prompt is empty"),
         (['{"prompt": 3}'], "line 1: 'prompt' is not a string"),
         (["[1"], "line 1: not JSON"),
-        (['{"prompt": "a", "completion": "b"}'], "line 1: has a key that a reward gets of each text"),
+        (['{"prompt": "a", "completion": "b"}'], "line 1: has the key completion, completions or prompt"),
         (['{"prompt": [{"role": "user", "content": "a"}]}'], "line 1: .* has no chat template"),
         ([], "has no prompts"),
     ],

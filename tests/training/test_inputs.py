@@ -395,7 +395,9 @@ def test_a_best_fit_run_tells_how_documents_fit(tmp_path: Path) -> None:
     samples = [packed.samples_per_epoch for packed in inputs.train.datasets]
     assert inputs.train.segment.weights == tuple(samples)
     one, other = describe_data(inputs.config, inputs.data_sets, inputs.progress, {}, 40).splitlines()[-2:]
-    pattern = r"{}: best_fit: {} samples an epoch, \d+\.\d\d% of their tokens padding, \d+\.\d\d% of documents cut"
+    pattern = (
+        r"{}: best_fit: {} samples per epoch; \d+\.\d\d% of their tokens are padding; \d+\.\d\d% of documents are cut"
+    )
     assert re.match(pattern.format(re.escape(a), samples[0]), one)
     assert re.match(pattern.format(re.escape(b), samples[1]), other)
     assert "padding" not in describe_planned_data(config([a, b], cache))

@@ -184,7 +184,7 @@ def test_dry_runs_describe_text_and_say_what_is_missing(quickstart_data: Quickst
     assert " MiB  100.00%" in table
     absent = config_of(quickstart_data, *overrides(text), "data.train=[absent/*.jsonl]")
     assert [x.partition(";")[0] for x in missing_data(absent)] == [
-        "data.train, absent/*.jsonl: no such file, and no pattern that matches one"
+        "data.train, absent/*.jsonl: no such file, and no file matches it as a pattern"
     ]
 
 

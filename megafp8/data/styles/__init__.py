@@ -1,7 +1,8 @@
-"""What a record of a file of text holds, and how it becomes tokens, one file each.
+"""Styles of text records: the keys that a record has, and how it becomes tokens. Each style is one file here.
 
-To add a style, add a file here that defines `STYLE = Style("its-name", ...)`; the registry (`host/registry.py`) finds
-it, and `megafp8 preprocess --style its-name` reads it. This package has what such a file imports.
+To add a style, add a file here that defines `STYLE = Style("its-name", ...)`. The registry (`host/registry.py`) finds
+it, and `megafp8 preprocess --style its-name` uses it. This module has the classes and functions that such a file
+imports.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from megafp8.data.tokenizers import Tokenizer
 
 
 class Document(NamedTuple):
-    """A text and its origin (file, and line or row). `text` is None if it could not be read; `error` says why.
+    """A document and its origin: the file, and the line or row.
 
-    `record`: of a file with keys the values of the style's; `text` is the first, if it is one.
+    `text` is None if the document could not be read; `error` says why. For a file with keys, `record` has the values of
+    the style's keys, and `text` is the first value if it is a string.
     """
 
     origin: str
@@ -30,9 +32,13 @@ class Document(NamedTuple):
 
 
 class TokenizedRecord(NamedTuple):
-    """A document: its token ids int32, the lengths of its sequences, the loss mask, and the characters of its text.
+    """A tokenized document.
 
-    `loss_mask` uint8: 1 for tokens that are answers; None if all are learned.
+    Attributes:
+        ids: Token ids, int32 `[n]`.
+        sequences: Lengths of the sequences that the document consists of; they add up to n.
+        loss_mask: 1 for tokens of answers and 0 for others, uint8 `[n]`; None if all tokens are learned.
+        characters: Number of characters of the text.
     """
 
     ids: NDArray[np.int32]
@@ -42,31 +48,35 @@ class TokenizedRecord(NamedTuple):
 
     @classmethod
     def masked(cls, ids: Sequence[int], mask: NDArray[np.uint8], characters: int, fault: str) -> TokenizedRecord:
-        """ValueError with `fault` if there is nothing to learn: a first token has nothing that predicts it."""
+        """Return a document of one sequence with a loss mask.
+
+        Raises ValueError with `fault` if there is nothing to learn. The first token is not learned, because no token
+        predicts it.
+        """
         if not mask[1:].any():
             raise ValueError(f"has nothing to learn: {fault}")
         return cls(np.asarray(ids, np.int32), [len(ids)], mask, characters)
 
 
 class Method(Protocol):
-    """How documents of one style become tokens. Picklable."""
+    """Conversion of documents of one style to tokens. Picklable."""
 
     has_loss_mask: bool
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
-        """Make the function that tokenizes a document, which returns None for one without text.
+        """Return a function that tokenizes a document, or returns None if the document has no text.
 
-        Raises ValueError if there is none with this tokenizer; the function may raise any exception.
+        Raises ValueError if the tokenizer does not suit the method. The returned function may raise any exception.
         """
         ...
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
-        """Return what is learned of a document that a user may not want."""
+        """Return warnings about text that the model would learn from a document by mistake."""
         ...
 
 
 class RecordKey(NamedTuple):
-    """A key of a record: the flag that names it, what is under it, its usual name, and others that stand for that."""
+    """A key of a record: the flag that renames it, the meaning of its value, its usual name, and alternative names."""
 
     flag: str
     meaning: str
@@ -75,12 +85,15 @@ class RecordKey(NamedTuple):
 
 
 def position(error: UnicodeDecodeError) -> str:
-    """Which byte is not UTF-8, and where."""
+    """Describe the byte that is not UTF-8, and its position."""
     return f"byte {error.object[error.start]:#04x} at position {error.start} ({error.reason})"
 
 
 def text_of(value: Any, name: str) -> str:
-    """The text that `value` is. Raises ValueError if it is none, as of lone surrogates, which JSON can hold."""
+    """Return `value` if it is a text, and raise ValueError otherwise.
+
+    A string with lone surrogates, which JSON allows, is not a text. `value` may also be the error of decoding it.
+    """
     if isinstance(value, UnicodeDecodeError):
         raise ValueError(f"not UTF-8 text: {position(value)}")
     if not isinstance(value, str):
@@ -94,11 +107,14 @@ def text_of(value: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """What a record holds.
+    """Description of a kind of record.
 
-    `keys`: what is read of it; the first is that of --json-key. `flags`: those of the tool that say something of it, by
-    which `method` makes what tokenizes its documents. `read(value, name)`: what a document has of a key's value.
-    Raises ValueError where that is none.
+    Attributes:
+        name: Name of the style for --style.
+        keys: Keys that are read from a record. The first one belongs to --json-key.
+        method: Function that builds the `Method` from the flags of the tool.
+        flags: Flags of the tool that apply to this style.
+        read: Function `read(value, name)` that converts the value of a key. It raises ValueError for invalid values.
     """
 
     name: str
@@ -108,7 +124,7 @@ class Style:
     read: Callable[[Any, str], Any] = text_of
 
     def document(self, origin: str, names: Sequence[str], values: Sequence[Any]) -> Document:
-        """A document of the values of the keys that a file calls `names`, or of an error."""
+        """Return the document of a record with these values under the keys `names`, or a document with an error."""
         try:
             record = tuple(self.read(value, repr(name)) for name, value in zip(names, values))
         except ValueError as error:
@@ -116,7 +132,10 @@ class Style:
         return Document(origin, record[0] if isinstance(record[0], str) else None, None, record)
 
     def names(self, wanted: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
-        """What a record that has the keys `present` calls the keys `wanted`: usual names may be other ones there."""
+        """Return the names of the keys `wanted` in a record with the keys `present`.
+
+        If a key has its usual name and the record does not have it, an alternative name in the record is used.
+        """
         return tuple(
             next((other for other in key.others if other in present), name)
             if name == key.name and name not in present

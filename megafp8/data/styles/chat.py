@@ -1,4 +1,4 @@
-"""Chats: lists of messages, whose answers are learned."""
+"""Chats: lists of messages in which the answers are learned."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 @dataclass(frozen=True)
 class Chats:
-    """Chats, rendered by a template, which also says what ends them."""
+    """Conversion of chats by a chat template, which also determines the end token."""
 
     template: ChatTemplate
     has_loss_mask = True
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        """Return a function that tokenizes a chat and marks its answers."""
         encode = chat_encoder(tokenizer, self.template)
         return lambda document: encode(*document.record)
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        """Return the template's warnings about the answers of a chat."""
         return self.template.warnings(document.record[0], special_tokens_of(tokenizer.model))
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""Names of roles in ShareGPT's form that are not those of chat templates."""
+"""Roles of ShareGPT that have other names in chat templates."""
 
 
 def messages_of(value: Any, name: str) -> list[dict[str, Any]]:
-    """Messages with a role and a content, both strings. ShareGPT's `from` and `value` become these, and so do lists of
-    parts of text. Raises ValueError where `value` is no chat."""
+    """Return the messages of a chat, each with a role and a content, both strings.
+
+    ShareGPT's `from` and `value` are renamed, and a content that is a list of text parts is joined. Raises ValueError
+    if `value` is not a chat.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} is not a list of messages")
     messages = []
@@ -52,13 +57,13 @@ def messages_of(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _joined(content: Any, name: str) -> Any:
-    """A list of parts {"type": "text", "text": ...} as one text; other contents as they are."""
+    """Join a list of parts {"type": "text", "text": ...} to one text; return other contents unchanged."""
     if not isinstance(content, list):
         return content
     for number, part in enumerate(content, 1):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {number} of {name} is of type {kind}: parts of a content must be texts")
+            raise ValueError(f"part {number} of {name} has type {kind}, but parts of a content must be texts")
     return "".join(part["text"] for part in content)
 
 
@@ -66,6 +71,6 @@ STYLE = Style(
     "chat",
     (RecordKey("--json-key", "list of messages", "messages", ("conversations",)),),
     lambda flags: Chats(read_chat_template(flags.tokenizer_path, flags.chat_template)),
-    frozenset({"--chat-template"}),  # the template says what ends a chat
+    frozenset({"--chat-template"}),  # not --no-append-eod: the template determines the end token
     messages_of,
 )

@@ -1,4 +1,4 @@
-"""Prompts with completions, of which these are learned."""
+"""Prompts with completions. Only the completions are learned."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from megafp8.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Completions:
-    """Prompts with completions, which end with the end-of-document token if `append_eod`."""
+    """Conversion of prompts with completions. With `append_eod`, completions end with the end-of-document token."""
 
     append_eod: bool = True
     has_loss_mask = True
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        """Return a function that tokenizes a prompt with its completion, and marks the completion."""
         encode = completion_encoder(tokenizer, self.append_eod)
         return lambda document: encode(*document.record)
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        """Return no warnings."""
         return []
 
 
 def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str, str], TokenizedRecord]:
-    """Return the function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
+    """Return a function that tokenizes a prompt and its completion. It raises ValueError if the completion is empty.
 
-    They are tokenized together, after the tokenizer's `start_ids`. The completion begins with the first token that the
-    prompt alone does not have there. `append_eod`: it ends with the end-of-document token.
+    The function tokenizes both together, after the tokenizer's `start_ids`. The completion begins at the first token
+    that differs from the tokens of the prompt alone. With `append_eod`, the completion ends with the end-of-document
+    token.
     """
 
     def encode(prompt: str, completion: str) -> TokenizedRecord:
@@ -42,7 +45,7 @@ def completion_encoder(tokenizer: Tokenizer, append_eod: bool) -> Callable[[str,
         ids = [*tokenizer.start_ids, *ids, *([tokenizer.eod_id] if append_eod else [])]
         first += len(tokenizer.start_ids)
         mask, characters = (np.arange(len(ids)) >= first).astype(np.uint8), len(prompt) + len(completion)
-        return TokenizedRecord.masked(ids, mask, characters, "no token after the prompt")
+        return TokenizedRecord.masked(ids, mask, characters, "there is no token after the prompt")
 
     return encode
 

@@ -1,4 +1,4 @@
-"""Pairs of answers, of which the first is preferred: texts, or chats."""
+"""Pairs of a preferred and a rejected answer: texts or chats."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megafp8.data.tokenizers import Tokenizer, special_tokens_of
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """A prompt with a chosen and a rejected answer, each of which is a sequence with the prompt.
+    """Conversion of a prompt with a chosen and a rejected answer to two sequences: the prompt with each answer.
 
-    Texts are tokenized as completions, and lists of messages by the `template`, if there is one. Lists without a
-    prompt, or beside one that is a text, begin with it: the answers are what they do not have in common.
+    Texts are tokenized like completions, and lists of messages with `template`, if there is one. If there is no prompt,
+    or the prompt is a text, then both lists begin with the prompt: the answers start at the first message that differs.
     """
 
     template: ChatTemplate | None
@@ -29,23 +29,24 @@ class PreferencePairs:
     has_loss_mask = True
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        """Return a function that tokenizes a pair of answers and marks them."""
         text_encoder = completion_encoder(tokenizer, self.append_eod)
         chats_encoder = None if self.template is None else chat_encoder(tokenizer, self.template)
 
         def encode(document: Document) -> TokenizedRecord:
             prompt, chosen, rejected = document.record
             if isinstance(chosen, str) != isinstance(rejected, str):
-                raise ValueError("of the answers one is a text and one a list of messages")
+                raise ValueError("one answer is a text and the other one a list of messages")
             if isinstance(chosen, str):
                 if not isinstance(prompt, str) or prompt == chosen:
                     raise ValueError("answers that are texts need a prompt that is a text")
                 return _pair(text_encoder(prompt, chosen), text_encoder(prompt, rejected))
             if chats_encoder is None:
-                raise ValueError("a list of messages, and there is no chat template: give one by --chat-template")
+                raise ValueError("a list of messages needs a chat template: give one with --chat-template")
             if isinstance(prompt, str) or prompt == chosen:
                 shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), None)
                 if shared is None:
-                    raise ValueError("one answer is the other, or its beginning")
+                    raise ValueError("one answer equals the other, or is the beginning of it")
                 prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
             before = sum(message["role"] == ANSWER_ROLE for message in prompt)
             return _pair(chats_encoder([*prompt, *chosen], before), chats_encoder([*prompt, *rejected], before))
@@ -53,6 +54,7 @@ class PreferencePairs:
         return encode
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        """Return the template's warnings about the chosen answer; none for texts."""
         prompt, chosen, _ = document.record
         if self.template is None or isinstance(chosen, str):
             return []
@@ -61,7 +63,7 @@ class PreferencePairs:
 
 
 def _pair(chosen: TokenizedRecord, rejected: TokenizedRecord) -> TokenizedRecord:
-    """Both answers as two sequences of a document."""
+    """Join both answers to a document of two sequences."""
     assert chosen.loss_mask is not None
     assert rejected.loss_mask is not None
     ids, mask = np.concatenate([chosen.ids, rejected.ids]), np.concatenate([chosen.loss_mask, rejected.loss_mask])

@@ -1,4 +1,4 @@
-"""The styles of `styles/`, by name."""
+"""Registry of the styles in this folder, by name."""
 
 from __future__ import annotations
 

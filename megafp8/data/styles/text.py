@@ -1,4 +1,4 @@
-"""Texts."""
+"""Plain texts, whose tokens are all learned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from megafp8.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, which begin with the tokenizer's `start_ids`, and end with its end-of-document token if `append_eod`.
+    """Conversion of texts. A document begins with the tokenizer's `start_ids`.
 
-    `sentences`: each sentence is a sequence of its own.
+    Args:
+        append_eod: End each document with the tokenizer's end-of-document token.
+        sentences: Split each text into sentences, and make each sentence a separate sequence.
     """
 
     append_eod: bool = True
@@ -24,6 +26,8 @@ class Texts:
     has_loss_mask = False
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Document], TokenizedRecord | None]:
+        """Return a function that tokenizes a text."""
+
         def encode(document: Document) -> TokenizedRecord | None:
             text = document.text or ""
             parts = [tokenizer.encode(part) for part in (split_sentences(text) if self.sentences else [text]) if part]
@@ -40,6 +44,7 @@ class Texts:
         return encode
 
     def warnings(self, tokenizer: Tokenizer, document: Document) -> list[str]:
+        """Return no warnings."""
         return []
 
 

@@ -345,7 +345,7 @@ def test_autotokenizer_agrees(name: str, tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_states_no_end_is_refused_with_the_candidates(tmp_path: Path) -> None:
     bert = write_family(tmp_path / "bert", FAMILIES["bert"])
-    with pytest.raises(ValueError, match=r"state no end-of-document token .* special tokens are \[PAD\], \[UNK\], "):
+    with pytest.raises(ValueError, match=r"name no end-of-document token .* special tokens are \[PAD\], \[UNK\], "):
         build_tokenizer("huggingface", str(bert))
     assert build_tokenizer("huggingface", str(bert), "[SEP]").start_ids == ()  # [CLS] begins samples, not documents
     gpt = write_family(tmp_path / "gpt", FAMILIES["qwen-instruct"])
@@ -358,7 +358,7 @@ def test_a_tokenizer_that_states_no_end_is_refused_with_the_candidates(tmp_path:
     gemma = write_family(tmp_path / "gemma", FAMILIES["gemma"])
     config = gemma / "tokenizer_config.json"
     config.write_text('{"eos_token": "</s>"}')
-    with pytest.raises(ValueError, match="names '</s>' as eos_token, which is no special token"):
+    with pytest.raises(ValueError, match="names '</s>' as eos_token, which is not a special token"):
         build_tokenizer("huggingface", str(gemma))
     assert build_tokenizer("huggingface", str(gemma), "</s>").decode([260])
     config.write_text("[")
@@ -371,7 +371,7 @@ def test_beginning_tokens_can_be_chosen(tmp_path: Path) -> None:
     llama = write_family(tmp_path / "llama", FAMILIES["llama3-base"])
     assert build_tokenizer("huggingface", str(llama), add_bos_token=False).start_ids == ()
     qwen = write_family(tmp_path / "qwen", FAMILIES["qwen-base"])
-    with pytest.raises(ValueError, match=r"add_bos_token = True: the files of .* state no beginning token"):
+    with pytest.raises(ValueError, match=r"add_bos_token = True: the files of .* name no beginning token"):
         build_tokenizer("huggingface", str(qwen), add_bos_token=True)
     gemma = write_family(tmp_path / "gemma", FAMILIES["gemma"]._replace(template=None))
     ours = build_tokenizer("huggingface", str(gemma))
@@ -424,7 +424,7 @@ def test_data_with_other_tokens_around_its_documents_is_refused(
     with pytest.raises(ValueError, match=r"with no beginning token, .* set data.tokenizer.add_bos_token=false, or"):
         check_boundaries(data, ours)
     data = _preprocess(folder, "huggingface", tmp_path / "tag", "--tokenizer-end-token", "</s>")
-    with pytest.raises(ValueError, match=r"with the end token \d+, and data.tokenizer has end token <eos> \(1\), "):
+    with pytest.raises(ValueError, match=r"with the end token \d+, but data.tokenizer has end token <eos> \(1\), "):
         check_boundaries(data, ours)
     earlier = tmp_path / "as_it_is.json"  # written before data sets recorded how documents begin
     about = json.loads(earlier.read_text())
@@ -467,7 +467,7 @@ def test_a_ranks_file_takes_tokens_and_pattern_from_its_folder(tmp_path: Path) -
     source.about.clear()  # a folder that was not made by a run
     assert find_tokenizer(source) == {"kind": "tiktoken", "path": str(folder / "tiktoken.model")}
     (folder / "tokenization_kimi.py").unlink()
-    with pytest.raises(ValueError, match="does not hold the regular expression that splits text"):
+    with pytest.raises(ValueError, match="does not contain the regular expression that splits text"):
         build_tokenizer("tiktoken", str(folder))
     again = build_tokenizer(*ours.settings)  # as a checkpoint records it
     assert (again.eod_id, again.fingerprint) == (ours.eod_id, ours.fingerprint)

@@ -172,5 +172,5 @@ def _first_dies(folder: Path) -> str:
 
 def test_the_other_ranks_do_not_outlive_the_first(world2: World, tmp_path: Path) -> None:
     """Its error is reported, and theirs is the lost connection."""
-    with pytest.raises(AssertionError, match=r"SystemError: prompt 0 has the token 5, and the model has those"):
+    with pytest.raises(AssertionError, match=r"SystemError: prompt 0 has the token 5, but the model has tokens"):
         world2.run(_first_dies, write_model(tmp_path), timeout=20)

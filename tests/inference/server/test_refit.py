@@ -160,7 +160,7 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
         for body, message in (
             ({"checkpoint": str(tmp_path / "none")}, "none"),
             ({"checkpoint": str(tmp_path / "wider")}, "hidden_size"),
-            ({"checkpoint": str(tmp_path / "theta")}, "is of another model: rope_theta"),
+            ({"checkpoint": str(tmp_path / "theta")}, "is a checkpoint of another model: rope_theta"),
             ({"checkpoint": str(tmp_path / "damaged")}, "model.output.weight"),
             ({"trainer": "nowhere"}, "must be host:port"),
             ({"trainer": "127.0.0.1:1"}, "the weights stay as they are"),
