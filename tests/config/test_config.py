@@ -493,12 +493,12 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "where 2 pairs of channels of a head are rotated; give 2 numbers"),
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
-    ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
+    ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens must"),
     ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, and all"),
     ([PREFIX, "model.attention_chunk=4", "model.layer_kinds={a: {mixer: {rope_theta: 100.0}}}", "model.pattern=[a]"], 1,
      "model.attention_chunk = 4: data.prefix_lm is set, and all"),
     ([PREFIX, "model.layer_kinds={a: {mixer: {attention_chunk: 4}}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens attend to the whole"),
+     "model.layer_kinds.a.mixer.attention_chunk = 4: data.prefix_lm is set, and all tokens must attend to the whole"),
     (["model.attention_chunk=4", "model.sliding_window=2"], 1,
      "model.attention_chunk = 4: model.sliding_window (2) says which tokens each one attends to; leave"),
     ([LATENT, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: model.latent_attention is set, and its"),
@@ -508,7 +508,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.zero_centered_gamma = True: model.norm_weights is false, and it says how weights are stored; try False"),
     ([PREFIX, "model.position_embedding=alibi"], 1, "model.position_embedding = 'alibi': data.prefix_lm is set, and"),
     ([PREFIX, "model.mtp_num_layers=1"], 1, "model.mtp_num_layers = 1: data.prefix_lm is set, and a token of the "
-     "prefix would see the embedding of a token that it is to predict; try 0, or leave data.prefix_lm out"),
+     "prefix would see the embedding of the token that it must predict; try 0, or leave data.prefix_lm out"),
     ([PREFIX, "model.architecture=bert"], 1, "model.architecture = 'bert': data.prefix_lm is set, and a prefix is for"),
     ([PREFIX, "data.reset_at_documents=true"], 1, "data.reset_at_documents = True: data.prefix_lm is set, and"),
     (["data.prefix_lm={max_length: 65}"], 1, "data.prefix_lm.max_length = 65: training.seq_length is 32, and a prefix"),
