@@ -1,7 +1,7 @@
-"""Resolve the model section of a config into a `ModelSpec`.
+"""Resolution of the model section of a config into a `ModelSpec`.
 
-A user writes a model in one of two spellings: flat keys for layers that are alike, or `layer_kinds` and `pattern`.
-Here, and nowhere else, both become complete records.
+Users describe a model in one of two forms: flat keys for layers that are all alike, or `layer_kinds` and `pattern`.
+Only this module turns both forms into complete records.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def resolve(model: ModelSection) -> ModelSpec:
 
 
 def kind_names(model: ModelSection) -> tuple[str, ...]:
-    """Return the names in `pattern`, each as often as its count says; empty without a pattern."""
+    """Return the names in `pattern` with counts expanded; empty without a pattern."""
     return _expanded(tuple(model.pattern))
 
 
@@ -87,7 +87,7 @@ def _decoder_blocks(model: ModelSection) -> int:
 
 
 def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
-    """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last one."""
+    """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last layer."""
     cache: dict[Any, tuple[Any, ...]] = {}
     sources = _kv_layers(model)
 
@@ -124,8 +124,10 @@ def _parts(model: ModelSection, name: str, window: int | None, sparse: bool) -> 
     """Return mixer, feed-forward network and norm position of the layers of a kind.
 
     Args:
-        window: Sliding window where the kind names no mixer.
-        sparse: Whether the layer has experts where the kind names no feed-forward network.
+        model: Model section.
+        name: Name of the kind; empty without a pattern.
+        window: Sliding window if the kind names no mixer.
+        sparse: Whether the layer has experts if the kind names no feed-forward network.
     """
     kind = model.layer_kinds[name] if name else LayerKind()
     mixer, ffn = kind.mixer, kind.ffn
