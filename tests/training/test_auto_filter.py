@@ -218,7 +218,7 @@ def test_what_cannot_be_predicted_is_refused(overrides: list[str], message: str)
 
 def test_predictions_are_of_bf16() -> None:
     config = load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=fp32"])
-    with pytest.raises(ValueError, match=r"predicts FP8 against bf16, and training.precision is fp32"):
+    with pytest.raises(ValueError, match=r"it compares FP8 with bf16, and training.precision is fp32"):
         check_layout(config, 1)
     check_layout(load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=bf16"]), 1)
 
