@@ -214,7 +214,7 @@ class _Block:
         return cast_seconds(elements, passes, copies, self.gpu.ceilings, element) / share
 
     def _sharding(self) -> Phases:
-        """Return the seconds of memory traffic of sequence parallelism: sums of shards and copies of gathered shards."""
+        """Return the seconds of memory traffic of sequence parallelism: sums and copies of shards."""
         p = self.config.parallel
         if p.tensor == 1 or not p.sequence_parallel:
             return Phases()

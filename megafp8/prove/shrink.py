@@ -256,7 +256,7 @@ def _execution(edit: _Edit) -> None:
     edit.set("fp8.auto_filter", "none", "it selects layers by the speed of a GPU")
     drops = any(record.capacity_factor is not None for record in config.spec.expert_records)
     if drops and config.parallel.tensor * config.parallel.context > 1:
-        reason = "the capacity of an expert applies to a rank's tokens, so the dropped tokens depend on the layout"
+        reason = "the capacity of an expert applies to a rank's tokens, so token dropping depends on the layout"
         edit.set("model.moe.capacity_factor", None, reason)
     watching: dict[str, Any] = {
         "logging": _defaults(config.logging), "resilience": _defaults(config.resilience), "profile": None,

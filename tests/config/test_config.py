@@ -410,7 +410,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["data.train=[s3:/bucket/data]"], 2,
      "data.train = 's3:/bucket/data': a URL has two slashes after its protocol; try s3://bucket/data"),
     (["checkpoint.folder=s4://bucket/data"], 2,
-     "checkpoint.folder = 's4://bucket/data': fsspec knows no protocol s4://; known are s3, gs, az, file, memory and"),
+     "checkpoint.folder = 's4://bucket/data': fsspec knows no protocol s4://; it knows s3, gs, az, file, memory and"),
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
     ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),
