@@ -24,7 +24,7 @@ from megafp8.host.suggestions import did_you_mean
 from megafp8.host.tool import run_tool
 
 
-def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:
+def checkpoints(sources: Sequence[AnyPath], last: int | None, least: int) -> list[Path]:
     """Return the checkpoints to average; those at URLs are copied to local files first.
 
     Raises ValueError unless there are at least `least` different checkpoints.
@@ -33,18 +33,18 @@ def checkpoints(given: Sequence[AnyPath], last: int | None, least: int) -> list[
     from megafp8.conversion.formats import fetched
 
     if last is not None:
-        if len(given) > 1 or last < 2:
-            raise ValueError(f"--last {last} with {len(given)} paths: give one run, and a number of at least 2")
+        if len(sources) > 1 or last < 2:
+            raise ValueError(f"--last {last} with {len(sources)} paths: give one run, and a number of at least 2")
         complete = [
-            path for _, path in complete_checkpoints(given[0] / "checkpoints") or complete_checkpoints(given[0])
+            path for _, path in complete_checkpoints(sources[0] / "checkpoints") or complete_checkpoints(sources[0])
         ]
         if len(complete) < last:
-            raise ValueError(f"{given[0]} has {len(complete)} complete checkpoints, and --last is {last}")
-        given = complete[-last:]
-    for path in given:
+            raise ValueError(f"{sources[0]} has {len(complete)} complete checkpoints, and --last is {last}")
+        sources = complete[-last:]
+    for path in sources:
         if not path.exists():
             raise ValueError(f"--load {path}: there is no such folder; {did_you_mean(Path(str(path)), 'give a run')}")
-    paths = [fetched(path) for path in given]
+    paths = [fetched(path) for path in sources]
     if len(paths) < least:
         raise ValueError(f"{len(paths)} checkpoint to average: give two or more, or a run and --last 5")
     resolved = [path.resolve() for path in paths]

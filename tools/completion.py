@@ -131,7 +131,7 @@ def script(shell: str) -> str:
     text: str = shtab.complete(whole_parser(), shell, preamble=preamble)
     if shell == "bash":
         return text + _AFTER_BASH
-    return re.sub(r'^  "\(\*\)::?', '  "*:', text, flags=re.M)  # lists, which shtab completes up to the first item
+    return re.sub(r'^  "\(\*\)::?', '  "*:', text, flags=re.M)  # shtab completes only the first item of a list
 
 
 def make_parser() -> ArgumentParser:

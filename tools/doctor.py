@@ -100,7 +100,7 @@ def check_packages(usable: Collection[str]) -> Iterator[Finding]:
         elif module := _MODULES.get(requirement.name):
             try:
                 importlib.import_module(module)
-            except Exception as error:  # such as a shared library that is missing
+            except Exception as error:  # for example because a shared library is missing
                 wrong[extra].append(f"{requirement.name} cannot be imported: {_first_line(error)}")
     needed = wrong.pop("")
     if needed:

@@ -42,7 +42,7 @@ def _gpu(name: str) -> str:
 
 def _tokens(text: str) -> int:
     """Parse the value of --tokens."""
-    from megafp8.planner.budget import number_of_tokens  # help needs no torch
+    from megafp8.planner.budget import number_of_tokens  # needs torch, unlike help
 
     try:
         return number_of_tokens(text)

@@ -38,7 +38,7 @@ def make_parser() -> ArgumentParser:
 
 def main() -> int:
     """Run the command and return its exit code."""
-    from megafp8.training import command_line  # reads the config, which help need not wait for
+    from megafp8.training import command_line  # slow to import, so not for help
 
     code = command_line.main(__doc__, live_uses)
     command_line.exit_with(code)

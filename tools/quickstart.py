@@ -67,7 +67,7 @@ def write_file_list() -> Path:
 
 def device() -> list[str]:
     """Return the override that lets the ranks share the CPU if there are fewer GPUs than ranks."""
-    if shutil.which("nvidia-smi") is None:  # no driver, so torch, which takes seconds to import, finds no GPU either
+    if shutil.which("nvidia-smi") is None:  # without a driver there is no GPU, and importing torch takes seconds
         return []
     from torch.cuda import device_count
 
@@ -93,7 +93,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 def quickstart(overrides: Sequence[str]) -> None:
     """Run the remaining steps. Raises ValueError for invalid overrides before the first step."""
-    from megafp8.config import check_layout, load_config  # help need not wait for it
+    from megafp8.config import check_layout, load_config  # slow to import, so not for help
 
     start = time.monotonic()
     config = load_config("quickstart", overrides)

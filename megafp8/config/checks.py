@@ -94,7 +94,7 @@ def fewest_ranks(configs: Sequence[Config]) -> int:
         least = math.lcm(least, p.pipeline * math.lcm(p.tensor * p.context, p.expert_ranks))
     most = max(config.training.global_batch_size for config in configs) * least
     for ranks in range(least, min(most, _MOST_RANKS) + 1, least):
-        divide = all(not [*_batch(config, ranks)] for config in configs)  # the rule that most numbers break, and short
+        divide = all(not [*_batch(config, ranks)] for config in configs)  # a cheap rule that rejects most numbers
         if divide and not any(problem for config in configs for problem in _problems_on_ranks(config, ranks)):
             return ranks
     return least
@@ -185,7 +185,7 @@ def _packing(config: Config) -> Iterator[Problem]:
 def _text(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that cannot be combined with text that is tokenized while the run trains."""
     d, text = config.data, config.data.text
-    if d.grpo is not None:  # its prompts are no text to learn
+    if d.grpo is not None:  # its prompts are not training text
         return
     if not text:
         if d.streams != type(d.streams)():
@@ -235,11 +235,11 @@ def canonical_streams_problem(config: Config, world_size: int, count: int) -> It
 
 
 def _objective(config: Config) -> Iterator[Problem]:
-    given = config.data.objectives
-    if len(given) > 1:
-        rule = f"a model has one objective, and {' and '.join(f'data.{name}' for name in given)} are set"
-        yield Problem(f"data.{[*given][1]}", "(a section)", rule, "leave out all but one")
-    for section in given.values():
+    objectives = config.data.objectives
+    if len(objectives) > 1:
+        rule = f"a model has one objective, and {' and '.join(f'data.{name}' for name in objectives)} are set"
+        yield Problem(f"data.{[*objectives][1]}", "(a section)", rule, "leave out all but one")
+    for section in objectives.values():
         yield from section.problems(config)
 
 
@@ -359,14 +359,14 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
         rule = "model.pattern does not name it"
         yield Problem(f"model.layer_kinds.{unused[0]}", "given", rule, "name it there, or leave it out")
     say = "model.pattern already assigns a kind to each layer"
-    for path, given in (
+    for path, value in (
         ("full_attention_layers", m.full_attention_layers),
         ("rope_local_theta", m.rope_local_theta),
         ("moe.first_dense_layers", m.moe is not None and m.moe.first_dense_layers),
         ("moe.layer_interval", m.moe is not None and m.moe.layer_interval > 1 and m.moe.layer_interval),
     ):
-        if given:
-            yield Problem(f"model.{path}", given, say, "leave it out")
+        if value:
+            yield Problem(f"model.{path}", value, say, "leave it out")
     for name, kind in m.layer_kinds.items():
         if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
             rule = "it has neither a mixer nor a feed-forward network"

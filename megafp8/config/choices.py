@@ -60,7 +60,9 @@ def leave_out_options(
 def _section(annotation: Any, values: Mapping[str, Any]) -> type[Section] | None:
     """Return the section class of `values`; None for a mapping, or if no class has its `kind`."""
     several = len(members(annotation)) > 1 and "kind" in values
-    return section_of_kind(annotation, values["kind"]) if several else section_of(annotation)  # the first by default
+    return (
+        section_of_kind(annotation, values["kind"]) if several else section_of(annotation)
+    )  # the first one is the default
 
 
 def type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:

@@ -191,7 +191,7 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     try:
         node = compose(text)
         duplicates = []
-        for d in list(duplicate_keys(node)):  # all, before merge keys are resolved in place
+        for d in list(duplicate_keys(node)):  # list all, before merge keys are resolved in place
             rule = f"line {d.second}: line {d.first} has this key already"
             duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
         tree = construct(node)

@@ -10,7 +10,7 @@ from megafp8.config.reader import section_of
 from megafp8.config.schema import Config
 from megafp8.section import Section
 
-_HUGGING_FACE = {  # TrainingArguments, config.json, and axolotl, which takes many of their names
+_HUGGING_FACE = {  # names of TrainingArguments, config.json, and axolotl, which uses many of them
     "adam_epsilon": "optimizer.eps",
     "adapter": "lora",
     "base_model": "checkpoint.init_from",

@@ -251,7 +251,7 @@ def _problem(error: ErrorDetails, place: _Place) -> Problem:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         of = "a key here" if place.is_key else "this key"
         return Problem(path, value, f"{of} is text, but YAML reads this value as another type", f'quote it: "{text}"')
-    if kind == "string_pattern_mismatch":  # of `section.Name`, the only type with a pattern
+    if kind == "string_pattern_mismatch":  # `section.Name` is the only type with a pattern
         rule = "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or digit"
         valid = re.sub("[^A-Za-z0-9._-]+", "-", value).lstrip("._-")
         return Problem(path, value, rule, f"try {valid or 'run-1'}")

@@ -127,8 +127,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     """Number of token types. Each type has a learned embedding that is added to the token embedding (BERT's
     type_vocab_size: 2, one for each part of a pair of sentences). 0: no token types."""
     binary_head: bool = False
-    """Also predict from the first token's output whether the two parts of a sentence pair are in order; bert only
-    (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
+    """Second output head of bert, which predicts from the first token's output whether the two parts of a sentence pair
+    are in order (Megatron-LM's bert_binary_head; BERT's next-sentence head; sentence-order prediction, Lan et al. 2019,
     arXiv:1909.11942). Samples are then pairs: data.packing must be sentences, and token_types at least 2."""
     transform_activation: Literal["gelu", "gelu_tanh"] | None = None
     """GELU variant before the output layer of bert. RoBERTa and Megatron-LM use the exact gelu there, whatever
@@ -396,7 +396,7 @@ class Fp8Config(Section):
         from megafp8.numerics.recipes import RECIPES, keys_of, per_tensor_keys_of  # needs torch
 
         recipe, rules = values.get("recipe", "none"), values.get("custom") or ()
-        if recipe == "none":  # the section is off, whatever is in it
+        if recipe == "none":  # the section has no effect
             return cls.model_fields.keys() - per_tensor_keys_of(RECIPES)
         named = [value for rule in rules if isinstance(rule, dict) for value in rule.values()]
         names = {recipe, *(named if recipe == "custom" else ())} & RECIPES.keys()
@@ -1091,7 +1091,7 @@ class CheckpointConfig(Section):
     agree with the folder. With model.moe and a source without experts, every expert starts as a copy of its layer's MLP
     (upcycling)."""
     init_optimizer: bool = False
-    """Also load the optimizer state (Adam's moments, fp32 masters, step count) from init_from, which must be a
+    """Load the optimizer state (Adam's moments, fp32 masters, step count) from init_from, too, which must be a
     checkpoint of a run or of Megatron Core. The run still begins at step 0, with the learning rate and data of step 0.
     """
     allow_model_change: list[str] = []

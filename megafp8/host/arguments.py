@@ -102,7 +102,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def usage_error(self, message: str) -> str:
         """Return an error message of argparse or of a tool, with a suggestion if it has none."""
         message = re.sub(r"^argument (\S+/)?", "", message)
-        message = message.replace("training_script, training_script_args", "COMMAND")  # of torchrun's parser
+        message = message.replace("training_script, training_script_args", "COMMAND")  # torchrun's parser names them so
         message = re.sub(r"invalid int value: (.*)", r"\1 is no whole number", message)
         message = re.sub(r"invalid \w+ value: (.*)", r"\1 is no number", message)
         works = self._works(message)

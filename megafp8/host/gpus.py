@@ -146,7 +146,7 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         H200,
-        # Assumes that chip and power limit are the same as of the H200. Not measured.
+        # Assumes the chip and power limit of the H200. Not measured.
         replace(
             H200,
             name="h100-80gb",

@@ -23,7 +23,7 @@ def make_own_folder(path: Path, *, private: bool = False) -> None:
     """
     with contextlib.suppress(FileExistsError):  # exist_ok=True would accept a symlink and refuse a dangling one
         path.mkdir(mode=0o700 if private else 0o777)
-    status = path.lstat()  # after mkdir: in a sticky folder no other user can replace what is this user's
+    status = path.lstat()  # after mkdir: in a sticky folder, no other user can replace a folder of this user
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no directory"
         problem = f"is {kind} of user {status.st_uid}"

@@ -168,7 +168,9 @@ class _Block:
         phases = Phases(flops / forward * slower + launch, 2 * flops / backward * slower + 4 * launch)
         if config.optimizer.qk_clip is None:
             return phases
-        return phases + Phases(forward=flops / 2 / gpu.scored_forward * slower + 2 * launch)  # the largest logits
+        return phases + Phases(
+            forward=flops / 2 / gpu.scored_forward * slower + 2 * launch
+        )  # computes the largest logits
 
     def elementwise(self) -> Phases:
         """Return the seconds of memory-bound work.
@@ -325,8 +327,8 @@ def gather_seconds(
     reduce = cluster.collective(others.weight_shards, others.stride, reduced)
     copy = gpu.ceilings.bandwidth * gpu.elementwise
     every, sent_fp8 = (sum(counts) for counts in zip(*((values + in_fp8, in_fp8) for _, values, in_fp8 in parts)))
-    # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
-    # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
+    # A shard is read in fp32 and written in the gathered format, and gathered data is copied once. Gradients are copied
+    # into the buffer that is reduced. If a rank holds a whole weight, torch copies that buffer in fp32.
     once = (shards * (4 + e) + (every - sent_fp8) * 2 * e + (multiplied - sent_fp8) * (e + 2 * FP8)) / copy
     back = once + (every * (e + 2 * 4) + whole * 2 * 4) / copy
 

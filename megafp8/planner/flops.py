@@ -106,7 +106,7 @@ def output_layer_in_blocks(config: Config) -> float:
     """Return the approximate time of the output layer and of multi-token prediction, in units of one block's time."""
     block, rate = layer_flops(config, 0).trained(), _RELATIVE_RATE[config.fp8.recipe != "none"]
     depths = [layer_flops(config, index).trained() for index in config.spec.indices[config.spec.num_blocks :]]
-    # A depth is a block, at its own rate, and a projection at that of the output layer.
+    # A depth is a block, at the rate of blocks, and a projection, at the rate of the output layer.
     projections = sum(depth - block for depth in depths)
     return len(depths) + (output_flops(config).trained() + projections) * rate / block
 

@@ -359,7 +359,7 @@ class _State:
         self.back[index] = max(self.back.get(index, 0.0), rejoins)
         if away:
             return
-        if len(self.back) == job.replicas:  # nobody has the state
+        if len(self.back) == job.replicas:  # no replica has the state
             self.back.clear()
             self._restart(fault.detection, waiting)
             return
@@ -424,7 +424,7 @@ def best_interval(job: SimulatedJob, rates: Mapping[str, float], detection: floa
     def goodput(steps: int) -> float:
         return expected_goodput(replace(job, saves=replace(job.saves, interval=steps * job.step)), rates, detection)
 
-    while most - least > 2:  # it has one maximum
+    while most - least > 2:  # ternary search, because goodput has a single maximum
         third = (most - least) // 3
         left, right = least + third, most - third
         least, most = (left, most) if goodput(left) < goodput(right) else (least, right)
@@ -437,7 +437,7 @@ def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
     The number of nodes in repair is Poisson-distributed.
     """
     mean = rate * repair
-    if mean > 500:  # where the sum underflows, a normal distribution is within a node
+    if mean > 500:  # the sum underflows, and a normal approximation is accurate to one node
         return math.ceil(mean + 3.1 * math.sqrt(mean))
     count, probability = 0, math.exp(-mean)
     total = probability
@@ -545,7 +545,7 @@ def forecasts(
             spares=spares,
             repair=assumed.repair,
         )
-        if saves is memory:  # those on disk are then rare
+        if saves is memory:  # saves on disk are then rare
             job = replace(job, also=(replace(disk, interval=assumed.disk_interval),))
         set_interval = config.checkpoint.interval if saves is disk else config.checkpoint.memory_interval
         configured = expected_goodput(job, rates, detection) if set_interval else None

@@ -195,7 +195,7 @@ def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
     if fprop == dgrad == "high":
         return 0
     weight = batch.granularity(layer.plan.name, "weight")
-    if weight is BLOCK_16X16:  # both are views of one
+    if weight is BLOCK_16X16:  # both orientations are views of the same data
         return layer.copies * fp8_bytes(weight, n, k)
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
     return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
@@ -302,19 +302,19 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
     experts_fp8 = [sum(p.elements for p in block if p.only_fp8 and p.expert and apart) for block in parameters]
     others_fp8 = [count - expert_count for count, expert_count in zip(in_fp8, experts_fp8)]
-    # Of FP8 weights, from the first block's forward on. Ranks that gather experts only have others.
+    # Buffers of FP8 weights exist from the first block's forward on. Experts gathered over other ranks have their own.
     buffers = 2 * (max(experts_fp8, default=0) + max(others_fp8, default=0))
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
     first, last = layers.start == 0, layers.stop == len(config.spec.layers)
     shared = config.spec.embeds_on_last_stage
     stays = table * e * (shared and (first or last))
-    summed = table * sent * (shared and last)  # from the backward of its last use to the end
+    summed = table * sent * (shared and last)  # from the backward pass of the last use to the end
     blocks = []
     for at, unit in enumerate(elements):
         following = elements[at + 1] if at + 1 < len(elements) else table * (last and not tied)
         here = values[at] + (values[at - 1] if at else 0) + copies[at] + (unit + max(unit, following)) * sent
         blocks.append(here + buffers + stays + summed)
-    end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
+    end = table * (4 + sent)  # the embedding's gradient in fp32, and in the reduced dtype
     ends_with_table = first or bool(stays)
     late = table * sent * (overlaps and ends_with_table)
     blocks[-1] += late * (not last)
@@ -330,7 +330,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
     saved = [outline.saved(i, layer_memory) for i, layer_memory in zip(layers, memory)]
     on_device = [0 if layer_memory.offload else size for size, layer_memory in zip(saved, memory)]
     offloaded = [size if layer_memory.offload else 0 for size, layer_memory in zip(saved, memory)]
-    if layers.start == 0 and config.spec.stem.normalizes:  # its input and statistics
+    if layers.start == 0 and config.spec.stem.normalizes:  # input and statistics of the embedding's norm
         statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
@@ -345,7 +345,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
-        # The final norm's input; the output layer's, and its gradient; residual streams.
+        # Input of the final norm; input of the output layer, and its gradient; residual streams.
         ends = (outline.batch.own_tokens + 2 * predicted) * h * e
         ends += outline.batch.own_tokens * (config.spec.stream_width - h) * e
         ends += loss_memory(config, predicted).computed
@@ -365,7 +365,7 @@ def pipeline_memory(
     """
     config, p = outline.config, outline.config.parallel
     layers = layers_of_stages(config, placement)
-    data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
+    data = world_size // (p.tensor * p.pipeline)  # includes context-parallel ranks
     frozen = _frozen_memory(outline, data, placement)
     return [
         replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=frozen_chunks)

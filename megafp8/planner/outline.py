@@ -188,7 +188,7 @@ class ModelOutlines:
         for name, _ in linear_sites(config):
             names.setdefault(int(name.split(".")[1]), []).append(name)
         for index in config.spec.indices:
-            # Of experts, the first stands for all.
+            # The first expert represents all experts.
             selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
             how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
             self._alike[index] = (config.spec.kinds[index], how)
@@ -250,7 +250,7 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
 
     Sizes are per tensor-parallel rank. The place has the name of the first layer of the same kind.
     """
-    # The first rank of one expert-parallel rank has all experts.
+    # With expert-parallel size 1, the first rank has all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     by_kind: dict[int, tuple[int, list[LinearSite]]] = {}
     for index in config.spec.indices:
@@ -266,8 +266,8 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
 
 
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:
-    spec, shapes = spec_of(param), tuple(piece.global_shape for piece in spec_of(param).shards)
-    ranks = config.parallel.expert if spec.expert else 1  # each has other experts
+    spec, shapes = spec_of(param), tuple(shard.global_shape for shard in spec_of(param).shards)
+    ranks = config.parallel.expert if spec.expert else 1  # each rank has different experts
     in_model = 0 if spec.is_copy else ranks * sum(map(math.prod, shapes))
     matrices = shapes if is_hidden_matrix(spec) else ()
     return Parameter(param.numel(), in_model, spec.expert, param.requires_grad, only_fp8, shared, matrices)

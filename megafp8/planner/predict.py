@@ -93,7 +93,7 @@ def _simulated(placement: StagePlacement) -> int:
 
 @lru_cache(maxsize=256)
 def _schedule(source: str, placement: StagePlacement, count: int) -> Schedule:
-    if source in SCHEDULES:  # which need no check
+    if source in SCHEDULES:  # built-in schedules need no check
         return SCHEDULES[source].build(placement, count)
     return training_schedule(source, placement, count)
 
@@ -218,7 +218,7 @@ def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
     layers = [outline.layers[index] for stage_layers in stages for index in stage_layers]
     update = config.optimizer.update(hidden_matrix=True)
     flops = sum(update_flops(update, layer, config.parallel.expert) for layer in layers)
-    # Read in training.precision, written rowwise and columnwise.
+    # A cast reads in training.precision, and writes rowwise and columnwise.
     element = ELEMENT[config.training.precision] + 2
     casts = element * sum(x.weights for layer in layers for x in layer.linears if x.plan.fp8)
     return Held(sum(x.elements for x in parameters) - experts, experts, casts, flops)
@@ -248,7 +248,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     stored = ELEMENT[optimizer.moments_dtype]
     moment_bytes = 2 * stored if stored > 1 else gpu.fp8_moment
     moments = len(optimizer.update(hidden_matrix=False).moments) * moment_bytes
-    # With FP8 weights about nine tenths of the parameters travel as FP8.
+    # With FP8 weights, about nine tenths of the parameters are gathered in FP8.
     gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
     reduce = gather = tail = owned = 0.0
     for plan, count in zip(plans, (rank.others, rank.experts), strict=True):
@@ -256,7 +256,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         owned += count / plan.state_shards
         reduce += cluster.collective(*group, received * sent) * plan.reductions
         gather += cluster.collective(*group, received * gathered) * plan.gathers
-        if not plan.gathers_blocks:  # what is complete at the end of backward only
+        if not plan.gathers_blocks:  # the last bucket is complete only at the end of backward
             tail = max(tail, cluster.collective(*group, min(count, plan.bucket_elements) * sent))
     costs = {
         "gradient reduction": _beside(
@@ -264,12 +264,13 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         ),
         "parameter gather": _beside(gather, micro_batch.forward if p.overlap_param_gather else 0.0, gpu.hidden, 0.0),
     }
-    # Gradients are read for their norm and for the update, by FSDP zeroed; masters and moments read and written.
+    # Gradients are read for their norm and for the update, and zeroed under FSDP. Masters and moments are read and
+    # written.
     average = 12 if optimizer.average_decay is not None else 0
     zeroed = (rank.others + rank.experts) / data if plans[0].gathers_blocks else 0.0
     moved = owned * (8 + 8 + moments + element + average) + 4 * zeroed
     costs["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
-    if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
+    if rank.update_flops > 0:  # the ranks share the work; each sends its parts and receives the updated parts
         stage_gpus = cluster.gpus // p.pipeline
         exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / stage_gpus
         costs["matrix updates"] = rank.update_flops / stage_gpus / (gpu.ceilings.bf16 * gpu.load_bf16)

@@ -254,8 +254,8 @@ class _Search:
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
         count = micro_batches(config, self.cluster.gpus)
-        # Some rank has the blocks that are left over. The last rank waits for the first micro-batch, and the first one
-        # for its gradient where backwards are not split; unequal stages may wait a little less.
+        # One rank has the remaining blocks of an uneven division. The last rank waits for the first micro-batch. The
+        # first rank waits for its gradient unless backward is split. Unequal stages may wait a little less.
         blocks = config.spec.num_blocks
         busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * block_work)
         before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
@@ -273,7 +273,7 @@ class _Search:
 
     def _work(self, config: Config) -> _Work:
         one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
-        # As many ranks as a stage has shard its parameters.
+        # The parameters are sharded over as many ranks as a stage has.
         outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
         work = sum(summed(stage_costs(outline, near)).values(), Phases())
         ends = sum(ends_costs(outline, near, first=True, last=True).values(), Phases())
@@ -298,10 +298,10 @@ class _Search:
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
             between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
-            replica_ranks = max(1, plan.ranks // plan.replicas)  # which share the optimizer's state, if any ranks do
+            replica_ranks = max(1, plan.ranks // plan.replicas)  # ranks that may share the optimizer state
             total += elements * (between_uses / plan.weight_shards + state / replica_ranks)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
-        # A stage has its part of the blocks, or one fewer where they do not divide evenly.
+        # A stage has an equal part of the blocks, or one block fewer if they do not divide evenly.
         blocks = config.spec.num_blocks
         stage_fraction = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
         return total + saved * stage_fraction * most_in_flight(layout.schedule, placement, count)
@@ -388,7 +388,7 @@ def _losers(
         if fits:
             nearest = min(fits, key=lambda p: p.seconds)
             why = why_slower(nearest, winner.prediction)
-            if excesses:  # others of the same sizes, between these and the leanest, may fit too
+            if excesses:  # others of the same sizes may fit, too
                 why = f"its fastest need {size_text(min(excesses))} too much; one that fits is {why}"
             slower.append((nearest.seconds, name, why))
         elif excesses:

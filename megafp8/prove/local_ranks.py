@@ -62,7 +62,7 @@ def _serve(pipe: Connection, stack_path: str) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
             pipe.send((*result, time.process_time() - begin))
-    if dist.is_initialized():  # NCCL warns of groups that a process leaves behind
+    if dist.is_initialized():  # NCCL warns about groups that are not destroyed
         dist.destroy_process_group()
 
 

@@ -176,7 +176,7 @@ def write_tensors(held: Mapping[str, Rectangles | Tensor], file: Path) -> None:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors that `write_tensors` wrote."""
-    return torch.load(file, weights_only=False, mmap=True)  # this proof's own file, which the safe way reads slowly
+    return torch.load(file, weights_only=False, mmap=True)  # this process wrote the file; safe loading is slow
 
 
 def compare(found: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor]) -> Comparison:

@@ -407,9 +407,7 @@ def _numbers(layout: ProvedLayout, sizes: Sizes, scale: int, edit: _Edit) -> Non
     values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
     heads = _heads(values[Quantity.HEADS], config, layout)
     channels = _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads)
-    if (
-        channels.get(config.spec.hidden_size, 0) >= config.spec.hidden_size
-    ):  # an unchanged width keeps its number of heads
+    if channels.get(config.spec.hidden_size, 0) >= config.spec.hidden_size:  # an unchanged width keeps its heads
         heads = dict(zip(values[Quantity.HEADS], values[Quantity.HEADS]))
     small = {
         Quantity.HEADS: heads,

@@ -385,7 +385,7 @@ def test_chats_become_a_data_set_with_a_mask(
     printed = capsys.readouterr().out
     assert f"loss mask: {about['learned_tokens']:,} tokens of answers" in printed
     assert (
-        r"with learned tokens in ⟦ ⟧: <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+        r"learned tokens in ⟦ ⟧: <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
         in printed
     )
     assert "warning" not in printed

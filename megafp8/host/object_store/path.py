@@ -145,7 +145,7 @@ class ObjectPath:
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:
-        try:  # fsspec's own exists, isfile and isdir hide errors
+        try:  # fsspec's own exists, isfile and isdir return False for every error
             return str(self._call(lambda fs, path: fs.info(path), _SHORT_DELAYS)["type"])
         except FileNotFoundError:
             return None
