@@ -6,14 +6,15 @@
     megafp8 prove my.yaml --device cuda             # on the GPUs of a node, before the job
 
 The command makes a small copy of the config that keeps every kind of layer, every axis of the layout and every option,
-and prints the changes. Then up to 16 processes on this machine train the copy. It checks that loss, gradients,
-optimizer steps, FP8 recipe, checkpoint, resumption and data order equal those of one rank, and that an export computes
-the same in transformers. The certificate is printed as a table, and written as JSON next to the config. The command
-needs neither GPUs nor data, and takes a minute or a few. docs/prove.md explains what it proves and what it does not.
+and prints the changes. Then up to 16 processes on this machine train the copy. The command checks that loss, gradients,
+optimizer steps, FP8 recipe, checkpoint, resumption and data order are the same as on one rank, and that an export
+computes the same in transformers. The certificate is printed as a table, and written as JSON next to the config. The
+command needs neither GPUs nor data, and takes a minute or a few. docs/prove.md explains the coverage and the limits of
+the proof.
 
 With --device cuda, the small copy keeps the precision, kernels and CUDA graphs of the config. It runs through NCCL on
-as many GPUs of this machine as its layout needs. It checks that losses, gradients and weights equal those of one CPU
-rank in float64, except for rounding.
+the GPUs of this machine. Losses, gradients and weights must be the same as on one CPU rank in float64, except for
+rounding.
 
 Exit code: 0 if nothing differs, 1 if something does, 2 for a config that cannot run.
 """

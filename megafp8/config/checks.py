@@ -87,7 +87,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
 def fewest_ranks(configs: Sequence[Config]) -> int:
     """Return the smallest number of ranks on which all `configs`, the stages of a run, can run.
 
-    If no number works, return one that every model-parallel size divides; `check_layout` then reports what is wrong.
+    If no number works, return one that every model-parallel size divides; `check_layout` then reports the problems.
     """
     least = 1
     for p in (config.parallel for config in configs):
@@ -351,7 +351,7 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
     if not m.pattern:
         return
     if m.architecture != "gpt":
-        rule = f"model.architecture is {m.architecture}, whose layers are alike"
+        rule = f"model.architecture is {m.architecture}, and only gpt has several kinds of layers"
         yield Problem("model.pattern", m.pattern, rule, "leave it out, with model.layer_kinds")
         return
     named = {entry.partition("*")[0].strip() for entry in m.pattern}

@@ -76,7 +76,7 @@ def type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:
 def _lost(
     old: type[Section], new: type[Section], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Iterator[tuple[str, set[str]]]:
-    """Yield each choosing key whose value changed, with the options that its old value has and its new value lacks."""
+    """Yield each choosing key that changed, with the options that its old value has and its new value lacks."""
     if old is not new:
         yield "kind", set(old.model_fields) - set(new.model_fields)
         return
@@ -89,7 +89,7 @@ def _lost(
 def report(left_out: Sequence[LeftOut], config: Section, source: str) -> None:
     """Log the options left out of `source`, once per process.
 
-    Options whose values in `config` are unchanged are not logged.
+    Options that have the same values in `config` are not logged.
     """
     by_choice: dict[tuple[str, str], list[str]] = {}
     tree = config.model_dump(mode="json") if left_out else {}

@@ -101,8 +101,8 @@ def _spans(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({parts}) equal parts"
         yield Problem("training.decoder_seq_length", length, rule, f"try {-(-length // parts) * parts}")
     if p.context > 1:
-        rule = "model.architecture is t5, whose decoder attends to all of the encoder's tokens"
+        rule = "model.architecture is t5, and its decoder attends to all of the encoder's tokens"
         yield Problem("parallel.context", p.context, rule, "try parallel.context=1, and parallel.tensor for long texts")
     if p.offload:
-        rule = "model.architecture is t5, whose encoder's output all layers of the decoder read"
+        rule = "model.architecture is t5, and all decoder layers read the encoder's output"
         yield Problem("parallel.offload", p.offload, rule, "try parallel.offload=false, or parallel.recompute=full")

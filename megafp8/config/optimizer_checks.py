@@ -70,7 +70,7 @@ def loss_scale(config: Config) -> Iterator[Problem]:
     """Check that a loss scale is used with fp16 only and starts at or above its minimum."""
     t, scale = config.training, config.training.loss_scale
     if t.precision != "fp16" and scale != type(scale)():
-        rule = f"training.precision is {t.precision}, whose range needs no loss scale"
+        rule = f"training.precision is {t.precision}, which needs no loss scale"
         yield Problem("training.loss_scale", scale.model_dump(), rule, "leave it out, or try training.precision=fp16")
     if scale.initial_scale < scale.min_loss_scale:
         path, rule = "training.loss_scale.initial_scale", f"below min_loss_scale ({scale.min_loss_scale})"
@@ -79,7 +79,10 @@ def loss_scale(config: Config) -> Iterator[Problem]:
 
 _LEAST_DECAY = {
     "bf16": (2**-8, "has 8 bits of precision, so a change of a moment by {:.2g} of its value would be rounded away"),
-    "fp8": (2**-7, "uses stochastic rounding, whose noise adds up if a moment changes by {:.2g} of its value per step"),
+    "fp8": (
+        2**-7,
+        "uses stochastic rounding, and its noise adds up if a moment changes by {:.2g} of its value per step",
+    ),
 }
 """Minimum of 1 - beta for each optimizer.moments_dtype, and the reason."""
 
@@ -121,7 +124,7 @@ def chosen(config: Config) -> Iterator[Problem]:
     if not isinstance(o.chosen, MatrixUpdate):
         return
     if o.moments_dtype != "fp32":
-        rule = f"optimizer.name is {o.name}, whose state is stored in fp32"
+        rule = f"optimizer.name is {o.name}, which stores its state in fp32"
         yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try fp32, {adamw}")
     if o.store_param_remainders:
         rule = f"optimizer.name is {o.name}, which stores fp32 masters"
@@ -150,5 +153,5 @@ def mup(config: Config) -> Iterator[Problem]:
         rule = "model.attention_scale is given, and both set the scale of attention scores"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave one of them out")
     if m.latent_attention is not None and m.mup.base_head_dim is not None:
-        rule = "the model has latent attention, whose heads have several widths; add heads instead, without this key"
+        rule = "the heads of latent attention have several widths; add heads instead, without this key"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave it out")

@@ -195,7 +195,7 @@ def section_of_kind(annotation: Any, kind: object) -> type[Section] | None:
 
 
 def member_with(annotation: Any, *origins: type) -> Any:
-    """Return the first member of the type whose origin (list, tuple, dict) is among `origins`, or None."""
+    """Return the first member of the type with an origin (list, tuple, dict) among `origins`, or None."""
     return next((member for member in members(annotation) if get_origin(member) in origins), None)
 
 

@@ -104,7 +104,7 @@ def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
     made: dict[Any, LayerSpec] = {}
 
     def shared(*fields: Any) -> LayerSpec:
-        """Return one object for equal layers, so that a model of thousands is small."""
+        """Return one object for equal layers, so that a model of thousands of layers stays small."""
         key = (id(fields[0]), id(fields[1]), *fields[2:])
         if key not in made:
             made[key] = LayerSpec(*fields)
@@ -114,7 +114,7 @@ def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
 
 
 def _kv_layers(model: ModelSection) -> set[int]:
-    """Return the layers whose keys and values other layers read."""
+    """Return the layers that provide keys and values for other layers."""
     used = set(kind_names(model))
     read = (getattr(kind.mixer, "kv_layer", None) for name, kind in model.layer_kinds.items() if name in used)
     return {source for source in read if source is not None}
@@ -155,7 +155,7 @@ def _kinds(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
 
 
 def _kv_sources(blocks: Sequence[LayerSpec]) -> dict[int, int]:
-    """Return the layers whose keys and values others read, and the last layer that reads each."""
+    """Return the layers that provide keys and values for others, and for each the last layer that reads them."""
     read = ((getattr(layer.mixer, "kv_layer", None), index) for index, layer in enumerate(blocks))
     return {source: reader for source, reader in read if source is not None}
 

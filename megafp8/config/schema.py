@@ -245,7 +245,7 @@ class ParallelConfig(Section):
     recompute_blocks: PositiveInt | None = None
     """Number of blocks per stage to recompute, from the first block of the stage. Default: all."""
     recompute_ops: list[Literal["norms", "activation", "attention"]] = ["norms", "activation"]
-    """Ops whose outputs are recomputed with recompute: selective. norms (Megatron-LM's layernorm) and activation
+    """Ops to recompute with recompute: selective. norms (Megatron-LM's layernorm) and activation
     (moe_act): recompute the inputs of linear layers from tensors that norms and activations store anyway, at the cost
     of one elementwise pass. attention (core_attn): recompute the attention output, at the cost of its forward pass;
     useful only if the output projection is FP8."""
@@ -311,7 +311,7 @@ class CustomRule(Section):
 class Fp8Config(Section):
     """FP8 in the linear layers of the blocks. The embedding, output layer, norms and softmax use training.precision.
 
-    An option whose description begins with names of recipes is an error with any other recipe, unless it has its
+    Some descriptions of options begin with names of recipes. With any other recipe, such an option must have its
     default.
     """
 
@@ -578,7 +578,7 @@ class SpanCorruptionConfig(Section):
         return noise, min(max(round(noise / self.mean_span_length), 1), text - noise)
 
     def text_length(self, inputs: int) -> int:
-        """Return the length of the longest text whose corrupted form fits in `inputs` tokens (at least 3).
+        """Return the length of the longest text that fits in `inputs` tokens (at least 3) after corruption.
 
         The corrupted form has a sentinel for each span and an end token. This equals `random_spans_helper` of seqio
         (Raffel et al.): a text of `inputs` - 1 tokens always fits, because no span is empty, and the corrupted form of
@@ -1143,9 +1143,9 @@ class FaultConfig(Section):
     nan_gradient: set one gradient of the rank to NaN. flip_weight: flip one bit of a weight after the update.
     flip_gradient: flip one bit of a gradient when it is recomputed. slow: sleep before the forward pass in several
     steps, from this step on. loss_spike: set all labels of the rank's samples to 0. fail_save: let writes of large
-    files fail. full_disk: fill the disk of the run folder, of which at most 1 GiB may be free. damage_checkpoint:
-    change a byte of the newest checkpoint and of the checkpoint in node memory, then SIGKILL. lose_memory: remove the
-    node's checkpoints in memory, then SIGKILL."""
+    files fail. full_disk: fill the disk of the run folder, which may have at most 1 GiB of free space.
+    damage_checkpoint: change a byte of the newest checkpoint and of the checkpoint in node memory, then SIGKILL.
+    lose_memory: remove the node's checkpoints in memory, then SIGKILL."""
     rank: Count
     """Global rank on which the fault happens."""
     step: PositiveInt

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-# Messages of gloo, NCCL and the TCP store on a rank whose peer has ended its process.
+# Messages of gloo, NCCL and the TCP store on a rank after the process of its peer has ended.
 _LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -52,7 +52,7 @@ def device_name(device: torch.device) -> str:
 def ceilings_of(name: str) -> Ceilings:
     """Return the ceilings of the device `name`. Raises ValueError if they are not known."""
     if name not in CEILINGS:
-        raise ValueError(f"the speeds of {name!r} are not known, only those of {', '.join(CEILINGS)}")
+        raise ValueError(f"the speeds of {name!r} are not known; known are {', '.join(CEILINGS)}")
     return CEILINGS[name]
 
 

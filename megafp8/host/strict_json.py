@@ -36,7 +36,7 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _finite(text: str) -> float:

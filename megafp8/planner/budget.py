@@ -20,7 +20,7 @@ def number_of_tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = 0 if match is None else round(float(match[1].replace("_", "")) * _SUFFIXES[match[2].upper()])
     if not 0 < number < 2**63:
-        raise ValueError(f"{text!r} is no number of tokens, such as 15T, 300B or 2e12")
+        raise ValueError(f"{text!r} is not a number of tokens, such as 15T, 300B or 2e12")
     return number
 
 

@@ -31,7 +31,7 @@ class Flops(NamedTuple):
     def trained(self, *, frozen: bool = False) -> float:
         """Return the FLOPs of forward and backward.
 
-        With `frozen`, the weights have no gradients (LoRA, whose own products are not counted).
+        With `frozen`, the weights have no gradients (LoRA; products with adapters are not counted).
         """
         return (2 if frozen else 3) * self.products + 3 * self.attention
 

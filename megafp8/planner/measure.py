@@ -46,7 +46,7 @@ def measured(gpu: Gpu, linear: Callable[[LinearSize], LinearSeconds], copy: Call
 
 
 def on_cuda() -> tuple[Callable[[LinearSize], LinearSeconds], Callable[[int], float]]:
-    """Return the two timers for `measured` on this machine's first GPU. Raises ValueError if there is none."""
+    """Return the two timers for `measured` on this machine's first GPU. Raises ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("--measure: this machine has no GPU; leave it out to use recorded rates")
     device = torch.device("cuda")

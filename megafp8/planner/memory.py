@@ -107,7 +107,7 @@ def _weight_bytes(config: Config, parameters: Sequence[Parameter], data: int) ->
 
 
 def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataParallelPlan) -> StateMemory:
-    """Return the state of parameters whose gradients are all summed over the same ranks."""
+    """Return the state of parameters if all their gradients are summed over the same ranks."""
     optimizer, dtype = config.optimizer, config.training.precision
     moments = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
     elements = plan.held(

@@ -30,7 +30,7 @@ from megafp8.planner.outline import LayerOutline, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, stages_of
 
 _SIMULATED = 3
-"""Number of simulated micro-batches per pipeline rank. All further ones take as long as those of the last third."""
+"""Number of simulated micro-batches per pipeline rank. The time of the last third is extrapolated to further ones."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def predicted_memory(outline: ModelOutline, cluster: Cluster) -> Sequence[RankMe
 
 
 def short_schedule(config: Config, placement: StagePlacement, gpus: int) -> Schedule:
-    """Return the schedule with only as many of a step's micro-batches as affect its start and end."""
+    """Return the schedule with only those micro-batches of a step that affect its start and end."""
     return _schedule(config.parallel.schedule, placement, min(micro_batches(config, gpus), _simulated(placement)))
 
 
@@ -201,7 +201,7 @@ class Held(NamedTuple):
     """Contents of a rank.
 
     `others`, `experts`: elements of parameters. `casts`: bytes that casts of weights move. `update_flops`: FLOPs of the
-    optimizer for the whole matrices of its layers, of which the rank holds a part.
+    optimizer for the whole matrices of the rank's layers; the rank holds a part of these matrices.
     """
 
     others: float

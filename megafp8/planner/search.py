@@ -273,7 +273,7 @@ class _Search:
 
     def _work(self, config: Config) -> _Work:
         one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
-        # The parameters are sharded over as many ranks as a stage has.
+        # The parameters are sharded over the ranks of one stage.
         outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
         work = sum(summed(stage_costs(outline, near)).values(), Phases())
         ends = sum(ends_costs(outline, near, first=True, last=True).values(), Phases())

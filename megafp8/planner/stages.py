@@ -29,7 +29,7 @@ def stages_of(config: Config) -> tuple[StagePlacement, list[range]]:
 
 
 def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, DataParallelPlan]:
-    """Return the plan of parameters whose gradients `data` ranks sum, and the plan of experts' parameters.
+    """Return the plan of parameters with gradients that `data` ranks sum, and the plan of experts' parameters.
 
     If FSDP would give one rank all rows of the experts, the experts are not sharded.
     """

@@ -53,7 +53,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     sink.publish()
     (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if not hasattr(transformers, architecture):
-        return f"transformers has no {architecture}, whose code is in the model's own repository"
+        return f"transformers has no {architecture}; its code is in the model's own repository"
     size = config.spec.stem.vocab_size
     assert size is not None
     generator = torch.Generator().manual_seed(config.seed)

@@ -44,7 +44,7 @@ INITIAL = "initial.pt"
 
 
 class Squares(NamedTuple):
-    """Comparison of a tensor of which a rank holds parts.
+    """Comparison of the parts of a tensor that a rank holds.
 
     `scale`: mean square of the reference, or of the change to which differences are relative. `parts`: sum of squared
     differences from the reference for each part (offset, shape).
@@ -214,7 +214,7 @@ def checks(
     timeout: float = 600.0,
     around: Context = nullcontext,
 ) -> Iterator[CheckResult]:
-    """Yield the rows of the certificate as soon as they are known. The options are those of `proof.checks`."""
+    """Yield the rows of the certificate as soon as they are known. See `proof.checks` for the options."""
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
         yield from rows(shrunk(config, ranks), Path(folder), local_ranks, timeout, around)
 
@@ -310,11 +310,13 @@ class _Comparison:
                            _steps([on_cpu] * self._ranks, expected))  # fmt: skip
         noise = noise_of(x.gradients for x in results)
         trained = [name for name in read_tensors(folder / GRADIENTS) if name not in noise]
-        without = f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
+        without = (
+            f"; without {', '.join(sorted(noise))}, with gradients that are zero except for rounding" if noise else ""
+        )
         how = f"of the first step, root mean square of a tensor{without}"
         gradients, cast = (relative([x.gradients for x in records], trained) for records in (results, [on_cpu]))
         yield self._within("gradients", how, bounds.gradients, gradients, cast)
-        how = f"after {STEPS} steps, root mean square, relative to that of a tensor's change"
+        how = f"after {STEPS} steps, root mean square, relative to the change of a tensor"
         names = [f"model.{name}" for name in trained]
         change, cast = (relative([x.state for x in records], names) for records in (results, [on_cpu]))
         yield self._within("weights", how, bounds.weights, change, cast)

@@ -248,10 +248,10 @@ class _Proof:
         yield self._data_order("data order", results, expected.batches)
         gradients = worst([x.gradients for x in results], runs.read_tensors(alone / runs.GRADIENTS))
         first = steps_apart(results, expected.steps[:1])
-        yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
+        yield self._compared("loss and gradients", f"one step, equal to one rank's {RELATIVE}", EXACT, first, gradients)
         state = worst([x.state for x in results], runs.read_tensors(alone / runs.STATE))
         curve = steps_apart(results, expected.steps[: runs.STEPS])
-        how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
+        how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state equal to one rank's {RELATIVE}"
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
@@ -283,7 +283,7 @@ class _Proof:
         for step, (read, wanted) in enumerate(zip(runs.microbatches(found), expected), first):
             for microbatch, wanted_microbatch in zip(read, wanted, strict=True):
                 if microbatch != wanted_microbatch:
-                    where = f"step {step}: samples {microbatch[0]} in place of {wanted_microbatch[0]}"
+                    where = f"step {step}: samples {microbatch[0]} instead of {wanted_microbatch[0]}"
                     return self._row(check, how, "DIFFERENT", None, where)
         return self._row(check, how, "equal")
 

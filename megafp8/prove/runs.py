@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Comparison of a tensor of which a rank holds parts.
+    """Comparison of the parts of a tensor that a rank holds.
 
     `difference`: largest difference from the reference; infinite if a value is not finite. `largest`: largest magnitude
     of the reference. `parts`: offset and shape of each part.

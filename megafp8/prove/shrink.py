@@ -334,7 +334,7 @@ def _batch(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
     factor = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
     few = max(2, layout.pipeline + (factor if count > original.pipeline else 0))
     small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
-    size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
+    size, reason = min(2, t.micro_batch_size), "just enough micro-batches to fill the pipeline"
     edit.set("training.micro_batch_size", size, reason)
     edit.set("training.global_batch_size", small * size * layout.data, reason)
 

@@ -642,7 +642,7 @@ CASES: list[tuple[list[str], int, str]] = [
      "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits of precision, so a change of a "
      "moment by 0.001 of its value would be rounded away; try 0.95, or optimizer.moments_dtype=fp32"),
     (["optimizer.moments_dtype=fp8", "optimizer.beta1=0.995"], 1,
-     "optimizer.beta1 = 0.995: optimizer.moments_dtype is fp8, which uses stochastic rounding, whose noise adds "
+     "optimizer.beta1 = 0.995: optimizer.moments_dtype is fp8, which uses stochastic rounding, and its noise adds "
      "up if a moment changes by 0.005 of its value per step; try 0.95, or optimizer.moments_dtype=fp32"),
     (["optimizer.store_param_remainders=true", "training.precision=fp32"], 1,
      "optimizer.store_param_remainders = True: it is for bf16 weights, and training.precision is fp32; try "
@@ -659,7 +659,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["optimizer.muon.momentum=0.9"], 1,
      "optimizer.muon = {'momentum': 0.9}: optimizer.name is adamw; leave it out, or try name: muon"),
     (["optimizer.name=muon", "optimizer.moments_dtype=bf16"], 1,
-     "optimizer.moments_dtype = 'bf16': optimizer.name is muon, whose state is stored in fp32"),
+     "optimizer.moments_dtype = 'bf16': optimizer.name is muon, which stores its state in fp32"),
     (["optimizer.name=muon", "optimizer.store_param_remainders=true"], 1,
      "optimizer.store_param_remainders = True: optimizer.name is muon, which stores fp32 masters"),
     (["optimizer.name=muon", "lora.rank=4"], 1, "optimizer.name = 'muon': lora trains factors of matrices"),
@@ -668,7 +668,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["model.mup.base_hidden_size=16", "model.moe.num_experts=4"], 1, "the model has experts (model.moe), for which"),
     (["model.mup.base_hidden_size=16", "model.architecture=t5"], 1, "model.architecture is t5, for which muP is not"),
     (["model.mup={base_hidden_size: 16, base_head_dim: 8}", "model.latent_attention={q_rank: null, kv_rank: 8}"], 1,
-     "model.mup.base_head_dim = 8: the model has latent attention, whose heads have several widths"),
+     "model.mup.base_head_dim = 8: the heads of latent attention have several widths"),
     (["model.mup.base_hidden_size=16", "model.mup.base_head_dim=8", "model.attention_scale=0.5"], 1,
      "model.mup.base_head_dim = 8: model.attention_scale is given"),
     (["parallel.recompute_blocks=2"], 1,

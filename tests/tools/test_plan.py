@@ -129,7 +129,7 @@ def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
         main([*COMMAND, "--gpu", "a100"])
     assert "'a100' is not known; known are h200-141gb, h100-80gb" in capsys.readouterr().err
     for flag, said in (
-        ("--tokens", "'x' is no number of tokens, such as 15T"),
+        ("--tokens", "'x' is not a number of tokens, such as 15T"),
         ("--price", "'x' is not a price, such"),
         ("--replicas", "'x' is not NUMBER:MINIMUM, such as 8:6"),
         ("--mtbf-gpu-hours", "'x' is not a number of hours"),

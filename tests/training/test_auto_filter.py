@@ -205,7 +205,7 @@ def test_the_log_names_layers_and_reasons() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "fp8.auto_filter = predicted: the speeds of 'cpu' are not known, only those of NVIDIA H200; try measured"),
+        ([], "fp8.auto_filter = predicted: the speeds of 'cpu' are not known; known are NVIDIA H200; try measured"),
         (["fp8.gemm_backend=emulated"], "predicted: the speed of fp8.gemm_backend = emulated is not known; try"),
         (["fp8.recipe=mxfp8"], "predicted: .* try measured or none"),
     ],

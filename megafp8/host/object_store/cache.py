@@ -363,7 +363,7 @@ class _Number:
         self._descriptor = descriptor
 
     def read(self) -> int | None:
-        """Return the number, or None if there is none."""
+        """Return the number, or None if the file has no number."""
         text = os.pread(self._descriptor, 32, 0)
         return int(text) if text.isdigit() else None
 
