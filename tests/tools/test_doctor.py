@@ -53,7 +53,7 @@ def test_a_machine_without_gpu_is_usable(capsys: pytest.CaptureFixture[str], wit
     assert lines["extra gpu"].startswith("pass"), "nothing that needs a GPU is missed"
     assert lines["extra gpu"].endswith("not installed, and useful on GPUs only")
     assert lines["extra recurrent"].startswith("pass")
-    assert lines["extra recurrent"].endswith("not installed, and of use on Hopper GPUs only")
+    assert lines["extra recurrent"].endswith("not installed, and useful on Hopper GPUs only")
     assert lines["torch"] == f"pass  {'torch':<{lines['torch'].index(torch.__version__) - 6}}{torch.__version__}, " + (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     )

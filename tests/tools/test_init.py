@@ -91,7 +91,7 @@ def test_launch_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("configs/llama3-8b.yaml", "megafp8 init llama3-8b writes the shipped one"),
+        ("configs/llama3-8b.yaml", "megafp8 init llama3-8b writes the shipped config"),
         ("lama3-8b", "did you mean llama3-8b?"),
         ("mime.yaml", "did you mean mine.yaml?"),
         ("zzz.yaml", "there is: mine.yaml"),
