@@ -1,16 +1,16 @@
-"""The agent of `megafp8 launch`: torchrun's, with exit codes and clean stops of a training job (launch/command.py).
+"""Agent of `megafp8 launch`: torchrun's agent, with exit codes and clean stops of training jobs (launch/command.py).
 
-torchrun's agent treats all failures alike: it restarts a job whose config is wrong, prints a traceback of its own
-after a clean stop, and on the other nodes reports only lost connections. This one is a subclass of torch's
+torchrun's agent treats all failures alike. It restarts a job with a wrong config, prints its own traceback after a
+clean stop, and reports only lost connections on the other nodes. This agent is a subclass of torch's
 `LocalElasticAgent`, with torchrun's options (c10d rendezvous only), and differs as follows:
 
 - Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or checkpoint, never restarted; 3 no progress and 1
   another failure, after its restarts. The last output is the message of the rank that failed first.
-  STOPPED_EXIT_CODE in the environment is the exit code of all nodes after a clean stop, for schedulers that take 0 for
-  the end of the job.
+  STOPPED_EXIT_CODE in the environment sets the exit code of all nodes after a clean stop, for schedulers that interpret
+  0 as the end of the job.
 - SIGTERM and Ctrl-C ask the ranks to finish their step, save and exit; the agent waits for them. torchrun's agent
   raises an exception instead, and agents of other nodes wait 5 minutes for it. A second Ctrl-C kills the ranks at once.
-  While no ranks run, signals end the agent as they end any process.
+  While no ranks run, signals end the agent like any other process.
 - The outcome of the job is written to the rendezvous store, so that all nodes end at once, with one message and code.
 - The rendezvous store is in the agent of the head node. If that agent is lost, the others rejoin when it is back, for
   as long as a rendezvous may take (`--rdzv-conf join_timeout=600`).
@@ -66,10 +66,10 @@ from megafp8.training.errors import AGENT_PID, DONE, FAILED, NO_RESTART
 LOST_STORE = (RendezvousConnectionError, dist.DistNetworkError, dist.DistStoreError)
 OUTCOME_KEY = "megafp8/outcome"
 STOPPED_KEY = "megafp8/stopped"
-OUTCOME_SECONDS = 45.0  # for other nodes to read the outcome: torch takes up to 30 to end ranks that hang
-FOLLOWER_SECONDS = 5.0  # for the node of the rank that failed first to report it
-GRACE_SECONDS = 5  # for ranks to exit by themselves once one has failed
-STOP_SECONDS = 110  # from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
+OUTCOME_SECONDS = 45.0  # time for other nodes to read the outcome: torch takes up to 30 s to end ranks that hang
+FOLLOWER_SECONDS = 5.0  # time for the node of the rank that failed first to report it
+GRACE_SECONDS = 5  # time for ranks to exit by themselves once one has failed
+STOP_SECONDS = 110  # time from a stop signal until ranks are killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it
 
 
 SAID_BY_OUTCOME = (
@@ -80,12 +80,12 @@ SAID_BY_OUTCOME = (
     "death signal",
     "Got termination signal",
 )
-"""Parts of the messages of torch's agent that say less than the outcome of the job, and stand around it."""
+"""Parts of messages from torch's agent that repeat the outcome of the job with less information."""
 TORCH_LOGGERS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
 
 
 def hide_torch_messages() -> None:
-    """Drop the messages of torch's agent that the outcome of the job makes needless; all others are shown."""
+    """Drop messages of torch's agent that the outcome of the job makes redundant; all others are shown."""
     for name in TORCH_LOGGERS:
         logging.getLogger(f"torch.distributed.{name}").addFilter(
             lambda record: not any(part in str(record.msg) for part in SAID_BY_OUTCOME)
@@ -94,9 +94,9 @@ def hide_torch_messages() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a job, or of one attempt.
+    """End of a job, or of one attempt.
 
-    `follows`: it is the consequence of a failure on another node. `stopped`: a signal asked for it.
+    `follows`: it is the consequence of a failure on another node. `stopped`: a signal requested it.
     """
 
     code: int
@@ -106,9 +106,9 @@ class Outcome:
 
 
 def outcome_of(failures: Mapping[int, ProcessFailure], failed_first: Collection[int] = ()) -> Outcome:
-    """The outcome of the failures of one node's ranks, by global rank: that of the first cause.
+    """Return the outcome of the failures of one node's ranks (by global rank), as determined by the first cause.
 
-    `failed_first`: ranks that had failed before the agent ended the others, if it did.
+    `failed_first` are the ranks that failed before the agent ended the others, if it did.
     """
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -125,7 +125,7 @@ def outcome_of(failures: Mapping[int, ProcessFailure], failed_first: Collection[
     where = f"rank {rank} on {socket.gethostname()}"
     if details:
         message, code = failure.message["message"], int(details["exit_code"])  # type: ignore[index]
-        if message.startswith("error: "):  # for the user, and about the whole job
+        if message.startswith("error: "):  # a message for the user about the whole job
             return Outcome(code, message, details["follows"])
         space = "\n" if "\n" in message else " "
         return Outcome(code, f"error: {where} failed:{space}{message}", details["follows"])
@@ -138,14 +138,14 @@ def outcome_of(failures: Mapping[int, ProcessFailure], failed_first: Collection[
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
-    """The `extraInfo` of the rank's error file; empty if the rank wrote none."""
+    """Return the `extraInfo` of the rank's error file; an empty dict if the rank wrote none."""
     message = failure.message
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return extra if "exit_code" in extra else {}
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent of one node; `outcome` says how the job ended, once it has."""
+    """torch's agent of one node. `outcome` tells how the job ended, once it has."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig) -> None:
         super().__init__(
@@ -162,10 +162,11 @@ class Agent(LocalElasticAgent):
 
     @property
     def remaining_restarts(self) -> int:
+        """Number of restarts that are left."""
         return self._remaining_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # No rank runs that could be asked to stop, and waiting for other nodes may take long.
+        # No rank is running that could be asked to stop, and waiting for other nodes may take long.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         super()._rendezvous(worker_group)
@@ -197,8 +198,8 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _end_ranks(self) -> None:
-        # The ranks' handler of SIGTERM waits for the end of their step. If a rank is gone, the step never ends: others
-        # wait for it in a collective, and torch would wait 30 seconds for them, on one node after the other.
+        # The ranks' handler of SIGTERM waits for the end of their step. If a rank is lost, the step never ends: the
+        # others wait for it in a collective, and torch would wait 30 seconds for them, on one node after another.
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
 
@@ -234,13 +235,13 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()  # the node that has the store must exit last
 
     def _on_failure(self, outcome: Outcome, failures: Mapping[int, ProcessFailure]) -> None:
-        """Decide whether the ranks of this node, which have ended, are restarted."""
+        """Decide whether to restart the ranks of this node, which have ended."""
         if self._stop_signal is not None and failures:
             ends = {failure.exitcode for failure in failures.values()}
-            if ends == {-signal.SIGTERM}:  # before they installed their handler: there is nothing to save
+            if ends == {-signal.SIGTERM}:  # they had not installed their handler yet, so there is nothing to save
                 outcome = Outcome(DONE, "stopped on request before training began", stopped=True)
             elif ends <= {-signal.SIGTERM, -signal.SIGKILL} and time.monotonic() > self._stop_deadline:
-                outcome = Outcome(FAILED, "error: killed: the step and its checkpoint were not done in time to stop")
+                outcome = Outcome(FAILED, "error: killed: the step and its checkpoint did not finish in time")
         if outcome.follows and self._is_decided_elsewhere():
             return
         if self._remaining_restarts == 0 or outcome.code == NO_RESTART:
@@ -250,7 +251,10 @@ class Agent(LocalElasticAgent):
             print(f"{outcome.message}\n{left}", file=sys.stderr, flush=True)
 
     def _is_decided_elsewhere(self) -> bool:
-        """Wait a few seconds for the node where a rank failed first; True if it has ended or restarts the job."""
+        """Wait a few seconds for the node on which a rank failed first.
+
+        Return whether that node has ended or restarts the job.
+        """
         deadline = time.monotonic() + FOLLOWER_SECONDS
         while self._worker_group.group_world_size > 1 and time.monotonic() < deadline:
             if self._ended_elsewhere():
@@ -261,7 +265,7 @@ class Agent(LocalElasticAgent):
         return False
 
     def _ended_elsewhere(self) -> bool:
-        """Whether another node has ended the job; if so, ends this one with the same outcome."""
+        """Return whether another node has ended the job. If so, end this node with the same outcome."""
         if self._worker_group.group_world_size > 1 and self._store.check([OUTCOME_KEY]):
             self._end(Outcome(FAILED))
             return True
@@ -284,7 +288,7 @@ class Agent(LocalElasticAgent):
             pass  # a node is gone
 
     def end_as_others(self) -> Outcome:
-        """The outcome if the rendezvous is closed because another node has ended the job."""
+        """Return the outcome if the rendezvous is closed because another node has ended the job."""
         try:
             if self._store is not None and self._store.check([OUTCOME_KEY]):
                 self._end(Outcome(FAILED))
@@ -294,7 +298,7 @@ class Agent(LocalElasticAgent):
 
 
 def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> tuple[Outcome, bool]:
-    """Run the ranks of this node until the job has ended on all nodes. Also returns whether rank 0 was one of them."""
+    """Run the ranks of this node until the job has ended on all nodes. Also return whether rank 0 was one of them."""
     restarts = config.max_restarts
     patience = float(config.rdzv_configs.get("join_timeout", 600))
     give_up = time.monotonic() + patience
@@ -320,7 +324,7 @@ def run(config: LaunchConfig, entrypoint: str, arguments: list[str]) -> tuple[Ou
 
 
 def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, arguments: list[str]) -> Agent:
-    """An agent with a new rendezvous. Raises RendezvousConnectionError if the store does not answer."""
+    """Return an agent with a new rendezvous. Raises RendezvousConnectionError if the store does not answer."""
     settings = dict(config.rdzv_configs)
     if can_listen(config.rdzv_endpoint):
         settings.setdefault("is_host", "true")
@@ -348,10 +352,10 @@ def _make_agent(config: LaunchConfig, max_restarts: int, entrypoint: str, argume
 
 
 def can_listen(endpoint: str) -> bool:
-    """Whether this machine has the address of the rendezvous, and nothing listens there yet.
+    """Return whether this machine has the address of the rendezvous, and nothing listens there yet.
 
-    torch compares the address with those of the machine's host name only, which on many machines is 127.0.0.1, or an
-    address in another network. All agents would then wait for a store that none of them makes.
+    torch compares the address only with the addresses of the machine's host name. On many machines, that is 127.0.0.1,
+    or an address in another network. All agents would then wait for a store that none of them creates.
     """
     host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
     with contextlib.suppress(OSError):  # an unknown name, or an address of another machine
@@ -364,7 +368,7 @@ def can_listen(endpoint: str) -> bool:
 
 
 def _attempt(agent: Agent) -> Outcome | None:
-    """Run an agent to its end; None if it lost the rendezvous store."""
+    """Run an agent to its end. Return None if it lost the rendezvous store."""
     try:
         result = agent.run()
     except SignalException as stopped:
@@ -388,8 +392,10 @@ def _attempt(agent: Agent) -> Outcome | None:
 
 
 def with_command(options: argparse.Namespace) -> argparse.Namespace:
-    """torchrun's options where the script may be a command of megafp8, such as `pretrain`, and a job on one node needs
-    no `--standalone`."""
+    """Return torchrun's options, adapted if the script is a command of megafp8 such as `pretrain`.
+
+    A job on one node then needs no `--standalone`.
+    """
     name = options.training_script
     if name in COMMANDS and not options.module and not options.no_python and not os.path.exists(name):
         options.module, options.training_script = True, "megafp8"
@@ -411,17 +417,18 @@ def sizes_problem(options: argparse.Namespace) -> str | None:
 
 
 def main() -> int:
-    # By default the ranks of all attempts share one store for their process groups, that of the agent on the first
-    # node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps addresses written by ranks of an earlier
-    # attempt, to which those of the next attempt then connect ("connectFullMesh failed ... Connection refused", or a
-    # wait of minutes for a process that is gone), and it is lost with that node. Without sharing, rank 0 creates a
-    # store for each attempt, at a port that the agents agree on again.
+    """Run the job of this node and return its exit code."""
+    # By default, the ranks of all attempts share one store for their process groups: the store of the agent on the
+    # first node (DynamicRendezvousHandler._shared_tcp_store_server). It keeps the addresses of ranks from an earlier
+    # attempt. Ranks of the next attempt then connect to these addresses ("connectFullMesh failed ... Connection
+    # refused", or a wait of minutes for a process that no longer exists). The store is also lost with that node.
+    # Without sharing, rank 0 creates a store for each attempt, at a port on which the agents agree each time.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[AGENT_PID] = str(os.getpid())
     hide_torch_messages()
     parser = get_args_parser()
-    parser.__class__ = ArgumentParser  # for errors in the form of all others
-    parser.register("type", str, expanduser)  # --log-dir and the script
+    parser.__class__ = ArgumentParser  # reports errors like all other commands
+    parser.register("type", str, expanduser)  # for --log-dir and the script
     options = with_command(parser.parse_args(sys.argv[1:]))
     if options.standalone:
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
@@ -432,7 +439,7 @@ def main() -> int:
         parser.error(problem)
     try:
         config, entrypoint, arguments = config_from_args(options)
-    except ValueError as error:  # --nproc-per-node gpu without one
+    except ValueError as error:  # --nproc-per-node gpu without a GPU
         parser.error(f"--nproc-per-node {options.nproc_per_node}: {error}")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     with tempfile.TemporaryDirectory(prefix="megafp8-agent-") as folder:

@@ -1,6 +1,6 @@
-"""Training from Python: what pretrain_gpt.py does, for scripts and notebooks.
+"""Training from Python scripts and notebooks; does the same as pretrain_gpt.py.
 
-The package has these names at its top level, beside those of `megafp8.inference` (docs/python.md).
+The package exports these names at its top level, next to the names of `megafp8.inference` (docs/python.md).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megafp8.training.validate import run_folder, validate
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a YAML file, with overrides such as `"parallel.tensor=2"` applied in order.
+    """Return the config in a YAML file, with overrides such as `"parallel.tensor=2"` applied in order.
 
-    With `checkpoint.init_from`, keys of `model` that are not given are those of that model. Raises ConfigError, a
-    ValueError, which names each wrong key, its value, the rule and what would work.
+    With `checkpoint.init_from`, missing keys of `model` are read from that model. Raises ConfigError, a ValueError that
+    names each wrong key, its value, the rule and what would work.
     """
     return configs.load_config(path, overrides, complete_model)
 
 
 class Trainer:
-    """Trains as a config says: what pretrain_gpt.py does, for scripts and notebooks.
+    """Training run described by a config; does the same as pretrain_gpt.py, for scripts and notebooks.
 
-    In a script under torchrun or `megafp8 launch` every rank makes one; else the layout is that of one process. Raises
-    ConfigError if the config does not fit the number of ranks.
+    In a script under torchrun or `megafp8 launch`, every rank creates a Trainer. Otherwise the layout has one process.
+    Raises ConfigError if the config does not fit the number of ranks.
 
-    `config`: of `load_config`. `run_folder`: the folder with all files of the run.
+    Attributes: `config` is the config, and `run_folder` the folder with all files of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -49,11 +49,13 @@ class Trainer:
         check_config(config, self._world_size, self._source)
 
     def train(self) -> None:
-        """Train from the run's newest checkpoint, or from the beginning, to the last step.
+        """Train to the last step, from the run's newest checkpoint or from the beginning. Call it from the main thread.
 
-        Ctrl-C or SIGTERM end it after the step, with a checkpoint; call it again to continue. Call it from the main
-        thread. Raises ValueError for a wrong config, data set or checkpoint, before anything is written, and
-        TrainingError if training cannot continue.
+        Ctrl-C or SIGTERM end training after the current step, with a checkpoint; call `train` again to continue.
+
+        Raises:
+            ValueError: The config, a data set or a checkpoint is wrong. Nothing has been written.
+            TrainingError: Training cannot continue.
         """
         inputs = validate(self.config, self._world_size, self._source)
         uses = live.uses(inputs)
@@ -61,27 +63,28 @@ class Trainer:
             try:
                 train(inputs, uses)
             except BaseException:
-                # The process may live on. With more ranks it ends: leaving would wait for ranks that wait for this one.
+                # A single process may live on. With more ranks it ends: leaving the groups would wait for other ranks,
+                # and these wait for this one.
                 if self._world_size == 1:
                     destroy_model_parallel()
                 raise
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The metrics of a run's steps, in order: one dict a step, with the keys of metrics.jsonl (docs/python.md).
+    """Return the metrics of a run's steps in order, one dict per step, with the keys of metrics.jsonl (docs/python.md).
 
-    `run`: the run's folder. Steps that were repeated after a crash are given once. Raises ValueError if the folder has
+    `run` is the run's folder. Steps that were repeated after a crash appear once. Raises ValueError if the folder has
     no metrics.
     """
     path = Path(expanduser(run)) / "metrics.jsonl"
     if not path.exists():
-        raise ValueError(f"{run} has no metrics.jsonl: give a run's own folder, <run_dir>/<name>")
+        raise ValueError(f"{run} has no metrics.jsonl: give the folder of a run, <run_dir>/<name>")
     return metrics.read_metrics(path)
 
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Context after which SIGINT and SIGTERM do again what they did before."""
+    """Restore the handlers of SIGINT and SIGTERM at the end of the context."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

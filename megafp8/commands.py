@@ -1,8 +1,8 @@
 """The command `megafp8`: each subcommand is the `main` of a file in `tools/`, or of the launcher.
 
-In a checkout `tools/` and `launch/` are folders next to the package. A wheel has them inside, as `megafp8.tools` and
-`megafp8.launch` (pyproject.toml). Only the subcommand that runs is imported. Tools import torch when they run, not when
-they are imported, so help and completion do not wait for it.
+In a checkout, `tools/` and `launch/` are folders next to the package. A wheel contains them as `megafp8.tools` and
+`megafp8.launch` (pyproject.toml). Only the module of the subcommand is imported. Tools import torch when they run, not
+when they are imported, so help and completion do not wait for it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ COMMANDS = {
     "plot-expert-load": "tools.plot_expert_load",
     "completion": "tools.completion",
 }
-"""Subcommands, and the modules whose `main` they are."""
+"""Subcommands and the modules that contain their `main`."""
 
 
 def file_of(name: str) -> Path:
-    """The source file of a subcommand."""
+    """Return the source file of a subcommand."""
     module = COMMANDS[name]
     root = PACKAGE.parent if is_checkout() else PACKAGE
     return root.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def module_of(name: str) -> ModuleType:
-    """Import the module of a subcommand, with its `main` and `make_parser`."""
+    """Import and return the module of a subcommand, which has `main` and `make_parser`."""
     if not is_checkout():
         return import_module(f"megafp8.{COMMANDS[name]}")
     if str(PACKAGE.parent) not in sys.path:
@@ -67,22 +67,24 @@ def module_of(name: str) -> ModuleType:
 
 
 def summary(name: str) -> str:
-    """The first line of a subcommand's documentation."""
+    """Return the first line of a subcommand's documentation."""
     with file_of(name).open(encoding="utf-8") as file:
         line = next(line for line in file if line.startswith('"""'))
     return line.strip().strip('"').partition(": `")[0].rstrip(".")
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """The config of a run and overrides of its keys; `parse_with_config` parses them."""
-    parser.add_argument("--config", help="the YAML file of a run; or the first argument")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. parallel.tensor=2")
+    """Add arguments for the config of a run and overrides of its keys. `parse_with_config` parses them."""
+    parser.add_argument("--config", help="YAML file of a run; may also be the first argument")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys, e.g. parallel.tensor=2"
+    )
 
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of a parser with `add_config_flags`."""
+    """Return the arguments of a parser with `add_config_flags`."""
     arguments = parser.parse_intermixed_args(argv)
-    from megafp8.config import config_and_overrides  # takes half a second, which --help and other tools need not wait
+    from megafp8.config import config_and_overrides  # takes half a second; not for --help
 
     arguments.config, arguments.overrides = config_and_overrides(arguments.config, arguments.overrides)
     if arguments.config is None:
@@ -91,17 +93,18 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | Non
 
 
 def help_text() -> str:
+    """Return the text of `megafp8 --help`."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {summary(name)}" for name in COMMANDS)
     return (
-        f"usage: megafp8 COMMAND ...\n\nPretrain models in FP8, and all that belongs to it.\n\n{commands}\n\n"
-        "`megafp8 COMMAND --help` says more. On several GPUs:\n"
+        f"usage: megafp8 COMMAND ...\n\nPretrain models in FP8, from data preparation to serving.\n\n{commands}\n\n"
+        "For details: megafp8 COMMAND --help. On several GPUs:\n"
         "  megafp8 launch --nproc-per-node 8 pretrain --config my.yaml"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the arguments name; returns its exit code."""
+    """Run the subcommand that the arguments name, and return its exit code."""
     name, *arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in ("-h", "--help"):
         print(help_text())
@@ -114,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         works = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         print_error(f"megafp8 has no command {name!r}; {works}")
         return 2
-    sys.argv = [f"megafp8 {name}", *arguments]  # argparse's name of the program
+    sys.argv = [f"megafp8 {name}", *arguments]  # argparse prints this as the program name
     if arguments in (["-h"], ["--help"]):
         module_of(name).make_parser().print_help()
         return 0

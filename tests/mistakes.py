@@ -251,7 +251,7 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("prove first.yaml --ranks 3", "training.global_batch_size"),
     Mistake("prove first.yaml parallel.tensor=3", "parallel.tensor"),
     Mistake("prove first.yaml --stage later", "no stages"),
-    Mistake("prove first.yaml --out data/text.idx", "no certificate"),
+    Mistake("prove first.yaml --out data/text.idx", "not a certificate"),
     Mistake("prove first.yaml --out nowhere/x.json", "nowhere"),
     Mistake("plot-schedule 1f2b", "1f1b"),
     Mistake("plot-schedule 1f1b --pipeline 0", "pipeline"),

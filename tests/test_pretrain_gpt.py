@@ -87,7 +87,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {  # overrides, number of rank
     "bad split": (["data.split=1,2,3,4"], 4, "data.split = '1,2,3,4'"),
     "no documents to validate on": (['data.split="100,0,0"'], 4, "has no validation documents"),
     "no tokenizer and no vocabulary": (["data.tokenizer=null", "model.vocab_size=null"], 4,
-        "model.vocab_size = None: not given, and no data.tokenizer"),
+        "model.vocab_size = None: it is not given, and there is no data.tokenizer"),
     "a vocabulary smaller than the tokenizer": (["model.vocab_size=500"], 4,
         "model.vocab_size = 500: smaller than the 512 tokens of data.tokenizer"),
     "too little data": (["training.seq_length=1000000", "parallel.sequence_parallel=false"], 4,

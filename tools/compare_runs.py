@@ -2,8 +2,8 @@
 
     megafp8 compare runs/one-gpu runs/tp2 runs/pp2 [--png curves.png]
 
-Each argument is a run folder, whose metrics.jsonl is read. Deviations are relative, over the steps that both runs have.
-Runs are named by the shortest end of their path that is unique.
+Each argument is a run folder with a metrics.jsonl file. Deviations are relative, over the steps that both runs have.
+Runs are named by the shortest unique end of their path.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Run = dict[int, dict[str, Any]]
 
 
 def read_run(folder: Path) -> Run:
-    """The run's steps by number. ValueError if there is no metrics.jsonl with steps."""
+    """Return the run's steps by number. Raises ValueError if there is no metrics.jsonl with steps."""
     from megafp8.training.metrics import read_metrics
 
-    path = file_of_run(folder, "metrics.jsonl", "it is no run folder, or no step has ended yet")
+    path = file_of_run(folder, "metrics.jsonl", "it is not a run folder, or no step has finished yet")
     records = read_metrics(path)
     if not records:
         raise ValueError(f"{path} has no step")
@@ -32,10 +32,10 @@ def read_run(folder: Path) -> Run:
 
 
 def largest_deviation(run: Run, reference: Run, key: str) -> float:
-    """Largest relative difference of `key` over common steps where it is finite in both."""
+    """Return the largest relative difference of `key` over the common steps in which it is finite in both runs."""
     common = [step for step in run if step in reference and None not in (run[step][key], reference[step][key])]
     if not common:
-        raise ValueError("the runs have no step in common, or none in which both are finite")
+        raise ValueError("the runs have no common step in which both are finite")
     return max(_relative(run[step][key], reference[step][key]) for step in common)
 
 
@@ -46,12 +46,12 @@ def _relative(value: float, reference: float) -> float:
 
 
 def _number(value: float | None) -> float:
-    """NaN for null, which metrics.jsonl has for values that are not finite."""
+    """Return a value, or NaN for null, which metrics.jsonl has for values that are not finite."""
     return math.nan if value is None else value
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    """Loss curves above, deviations from the first run below."""
+    """Plot loss curves above, and deviations from the first run below."""
     plt = pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[2, 1], layout="constrained")
     reference = next(iter(runs.values()))
@@ -72,6 +72,7 @@ def plot(runs: dict[str, Run], path: Path) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
+    """Print the table for the runs that the arguments name, and plot their curves."""
     runs = dict(zip(names_of(arguments.runs), map(read_run, arguments.runs)))
     reference = next(iter(runs.values()))
     rows = []
@@ -86,13 +87,17 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs; deviations are from the first")
-    parser.add_argument("--png", type=Path, help="also plot into this file")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="runs to compare; the first is the reference"
+    )
+    parser.add_argument("--png", type=Path, help="picture to write")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: compare(arguments))
 

@@ -1,9 +1,9 @@
-"""Print a script that completes commands, options, configs and keys of configs in bash or zsh.
+"""Print a script that completes commands, options, configs and config keys in bash or zsh.
 
     megafp8 completion bash > ~/.local/share/bash-completion/completions/megafp8
     megafp8 completion zsh > ~/.zfunc/_megafp8          # with fpath+=~/.zfunc before compinit in ~/.zshrc
 
-The script is static: nothing of megafp8 runs when a key is pressed. Write it again after an update.
+The script is static: megafp8 does not run when a key is pressed. Write the script again after an update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATH_TYPES = (Path, as_path, expanduser)
 
 
 def keys(schema: dict[str, Any]) -> Iterator[str]:
-    """Dotted paths of the keys of a config that are no sections, by its JSON schema."""
+    """Yield the dotted paths of all config keys that are not sections, from the JSON schema of a config."""
 
     def sections(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if "$ref" in node:
@@ -46,14 +46,14 @@ def keys(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """A parser of all subcommands, in which arguments say how they are completed."""
+    """Return a parser of all subcommands, with the completion of each argument."""
     from megafp8.commands import COMMANDS, module_of, summary
 
     parser = argparse.ArgumentParser(prog="megafp8", add_help=False)
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
         subparser = module_of(name).make_parser()
-        action: Any  # shtab reads an attribute of its own
+        action: Any  # shtab reads an extra attribute
         for action in subparser._actions:
             if how := _completed_by(name, action):
                 action.complete = dict.fromkeys(("bash", "zsh"), f"_megafp8_{how}")
@@ -62,7 +62,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _completed_by(command: str, action: argparse.Action) -> str | None:
-    """The end of the name of the shell function that completes an argument; None for choices and numbers."""
+    """Return the suffix of the shell function that completes an argument, or None for choices and numbers."""
     if action.choices or action.nargs == 0 or action.type in (int, float):
         return None
     if action.dest == "config":
@@ -77,7 +77,7 @@ def _completed_by(command: str, action: argparse.Action) -> str | None:
 
 
 def _functions(shell: str) -> str:
-    """The functions that `_completed_by` names."""
+    """Return the shell functions that `_completed_by` names."""
     from megafp8.commands import COMMANDS
     from megafp8.config import json_schema
 
@@ -109,7 +109,7 @@ def _functions(shell: str) -> str:
 
 
 _AFTER_BASH = """
-# Folders end with a slash, and keys with their sign, without a space.
+# Folders end with a slash, and keys with an equals sign, without a space.
 _megafp8() {
   _shtab_megafp8
   local i
@@ -124,23 +124,25 @@ complete -F _megafp8 megafp8
 
 
 def script(shell: str) -> str:
-    """The completion script for a shell."""
+    """Return the completion script for a shell."""
     import shtab
 
-    preamble: Any = {shell: _functions(shell)}  # annotated as text there
+    preamble: Any = {shell: _functions(shell)}  # shtab annotates it as text
     text: str = shtab.complete(whole_parser(), shell, preamble=preamble)
     if shell == "bash":
         return text + _AFTER_BASH
-    return re.sub(r'^  "\(\*\)::?', '  "*:', text, flags=re.M)  # lists, which shtab completes up to the first item
+    return re.sub(r'^  "\(\*\)::?', '  "*:', text, flags=re.M)  # shtab completes only the first item of a list
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell for which to print the script")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     print(script(make_parser().parse_args(argv).shell))
     return 0
 

@@ -1,11 +1,11 @@
-"""Check this machine and environment: versions, GPUs, what is missing, what is slow without it, and what installs it.
+"""Check this machine and environment: versions, GPUs, missing packages, what is slow without them, how to install them.
 
     megafp8 doctor
 
-Prints a line for each check, failures last. An FP8 layer is computed forward and backward on each GPU, or on the CPU.
-`megafp8 check-cluster` compares the machines of a cluster, and measures GEMMs and links.
+The command prints a line for each check, failures last. It computes an FP8 layer forward and backward on each GPU, or
+on the CPU. `megafp8 check-cluster` compares the machines of a cluster, and measures GEMMs and links.
 
-Exit code: 0 usable, also with warnings; 1 something needed is missing or broken.
+Exit code: 0 if the machine is usable, also with warnings; 1 if something necessary is missing or broken.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 EXTRAS = {
-    "gpu": "FP8 GEMMs by torch's scaled_mm, slower and without accumulation in place; attention by torch's kernels; "
-    "blockwise experts by Triton's",
-    "recurrent": "linear attention by slower kernels (Gated DeltaNet's FlashQLA, for Hopper)",
+    "gpu": "FP8 GEMMs use torch's scaled_mm, which is slower and cannot accumulate in place; attention uses torch's "
+    "kernels; blockwise experts use Triton kernels",
+    "recurrent": "linear attention uses slower kernels (Gated DeltaNet has FlashQLA for Hopper)",
     "hf": "no tokenizers of kind huggingface, no chat templates, no adapters with alpha_pattern",
     "data": "no Parquet files, no tokenizers of kind tiktoken",
     "s3": "no data sets or checkpoints at s3:// URLs",
@@ -43,18 +43,19 @@ EXTRAS = {
     "wandb": "no logging.wandb",
     "onnx": "no export to ONNX",
 }
-"""By extra of pyproject.toml: what is slow or impossible without it."""
+"""Consequences of a missing extra of pyproject.toml, by extra."""
 _GPUS_OF = {"gpu": "GPUs", "recurrent": "Hopper GPUs"}
-"""GPUs that a machine needs for an extra to be of use, by extra."""
+"""GPUs that an extra requires, by extra."""
 _MODULES = {
     "nvmath-python": "nvmath.bindings.cublasLt",
     "cuda-bindings": "cuda.bindings.nvrtc",
     "nvidia-cudnn-frontend": "cudnn",
 }
-"""By package that may be installed and yet not work: the module that is imported to find out."""
+"""Modules to import in order to check packages that may be installed without working, by package."""
 
 
 def check_python() -> Iterator[Finding]:
+    """Check the versions of megafp8 and Python."""
     where = "a checkout" if is_checkout() else "installed"
     yield Finding("megafp8", "pass", f"{__version__}, {where} in {PACKAGE}")
     least = (3, 10)
@@ -66,6 +67,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -73,23 +75,23 @@ def installed_version(package: str) -> str | None:
 
 
 def check_packages(usable: Collection[str]) -> Iterator[Finding]:
-    """Check declared dependencies, and the packages of each extra, in their versions.
+    """Check the versions of declared dependencies, and of the packages of each extra.
 
     Args:
-        usable: Extras of `_GPUS_OF` that this machine has the GPUs for.
+        usable: Extras of `_GPUS_OF` for which this machine has the GPUs.
     """
     try:
         declared = requires("megafp8") or []
     except PackageNotFoundError:
         yield Finding("packages", "warn", f"megafp8 is not installed, so versions are not known: {install_command()}")
         return
-    from packaging.requirements import Requirement  # of matplotlib
+    from packaging.requirements import Requirement  # a dependency of matplotlib
 
     wrong: dict[str, list[str]] = {"": [], **{extra: [] for extra in EXTRAS}}
     for requirement in map(Requirement, declared):
         extra = next((e for e in EXTRAS if requirement.marker and requirement.marker.evaluate({"extra": e})), "")
         if not extra and requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue  # of another extra, or another system
+            continue  # it belongs to another extra or another system
         version = installed_version(requirement.name)
         if version is None:
             wrong[extra].append(f"{requirement.name} is missing")
@@ -98,7 +100,7 @@ def check_packages(usable: Collection[str]) -> Iterator[Finding]:
         elif module := _MODULES.get(requirement.name):
             try:
                 importlib.import_module(module)
-            except Exception as error:  # such as a shared library that is missing
+            except Exception as error:  # for example because a shared library is missing
                 wrong[extra].append(f"{requirement.name} cannot be imported: {_first_line(error)}")
     needed = wrong.pop("")
     if needed:
@@ -110,14 +112,14 @@ def check_packages(usable: Collection[str]) -> Iterator[Finding]:
         if not problems:
             yield Finding(name, "pass", "installed")
         elif extra in _GPUS_OF and extra not in usable:
-            yield Finding(name, "pass", f"not installed, and of use on {_GPUS_OF[extra]} only")
+            yield Finding(name, "pass", f"not installed, and useful on {_GPUS_OF[extra]} only")
         else:
             text = f"{', '.join(problems)}: {EXTRAS[extra]}; {install_command(extra)}"
             yield Finding(name, "warn", text)
 
 
 def check_torch() -> Iterator[Finding]:
-    """torch can be imported, and sees the GPU if there is one."""
+    """Check that torch can be imported and finds the GPU if there is one."""
     try:
         import torch
     except Exception as error:
@@ -133,14 +135,14 @@ def check_torch() -> Iterator[Finding]:
         if torch.version.cuda is None:
             works = "this torch is built for CPUs; install one for CUDA: pip install --force-reinstall torch"
         else:
-            works = f"a driver for CUDA {torch.version.cuda} is needed, and /dev/nvidia* must be there (nvidia-smi)"
+            works = f"a driver for CUDA {torch.version.cuda} is needed, and /dev/nvidia* must exist (nvidia-smi)"
         yield Finding("GPUs", "fail", f"the machine has an NVIDIA driver, but torch sees no GPU: {works}")
     else:
         yield Finding("GPUs", "warn", "none: FP8 is emulated on the CPU with the same values, for trials and tests")
 
 
 def cublaslt_version(cuda: str | None) -> str:
-    """The version of the library that torch has loaded, as CUDA's release notes name it."""
+    """Return the version of the cuBLASLt library that torch has loaded, as in CUDA's release notes."""
     try:
         number = ctypes.CDLL(f"libcublasLt.so.{(cuda or '').partition('.')[0]}").cublasLtGetVersion()
     except (OSError, AttributeError):
@@ -149,7 +151,7 @@ def cublaslt_version(cuda: str | None) -> str:
 
 
 def check_gpu(index: int) -> Iterator[Finding]:
-    """Findings about one GPU: its name and memory, its faults, and whether it computes an FP8 layer."""
+    """Check one GPU: its name and memory, its faults, and whether it computes an FP8 layer."""
     import torch
 
     from megafp8.gemm.cublaslt import available
@@ -165,7 +167,7 @@ def check_gpu(index: int) -> Iterator[Finding]:
         yield from judge_gpu(answer, name)
     except (OSError, ValueError) as error:
         yield Finding(name, "pass", text)
-        yield Finding("GPUs", "warn", f"{name} was not asked for errors: {_first_line(error)}")
+        yield Finding("GPUs", "warn", f"{name} could not be asked for errors: {_first_line(error)}")
     if (major, minor) < (9, 0):
         yield Finding(
             name, "warn", "FP8 training is for H100 and newer (capability 9.0); fp8.recipe=none trains in bf16"
@@ -175,7 +177,7 @@ def check_gpu(index: int) -> Iterator[Finding]:
 
 
 def check_triton() -> Iterator[Finding]:
-    """Kernels are compiled by Triton, whose launchers a C compiler builds."""
+    """Check that Triton, which compiles the kernels, and a C compiler for its launchers are installed."""
     version = installed_version("triton")
     if version is None:
         yield Finding("Triton", "fail", "missing: kernels on GPUs are written in it; pip install triton")
@@ -183,14 +185,14 @@ def check_triton() -> Iterator[Finding]:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang", "cc"))), None)
     if compiler is None:
         yield Finding(
-            "Triton", "fail", f"{version} needs a C compiler, and there is none: apt-get install gcc, or set CC"
+            "Triton", "fail", f"{version} needs a C compiler, but none is installed: apt-get install gcc, or set CC"
         )
     else:
         yield Finding("Triton", "pass", f"{version}, with {compiler}")
 
 
 def compute(device: torch.device, how: str) -> Finding:
-    """An FP8 layer, forward and backward, on `device`."""
+    """Compute an FP8 layer on `device`, forward and backward, and compare it with bf16."""
     import torch
 
     from megafp8 import fp8, nn
@@ -207,16 +209,16 @@ def compute(device: torch.device, how: str) -> Finding:
         expected = layer(x)  # in bf16
         error = ((y - expected).norm() / expected.norm()).item()
         gradient = x.grad
-    except Exception as problem:  # whatever breaks it is what is asked for
+    except Exception as problem:  # any failure is the result of this check
         return Finding(name, "fail", f"{type(problem).__name__}: {_first_line(problem)}")
     if gradient is None or not gradient.isfinite().all() or not error < 0.1:
-        return Finding(name, "fail", f"differs from the same in bf16 by {error:.1%}, or its gradient is not finite")
+        return Finding(name, "fail", f"differs from bf16 by {error:.1%}, or its gradient is not finite")
     seconds = time.monotonic() - start
-    return Finding(name, "pass", f"by {how}, differs from the same in bf16 by {error:.1%} ({seconds:.1f} s)")
+    return Finding(name, "pass", f"by {how}, differs from bf16 by {error:.1%} ({seconds:.1f} s)")
 
 
 def check_machine(*, gpu: bool) -> Iterator[Finding]:
-    """Limits of processes, and the folder in which what was tuned is stored."""
+    """Check process limits, and the folder for tuning results."""
     rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
     findings = list(judge_limits(limits(), "this process", rdma=rdma and gpu))
     yield from findings or [Finding("limits", "pass", "open files, locked memory, shared memory")]
@@ -229,11 +231,12 @@ def check_machine(*, gpu: bool) -> Iterator[Finding]:
     if writable:
         yield Finding("cache", "pass", str(folder))
     else:
-        works = "set XDG_CACHE_HOME to a folder that can be"
+        works = "set XDG_CACHE_HOME to a writable folder"
         yield Finding("cache", "warn", f"{folder} cannot be written: GEMMs are tuned again in each run; {works}")
 
 
 def check() -> list[Finding]:
+    """Return the findings of all checks."""
     findings = [*check_python(), *check_torch()]
     if any(finding.check == "torch" and finding.status == "fail" for finding in findings):
         return [*findings, *check_packages(())]
@@ -257,10 +260,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     return ArgumentParser(description=__doc__)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     make_parser().parse_args(argv)
     findings = check()
     print(report(findings))

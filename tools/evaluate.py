@@ -5,7 +5,7 @@
     megafp8 evaluate meta-llama/Llama-3.1-8B --tasks hellaswag arc_easy --num-fewshot 5 --json > scores.json
     torchrun --nproc-per-node 4 tools/evaluate.py runs/mine --tensor 2 --pipeline 2 --tasks mine --include-path tasks
 
-The model is a run's newest checkpoint, a checkpoint of any format and layout, or a Hugging Face folder.
+The model is the newest checkpoint of a run, a checkpoint of any format and layout, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ from megafp8.inference.arguments import add_model_flags
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("texts and data sets")
     add_input_flags(texts)
     texts.add_argument(
         "--data", nargs="+", type=expanduser, default=[], metavar="PREFIX", help="prefixes of .bin/.idx files"
     )
-    texts.add_argument("--split", help="as data.split of a config: of --data only its documents for validation")
-    texts.add_argument("--max-documents", type=at_least(1), help="of each of --data and of all inputs, from the first")
-    texts.add_argument("--stride", type=int, help="tokens that a window scores; default: half of its length")
-    texts.add_argument("--concatenate", action="store_true", help="documents one after the other, not each by itself")
+    texts.add_argument("--split", help="evaluate only the validation documents of --data; proportions as in data.split")
+    texts.add_argument("--max-documents", type=at_least(1), help="limit per data set, and for all inputs together")
+    texts.add_argument("--stride", type=int, help="tokens that each window scores; default: half of its length")
+    texts.add_argument("--concatenate", action="store_true", help="evaluate documents as one text, not separately")
     texts.add_argument(
         "--kv-cache-scales", type=Path, metavar="FILE",
-        help="write scales for FP8 caches of keys and values, measured on these texts, for megafp8 convert",
+        help="write scales for FP8 key-value caches, measured on these texts, for megafp8 convert",
     )  # fmt: skip
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
-    tasks.add_argument("--tasks", nargs="+", default=[], help="names or patterns")
+    tasks.add_argument("--tasks", nargs="+", default=[], help="names or patterns of tasks")
     tasks.add_argument("--include-path", type=Path, help="folder with YAML files of tasks")
-    tasks.add_argument("--num-fewshot", type=at_least(0), help="examples before a question; default: those of the task")
-    tasks.add_argument("--limit", type=at_least(1), help="questions of each task, from the first")
+    tasks.add_argument("--num-fewshot", type=at_least(0), help="examples before a question; default: the task's number")
+    tasks.add_argument("--limit", type=at_least(1), help="questions per task, from the first")
     add_model_flags(parser)
-    parser.add_argument("--max-batch-tokens", type=int, default=8192, help="in a forward pass; default: %(default)s")
+    parser.add_argument(
+        "--max-batch-tokens", type=int, default=8192, help="tokens per forward pass; default: %(default)s"
+    )
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line."""
     return make_parser().parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = parse_arguments(argv)
     from megafp8.inference.evaluate import run
 

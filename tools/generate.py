@@ -1,4 +1,4 @@
-"""Continue texts with a model: a run's newest checkpoint, a checkpoint of any format, a Hugging Face folder.
+"""Continue texts with a model: the newest checkpoint of a run, a checkpoint of any format, or a Hugging Face folder.
 
     megafp8 generate runs/quickstart "def main("
     megafp8 generate runs/quickstart "def main(" --temperature 0.8 --top-p 0.95 --samples 3 --seed 1
@@ -7,7 +7,7 @@
     megafp8 generate runs/mine "def main(" --device cpu --weights int8
     megafp8 generate runs/mine < article.txt
 
-Without a prompt it asks for one after the other, or reads standard input as one prompt if that is no terminal.
+Without a prompt, the command asks for prompts on a terminal; otherwise it reads standard input as one prompt.
 """
 
 from __future__ import annotations
@@ -32,39 +32,53 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or Hugging Face folder")
     parser.add_argument("prompt", nargs="?", help="text to continue")
-    parser.add_argument("--file", type=Path, help="a file with one prompt a line; \\n in it is a line break")
-    parser.add_argument("--json", action="store_true", help="one JSON object a text, with tokens and log-probabilities")
+    parser.add_argument("--file", type=Path, help="file with one prompt per line; \\n stands for a line break")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object per text, with tokens and log-probabilities"
+    )
     sampling = parser.add_argument_group("sampling")
     default, add = SamplingOptions(), sampling.add_argument
-    help = f"at most; default: {default.max_tokens}, or what fits after the prompt"
+    help = f"maximum per text; default: {default.max_tokens}, or as many as fit after the prompt"
     sampling.add_argument("--max-tokens", type=int, help=help)
     sampling.add_argument(
-        "--temperature", type=float, default=default.temperature, help="0: the most probable token each time"
+        "--temperature", type=float, default=default.temperature, help="sampling temperature; 0: greedy"
     )
-    add("--top-k", type=int, default=default.top_k, help="sample from this many tokens; 0: from all")
+    add("--top-k", type=int, default=default.top_k, help="sample from this many most probable tokens; 0: all")
     sampling.add_argument(
-        "--top-p", type=float, default=default.top_p, help="sample from the fewest with this probability"
-    )
-    sampling.add_argument(
-        "--min-p", type=float, default=default.min_p, help="leave out tokens below this part of the largest"
+        "--top-p", type=float, default=default.top_p, help="sample from the fewest tokens with this total probability"
     )
     sampling.add_argument(
-        "--repetition-penalty", type=float, default=default.repetition_penalty, help="of tokens that occurred; 1: none"
+        "--min-p",
+        type=float,
+        default=default.min_p,
+        help="leave out tokens below this fraction of the largest probability",
     )
-    sampling.add_argument("--stop", nargs="+", default=(), help="strings before which a text ends; \\n is a line break")
-    sampling.add_argument("--seed", type=int, help="default: another one in each call")
-    sampling.add_argument("--samples", type=int, default=default.num_samples, help="texts of each prompt")
-    sampling.add_argument("--logprobs", type=int, default=0, help="most probable tokens to give beside each, in --json")
-    sampling.add_argument("--ignore-end", action="store_true", help="go on after a token that ends texts")
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=default.repetition_penalty,
+        help="penalty of tokens that occurred before; 1: none",
+    )
+    sampling.add_argument(
+        "--stop", nargs="+", default=(), help="strings before which a text ends; \\n stands for a line break"
+    )
+    sampling.add_argument("--seed", type=int, help="random seed; default: a new one for each call")
+    sampling.add_argument("--samples", type=int, default=default.num_samples, help="number of texts per prompt")
+    sampling.add_argument(
+        "--logprobs", type=int, default=0, help="number of most probable tokens to list per token, with --json"
+    )
+    sampling.add_argument("--ignore-end", action="store_true", help="continue after a token that ends texts")
     add_model_flags(parser)
     add_cache_flags(parser)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line."""
     parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)  # the prompt may follow options
     if arguments.prompt is not None and arguments.file is not None:
@@ -73,6 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sampling_options(arguments: argparse.Namespace) -> SamplingOptions:
+    """Return the sampling options that the arguments set."""
     return SamplingOptions(
         max_tokens=SamplingOptions.max_tokens if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
@@ -93,9 +108,9 @@ def _with_line_breaks(text: str) -> str:
 
 
 def given_prompts(arguments: argparse.Namespace) -> list[str] | None:
-    """The prompts of arguments, file or standard input; None if they are to be asked for.
+    """Return the prompts from the arguments, a file or standard input; None if the user is to be asked for them.
 
-    Standard input is that of all ranks, so that only the first one reads it.
+    All ranks share standard input, so only the first rank reads it.
     """
     if arguments.prompt is not None:
         return [arguments.prompt]
@@ -108,16 +123,16 @@ def given_prompts(arguments: argparse.Namespace) -> list[str] | None:
 
 
 def as_json(completion: Completion, prompt: str) -> str:
-    """A line of --json."""
+    """Return a completion as a line of --json output."""
     fields: dict[str, Any] = asdict(completion)
     fields["prompt"] = prompt
     return json.dumps(fields, ensure_ascii=False)
 
 
 class Writer:
-    """Prints texts on the first rank: a single one as it grows, several one after the other.
+    """Prints texts on the first rank: a single text while it is generated, several texts one after another.
 
-    `fits`: a text has fewer than `options.max_tokens` tokens where that is what fits after its prompt.
+    With `fits`, a text gets fewer than `options.max_tokens` tokens if no more fit after its prompt.
     """
 
     def __init__(self, generator: Generator, options: SamplingOptions, *, fits: bool, json: bool) -> None:
@@ -125,6 +140,7 @@ class Writer:
         self.prints = generator.model.parallel.world.is_first
 
     def write(self, prompts: Sequence[str]) -> None:
+        """Generate texts for the prompts and print them."""
         grows = len(prompts) * self.options.num_samples == 1 and not self.json
         completions: dict[tuple[int, int], Completion] = {}
         for piece, completion in self.generator.stream(list(prompts), [self._options(prompt) for prompt in prompts]):
@@ -140,14 +156,14 @@ class Writer:
             self._print(as_json(text, prompt) if self.json else f"--- {prompt!r}, {key[1]}\n{text.text}")
 
     def _options(self, prompt: str) -> SamplingOptions:
-        """The options of a prompt."""
+        """Return the sampling options for a prompt."""
         room = self.generator.room(len(self.generator.encode(prompt)))
         if not self.fits or room < 1:
             return self.options
         return replace(self.options, max_tokens=min(self.options.max_tokens, room))
 
     def ask(self) -> None:
-        """Ask for prompts and continue them, until an empty one or the end of the input."""
+        """Ask for prompts and continue them, until an empty prompt or the end of the input."""
         from megafp8.parallel.collectives import broadcast_object
 
         while prompt := broadcast_object(self._asked(), self.generator.model.parallel.world.group):
@@ -170,6 +186,7 @@ class Writer:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Generate texts for the prompts that the arguments give, or ask for prompts."""
     from megafp8.parallel.collectives import broadcast_object
     from megafp8.parallel.parallel_state import destroy_model_parallel
 
@@ -190,6 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = parse_arguments(argv)
     return run_tool(lambda: run(arguments))
 

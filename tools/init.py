@@ -1,12 +1,12 @@
 """Write a shipped config, or the launch scripts, into the current folder, to edit and start.
 
     megafp8 init                                lists the configs
-    megafp8 init llama3-8b                      writes llama3-8b.yaml, and megafp8.schema.json beside it
+    megafp8 init llama3-8b                      writes llama3-8b.yaml, and megafp8.schema.json next to it
     megafp8 init llama3-8b configs/mine.yaml
     megafp8 init launch                         writes launch/: scripts for nodes and Slurm, manifests for Kubernetes
 
-The config has its comments, and a first line by which editors with the YAML language server (VS Code, Neovim, Emacs,
-JetBrains) complete and check keys. No config and no script is overwritten.
+The config keeps its comments. Its first line lets editors with the YAML language server (VS Code, Neovim, Emacs,
+JetBrains) complete and check keys. Existing configs and scripts are not overwritten.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SCHEMA = "megafp8.schema.json"
 LAUNCH = "launch"
 _MADE_BY = "made by megafp8 init"
 _BASE = re.compile(r"^base: ([\w-]+)\.yaml", re.MULTILINE)
-"""The base of a shipped config, which is another shipped one."""
+"""Base of a shipped config that is itself a shipped config."""
 
 
 def introduction(path: Path) -> str:
-    """The first paragraph of a config's comment."""
+    """Return the first paragraph of a config's comment."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.removeprefix("#").strip()
@@ -53,9 +53,9 @@ def listing() -> str:
 
 
 def write_schema(folder: Path) -> str:
-    """Write the JSON schema of configs into the folder; returns what was done. An older one is replaced.
+    """Write the JSON schema of configs into the folder, replacing an older one, and return a message about it.
 
-    Raises ValueError for a file of that name that is no schema made by this command.
+    Raises ValueError if a file of that name is not a schema written by this command.
     """
     from megafp8.config import json_schema
 
@@ -65,22 +65,22 @@ def write_schema(folder: Path) -> str:
     if path.exists():
         before = path.read_text(encoding="utf-8")
         if before == text:
-            return f"{path}: is there already"
+            return f"{path}: exists already"
         if f'"$comment": "{_MADE_BY}' not in before[:200]:
             raise ValueError(f"{path} exists and was not {_MADE_BY}: move it, or write the config into another folder")
     path.write_text(text, encoding="utf-8")
-    return f"{path}: what keys there are, for editors"
+    return f"{path}: schema of the config keys, for editors"
 
 
 def _copy(name: str, target: Path) -> None:
-    """Write a shipped config with the line for editors, where no file is."""
+    """Write a shipped config with the line for editors. Raises FileExistsError if the file exists."""
     text = shipped_configs()[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", target.as_posix())
     with target.open("x", encoding="utf-8") as written:
         written.write(f"# yaml-language-server: $schema={SCHEMA}\n{text}")
 
 
 def write_config(name: str, file: Path | None) -> None:
-    """Write the shipped config `name` and its schema. Raises ValueError where a file is in the way."""
+    """Write the shipped config `name` and its schema. Raises ValueError if the file already exists."""
     configs = shipped_configs()
     if name not in configs:
         near = near_name(name, [*configs, LAUNCH])
@@ -96,9 +96,9 @@ def write_config(name: str, file: Path | None) -> None:
     base = _BASE.search(target.read_text(encoding="utf-8"))
     if base is not None and not (target.parent / f"{base[1]}.yaml").exists():
         _copy(base[1], target.parent / f"{base[1]}.yaml")
-        print(f"{target.parent / base[1]}.yaml: its base, whose keys hold where it gives none")
+        print(f"{target.parent / base[1]}.yaml: its base, which provides all other keys")
     print(schema)
-    print(f"what it needs and how it would run: megafp8 pretrain {target} --dry-run")
+    print(f"to see its memory and layout: megafp8 pretrain {target} --dry-run")
 
 
 def write_launch(folder: Path) -> None:
@@ -109,11 +109,12 @@ def write_launch(folder: Path) -> None:
     shutil.copytree(shipped(LAUNCH), folder, ignore=only_scripts)
     for path in sorted(folder.rglob("*.*")):
         if path.suffix in (".sh", ".sbatch"):
-            path.chmod(path.stat().st_mode | 0o111)  # a wheel may be unpacked without these bits
+            path.chmod(path.stat().st_mode | 0o111)  # a wheel may be unpacked without these permissions
         print(path)
 
 
 def init(name: str | None, file: Path | None) -> None:
+    """List the shipped configs, or write the config or launch scripts called `name`."""
     if name is None:
         print(f"{listing()}\n\nmegafp8 init NAME writes one here; megafp8 pretrain NAME --dry-run describes it")
     elif name == LAUNCH:
@@ -123,13 +124,15 @@ def init(name: str | None, file: Path | None) -> None:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("name", nargs="?", help="a shipped config, or launch; without it they are listed")
-    parser.add_argument("file", nargs="?", type=Path, help="file, or folder, to write; default: NAME.yaml, or launch/")
+    parser.add_argument("name", nargs="?", help="a shipped config, or launch; default: list all names")
+    parser.add_argument("file", nargs="?", type=Path, help="file or folder to write; default: NAME.yaml, or launch/")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: init(arguments.name, arguments.file))
 

@@ -1,7 +1,9 @@
 """Inspect a token data set: size, document lengths, documents and samples.
 
-    megafp8 inspect-data data/quickstart/stdlib --tokenizer sentencepiece \\
-        --tokenizer-path data/quickstart/tokenizer.model --documents 2 --samples 2 --seq-length 128 --png lengths.png
+    megafp8 inspect-data data/quickstart/stdlib --png lengths.png
+    megafp8 inspect-data data/mine --samples 2 --tokenizer sentencepiece --tokenizer-path tokenizer.model
+
+Without --tokenizer, documents and samples are shown as token ids.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _WIDTH = 50
 
 
 def summary(dataset: IndexedDataset) -> str:
-    """Size, dtype, quantiles of document length, and the sidecar."""
+    """Return lines with size, dtype, quantiles of document length, and the sidecar."""
     lengths = dataset.document_lengths
     quantiles = np.quantile(lengths, [0, 0.1, 0.5, 0.9, 0.99, 1]) if len(lengths) else np.zeros(6)
     names = ("min", "10%", "median", "90%", "99%", "max")
@@ -41,7 +43,7 @@ def summary(dataset: IndexedDataset) -> str:
 
 
 def histogram(lengths: NDArray[np.int64]) -> str:
-    """Document lengths (at least one) in bins of powers of two; empty documents count as length 1."""
+    """Return a text histogram of document lengths in bins of powers of two; empty documents count as length 1."""
     exponents = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(exponents)
     first = int(exponents.min())
@@ -52,9 +54,9 @@ def histogram(lengths: NDArray[np.int64]) -> str:
 
 
 def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
-    """Document lengths as a PNG. ValueError if there are no documents."""
+    """Write a plot of document lengths to a PNG file. Raises ValueError if there are no documents."""
     if not len(lengths):
-        raise ValueError(f"{title} holds no documents: there is nothing to plot")
+        raise ValueError(f"{title} has no documents: there is nothing to plot")
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     drawn = np.maximum(lengths, 1)  # a logarithmic axis has no 0
@@ -69,19 +71,19 @@ def plot(lengths: NDArray[np.int64], path: Path, title: str) -> None:
 
 
 def open_tokenizer(dataset: IndexedDataset, settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer to decode with. ValueError if the sidecar has another."""
+    """Return the tokenizer for decoding. Raises ValueError if the sidecar names another tokenizer."""
     tokenizer = build_tokenizer(*settings)
     made_with = (dataset.sidecar() or {}).get("tokenizer_fingerprint", tokenizer.fingerprint)
     if made_with != tokenizer.fingerprint:
         raise ValueError(
             f"{dataset.prefix} was written with the tokenizer {made_with[:12]}…, but --tokenizer is "
-            f"{tokenizer.fingerprint[:12]}…: the text would be wrong; without --tokenizer ids are shown"
+            f"{tokenizer.fingerprint[:12]}…: the text would be wrong; without --tokenizer, ids are shown"
         )
     return tokenizer
 
 
 def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
-    """The first documents; where there is a loss mask, what is learned of them in ⟦ ⟧."""
+    """Print the first documents. With a loss mask, tokens that have a loss are in ⟦ ⟧."""
     mask = dataset.loss_mask() if dataset.has_loss_mask else None
     for index in range(min(count, dataset.num_documents)):
         tokens = dataset.document(index)
@@ -90,7 +92,7 @@ def show_documents(dataset: IndexedDataset, count: int, tokenizer: Tokenizer | N
 
 
 def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> None:
-    """The first samples of all documents, as training with this seed reads them. Leaves no cache."""
+    """Print the first samples of all documents, as training with this seed reads them. Leaves no cache."""
     from megafp8.data.samples import PackedDataset
 
     with tempfile.TemporaryDirectory() as cache:
@@ -101,7 +103,7 @@ def show_samples(dataset: IndexedDataset, count: int, seq_length: int, seed: int
 
 @tokenizer_errors_name_flags()
 def inspect(arguments: argparse.Namespace) -> None:
-    """Print and plot what the arguments ask for."""
+    """Print and plot the information that the arguments request."""
     dataset = IndexedDataset(arguments.prefix)
     tokenizer = open_tokenizer(dataset, tokenizer_settings(arguments)) if arguments.tokenizer else None
     print(summary(dataset))
@@ -116,18 +118,20 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("prefix", type=expanduser, help="the data set's path without .bin or .idx")
-    parser.add_argument("--documents", type=at_least(0), default=0, help="show this many documents")
-    parser.add_argument("--samples", type=at_least(0), default=0, help="show this many packed samples")
+    parser.add_argument("prefix", type=expanduser, help="path of the data set without .bin or .idx")
+    parser.add_argument("--documents", type=at_least(0), default=0, help="number of documents to show")
+    parser.add_argument("--samples", type=at_least(0), default=0, help="number of packed samples to show")
     parser.add_argument("--seq-length", type=at_least(1), default=1024, help="tokens of a packed sample")
-    parser.add_argument("--seed", type=int, default=1234, help="of the order of samples")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the order of samples")
     add_tokenizer_flags(parser, required=False)
-    parser.add_argument("--png", type=Path, help="plot document lengths into this file")
+    parser.add_argument("--png", type=Path, help="plot of document lengths to write")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: inspect(arguments))
 

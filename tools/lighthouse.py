@@ -3,7 +3,7 @@
     export MEGAFP8_LIGHTHOUSE_TOKEN=$(openssl rand -hex 16)
     megafp8 lighthouse --bind HOST:29510 --min 2
 
-Replicas connect with the same token. It runs until it is ended, and may be started anew at any time.
+Replicas connect with the same token. The lighthouse runs until it is stopped, and may be restarted at any time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ _MAX_SECONDS = 1e9
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen at (%(default)s, port 29510)"
+        "--bind", default="0.0.0.0", metavar="HOST[:PORT]", help="address to listen on (%(default)s, port 29510)"
     )
     parser.add_argument(
-        "--min", type=between(1, _MAX_REPLICAS), default=1, metavar="N", help="fewest replicas that train (%(default)s)"
+        "--min",
+        type=between(1, _MAX_REPLICAS),
+        default=1,
+        metavar="N",
+        help="minimum number of replicas that train (%(default)s)",
     )
     parser.add_argument(
         "--join-seconds",
         type=between(0.0, _MAX_SECONDS),
         default=10.0,
         metavar="S",
-        help="longest wait for replicas that live but do not ask for the next step (%(default)s)",
+        help="maximum wait for live replicas that have not asked for the next step (%(default)s)",
     )
     parser.add_argument(
         "--heartbeat-seconds",
@@ -46,6 +51,7 @@ def make_parser() -> ArgumentParser:
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     options = make_parser().parse_args()
     from megafp8.parallel.replicas import lighthouse  # needs torch
 

@@ -1,7 +1,7 @@
-"""Makes `python tools/X.py` work from a checkout without installation. Neither a tool nor the package.
+"""Bootstrap that makes `python tools/X.py` work from a checkout without installation. It is not a tool.
 
-Python puts a script's folder, here tools/, on its path, not the checkout. So a tool's `import megafp8` finds this file,
-which replaces tools/ by the checkout on the path and imports the package in its place. Therefore tools must import
+Python puts a script's folder, here tools/, on its path, but not the checkout. So `import megafp8` in a tool finds this
+file, which replaces tools/ by the checkout on the path and imports the package instead. Therefore tools must import
 megafp8 before `tools.*`, as sorted imports do. `python -m tools.X` does not need this file.
 """
 

@@ -1,10 +1,10 @@
-"""Draw how evenly a run's tokens were spread over experts, in one step and over the run.
+"""Draw how evenly a run's tokens were distributed over experts, in one step and over the run.
 
     megafp8 plot-expert-load runs/mixtral-8x7b --png load.png [--step 4000]
 
-A run with experts records the load every logging.expert_load_interval steps. Left: a heat map of one step, the last by
-default, a row for each layer. Right: the expert with the most tokens of each layer, step by step. All relative to the
-mean of the layer, so 1 is even.
+A run with experts records the load every logging.expert_load_interval steps. The left plot is a heat map of one step,
+by default the last one, with a row for each layer. The right plot shows each layer's expert with the most tokens over
+the steps. All values are relative to the mean of the layer, so 1 means an even load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
-    """The loads of a run by step. ValueError if it has none."""
+    """Return the loads of a run by step. Raises ValueError if it has none."""
     from megafp8.training.expert_load import FILE_NAME, read_expert_load
 
     path = file_of_run(folder, FILE_NAME, "runs with model.moe and logging.expert_load_interval write it")
@@ -36,7 +36,7 @@ def read_run(folder: Path) -> dict[int, dict[int, list[int]]]:
 
 
 def plot(loads: Mapping[int, Load], step: int, path: Path, title: str) -> None:
-    """Write the heat map of `step` and the course of all steps to `path`."""
+    """Write the heat map of `step` and the curves of all steps to `path`."""
     from megafp8.training.expert_load import relative
 
     plt = pyplot()
@@ -63,27 +63,32 @@ def plot(loads: Mapping[int, Load], step: int, path: Path, title: str) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
+    """Write the plot for the run that the arguments name, and print its largest imbalance."""
     from megafp8.training.expert_load import relative
 
     loads = read_run(arguments.run)
     step = max(loads) if arguments.step is None else arguments.step
     if step not in loads:
-        raise ValueError(f"--step {step}: recorded are {len(loads)} steps from {min(loads)} to {max(loads)}")
+        raise ValueError(f"--step {step}: the run recorded {len(loads)} steps from {min(loads)} to {max(loads)}")
     plot(loads, step, arguments.png, arguments.run.name)
     worst = relative(loads[step]).max(axis=1)
     layer = list(loads[step])[int(worst.argmax())]
-    print(f"step {step}: in layer {layer} one expert has {worst.max():.2f} times the mean; picture: {arguments.png}")
+    print(
+        f"step {step}: in layer {layer} one expert has {worst.max():.2f} times the mean load; picture: {arguments.png}"
+    )
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a run of a model with experts")
-    parser.add_argument("--step", type=int, metavar="N", help="the recorded step to show (default: the last)")
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="run of a model with experts")
+    parser.add_argument("--step", type=int, metavar="N", help="recorded step to show (default: the last)")
     parser.add_argument("--png", type=Path, default=Path("expert_load.png"), metavar="FILE", help="picture to write")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: show(arguments))
 

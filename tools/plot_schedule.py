@@ -4,16 +4,16 @@
     megafp8 plot-schedule interleaved --pipeline 4 --chunks 2 --times 1,1.1,0.9 --p2p 0.1 --png schedule.png
     megafp8 plot-schedule zb-v --measured runs/mine/pipeline_trace.json --png schedule.png
 
-Schedules are what `parallel.schedule` takes: names, .csv files, module:function. There is one row per rank. Forwards
-are blue, backwards green, split backwards light green, their weight gradients orange; later chunks of a rank are
-darker, with white numbers. For each schedule the duration of a step, the bubble and the most micro-batches held by a
-rank are printed and written above the drawing.
+Schedules are given as in `parallel.schedule`: names, .csv files, or module:function. There is one row per rank. Forward
+passes are blue, backward passes green, split backward passes light green, and their weight gradients orange. Later
+chunks of a rank are darker, with white numbers. For each schedule, the duration of a step, the bubble, and the maximum
+number of micro-batches held by a rank are printed, and written above the plot.
 
-`--times` F,B,W: a rank's forward, input gradients and weight gradients of one micro-batch, in any unit, over all its
-stages, so that schedules can be compared.
+`--times` F,B,W: times of one micro-batch on a rank for forward, input gradients and weight gradients, in any unit. They
+include all stages of the rank, so that schedules can be compared.
 
-`--measured` draws the step that `logging.pipeline_trace_step` named, with the number of ranks of the run. Schedules
-named beside it are simulated with the measured mean times: of each stage where the placement is the same, else of all.
+`--measured` draws the step of `logging.pipeline_trace_step`, with the number of ranks of the run. Other given schedules
+are simulated with the measured mean times: of each stage if the placement is the same, else of all stages.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from megafp8.parallel.pipeline.registry import SCHEDULES, cell, place_stages, tr
 from megafp8.parallel.pipeline.simulate import StageTimes, Timeline, mean_times, simulate
 
 COLOURS = {"F": "#6baed6", "whole": "#41ab5d", "B": "#a1d99b", "W": "#fd8d3c"}
-LABELLED = 1200  # most actions that are drawn with their numbers
+LABELLED = 1200  # maximum number of actions that are drawn with their numbers
 
 
 def summary(name: str, timeline: Timeline, placement: StagePlacement, unit: str) -> str:
-    """Duration, bubble and memory in one line."""
+    """Return a line with duration, bubble and memory of a schedule."""
     v = placement.num_chunks
     most_held, flight = max(timeline.peak_saved) / v, max(timeline.peak_in_flight) / v
     return (
@@ -83,15 +83,16 @@ def _draw_rank(axis: Any, rank: int, timeline: Timeline, placement: StagePlaceme
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "schedules", nargs="*", metavar="schedule", help=f"{', '.join(SCHEDULES)}, *.csv, module:function"
     )
-    parser.add_argument("--pipeline", type=at_least(1), default=4, help="ranks")
-    parser.add_argument("--micro-batches", type=at_least(1), default=8, help="of a step")
+    parser.add_argument("--pipeline", type=at_least(1), default=4, help="number of pipeline ranks")
+    parser.add_argument("--micro-batches", type=at_least(1), default=8, help="micro-batches per step")
     parser.add_argument("--chunks", type=at_least(1), default=2, help="stages per rank, if the schedule allows several")
-    parser.add_argument("--v", action="store_true", help="place the stages of your own schedule in a V")
-    parser.add_argument("--times", default="1,1,1", help="F,B,W of a rank for one micro-batch")
+    parser.add_argument("--v", action="store_true", help="place the stages of a custom schedule in a V")
+    parser.add_argument("--times", default="1,1,1", help="times F,B,W of a rank for one micro-batch")
     parser.add_argument("--p2p", type=float, default=0.0, help="time of a transfer between ranks")
     parser.add_argument("--measured", type=Path, help="pipeline_trace.json of a run")
     parser.add_argument("--png", type=Path, help="picture to write")
@@ -100,6 +101,7 @@ def make_parser() -> ArgumentParser:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line."""
     parser = make_parser()
     options = parser.parse_intermixed_args(arguments)
     if not options.schedules and not options.measured:
@@ -114,7 +116,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, StagePlacement]]:
-    """The timelines to draw, by name."""
+    """Return the timelines to draw, by name."""
     from megafp8.parallel.pipeline.trace import read_timeline
 
     by_name: dict[str, tuple[Timeline, StagePlacement]] = {}
@@ -139,6 +141,7 @@ def timelines(arguments: argparse.Namespace) -> dict[str, tuple[Timeline, StageP
 
 
 def show(arguments: argparse.Namespace) -> None:
+    """Print the summary of each schedule, and write the plot and the trace."""
     from megafp8.parallel.pipeline.trace import chrome_trace
 
     shown = timelines(arguments)
@@ -153,6 +156,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = parse(argv)
     return run_tool(lambda: show(arguments))
 

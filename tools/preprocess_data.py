@@ -1,20 +1,18 @@
 """Tokenize text, or chats for fine-tuning, into a Megatron-compatible .bin/.idx data set.
 
-    megafp8 preprocess --input 'corpus/*.jsonl.zst' --tokenizer sentencepiece \\
-        --tokenizer-path tokenizer.model --output-prefix data/mine/text --workers 16
-    megafp8 preprocess --input wiki/ 'code/*.parquet' --json-key text content --tokenizer bytes \\
-        --output-prefix data/both
-    megafp8 preprocess --input src/ --text-files --tokenizer bytes --output-prefix data/src
-    megafp8 preprocess --input chats.jsonl --style chat --tokenizer huggingface \\
-        --tokenizer-path models/mine/tokenizer.json --output-prefix data/chats
+    megafp8 preprocess --input corpus/ --output-prefix data/mine --tokenizer sentencepiece --tokenizer-path my.model
+    megafp8 preprocess --input wiki/ 'code/*.parquet' --json-key text content --output-prefix both --tokenizer bytes
+    megafp8 preprocess --input src/ --text-files --tokenizer bytes --output-prefix data/src --workers 16
+    megafp8 preprocess --input chats/ --style chat --output-prefix chats --tokenizer huggingface --tokenizer-path llama
 
-Reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .txt (one document per file), all but
-parquet also compressed (.gz, .zst, .bz2, .xz). The text is under --json-key. With --text-files every file is one
-document. Other files of a folder are reported and not read. The order of documents does not depend on --workers.
+The command reads .json, .jsonl, .ndjson (one JSON object per line), .parquet (rows) and .txt (one document per file).
+All except parquet may be compressed (.gz, .zst, .bz2, .xz). --json-key names the key of the text. With --text-files,
+every file is one document. Other files in a folder are reported and not read. The order of documents does not depend on
+--workers.
 
---style chat reads lists of messages with role and content (under --json-key, default messages), or ShareGPT's
-conversations, and renders them by the tokenizer's chat template; --style completion reads a prompt (--json-key, default
-prompt) and a completion (--completion-key). Both write <prefix>.loss_mask.bin and .idx, which data.loss_on reads: 1 for
+--style chat reads lists of messages with role and content (--json-key, default messages), or ShareGPT's conversations,
+and renders them with the tokenizer's chat template. --style completion reads a prompt (--json-key, default prompt) and
+a completion (--completion-key). Both write a loss mask for data.loss_on, <prefix>.loss_mask.bin and .idx, with 1 for
 tokens of answers. --style preference reads a prompt (--json-key, default prompt) and two answers, --chosen-key and
 --rejected-key, as texts or lists of messages, for data.dpo; it writes a loss mask, too.
 """
@@ -46,13 +44,18 @@ from megafp8.host.tool import run_tool
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     add_input_flags(parser)
     add_tokenizer_flags(parser, required=True)
-    parser.add_argument("--output-prefix", required=True, type=expanduser, help="path to write, without .bin and .idx")
-    parser.add_argument("--no-append-eod", action="store_true", help="add no end-of-document token after each document")
+    parser.add_argument(
+        "--output-prefix", required=True, type=expanduser, help="path of the data set to write, without .bin and .idx"
+    )
+    parser.add_argument(
+        "--no-append-eod", action="store_true", help="do not add an end-of-document token after each document"
+    )
     help = (
-        "what a record holds: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
+        "content of a record: a text (default), a list of messages, a prompt and its completion, or a prompt and two "
     )
     help += "answers"
     parser.add_argument("--style", choices=sorted(STYLES), default="text", help=help)
@@ -60,16 +63,19 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--chosen-key", help="key or column of the preferred answer; default: chosen")
     parser.add_argument("--rejected-key", help="key or column of the other answer; default: rejected")
     parser.add_argument(
-        "--chat-template", type=expanduser, help="file with a chat template. Default: that beside --tokenizer-path"
+        "--chat-template", type=expanduser, help="file with a chat template; default: the one next to --tokenizer-path"
     )
     help = "store each sentence of a document as a sequence, for data.packing sentences"
     parser.add_argument("--split-sentences", action="store_true", help=help)
-    parser.add_argument("--workers", type=at_least(0), default=0, help="processes that tokenize; 0: this process")
+    parser.add_argument(
+        "--workers", type=at_least(0), default=0, help="number of processes that tokenize; 0: this process"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing data set")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: _preprocess(arguments))
 
@@ -94,7 +100,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     seconds = time.monotonic() - start
     print(
         f"{arguments.output_prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
-        f"{summary.characters / max(1, summary.tokens):.2f} characters a token, {seconds:.1f} s "
+        f"{summary.characters / max(1, summary.tokens):.2f} characters per token, {seconds:.1f} s "
         f"({summary.empty} empty and {summary.errors} unreadable documents skipped)"
     )
     print(f"  tokenizer: {summary.boundaries}")
@@ -102,7 +108,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         share = summary.learned / summary.tokens
         print(f"  loss mask: {summary.learned:,} tokens of answers, {share:.1%} of all")
         shown = example(IndexedDataset(arguments.output_prefix), build_tokenizer(*tokenizer_settings(arguments)))
-        print(f"  the first document, learned in ⟦ ⟧: {shown}")
+        print(f"  the first document, with learned tokens in ⟦ ⟧: {shown}")
     for warning in summary.warnings:
         print(f"  warning: {warning}")
     for message in summary.messages:
@@ -112,12 +118,12 @@ def _preprocess(arguments: argparse.Namespace) -> None:
 
 
 def _method(arguments: argparse.Namespace) -> Method:
-    """What the flags say of documents. Raises ValueError for flags that say nothing of this style."""
+    """Return the method that the arguments select. Raises ValueError for arguments that do not apply to the style."""
     style = STYLES[arguments.style]
     flags = {*style.flags, *(key.flag for key in style.keys)}
     for flag in sorted({flag for each in STYLES.values() for flag in (*each.flags, *(key.flag for key in each.keys))}):
         if _value(arguments, flag) and flag not in flags:
-            raise ValueError(f"{flag} says nothing of --style {style.name}: leave it out")
+            raise ValueError(f"{flag} does not apply to --style {style.name}: leave it out")
     return style.method(arguments)
 
 

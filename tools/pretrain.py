@@ -4,9 +4,8 @@
     megafp8 launch --nproc-per-node 8 pretrain --config my.yaml parallel.tensor=2
     megafp8 pretrain --config my.yaml --dry-run --world-size 64
 
-Does what pretrain_gpt.py does. Exit codes:
-0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress; 1 another
-failure (docs/resilience.md).
+The command does the same as pretrain_gpt.py. Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or
+checkpoint, or a diverged run; 3 no progress; 1 another failure (docs/resilience.md).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def live_uses(inputs: RunInputs) -> LiveUses:
-    """Implementations of `training.evaluate` and `data.grpo`. Raises ConfigError for what cannot be done."""
+    """Return the implementations of `training.evaluate` and `data.grpo`. Raises ConfigError if they cannot work."""
     if inputs.config.training.evaluate is None and inputs.config.data.grpo is None:
         from megafp8.training.evaluation import LiveUses
 
@@ -33,11 +32,13 @@ def live_uses(inputs: RunInputs) -> LiveUses:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     return make_training_parser(__doc__)
 
 
 def main() -> int:
-    from megafp8.training import command_line  # reads the config, which help need not wait for
+    """Run the command and return its exit code."""
+    from megafp8.training import command_line  # slow to import, so not for help
 
     code = command_line.main(__doc__, live_uses)
     command_line.exit_with(code)

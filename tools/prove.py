@@ -1,19 +1,20 @@
-"""Prove a config before it is run: its layout on CPU ranks against one rank, in float64.
+"""Prove a config before it runs: its layout on CPU ranks against one rank, in float64.
 
     megafp8 prove configs/llama3-8b.yaml
     megafp8 prove configs/deepseek-v3.yaml --ranks 1024 parallel.schedule=zb-h1
     megafp8 prove my.yaml --out my.certificate.json
     megafp8 prove my.yaml --device cuda             # on the GPUs of a node, before the job
 
-Takes a config as it is and makes a small one of it, with every kind of layer, every axis of the layout and every
-option; says what it changed. Then up to 16 processes on this machine train it: loss, gradients, optimizer steps, FP8
-recipe, checkpoint, resumption and order of the data are those of one rank, and the export is that of transformers. The
-certificate is a table, and JSON beside the config. Needs neither GPUs nor data; a minute or a few. What it shows and
-what it does not: docs/prove.md.
+The command makes a small copy of the config that keeps every kind of layer, every axis of the layout and every option,
+and prints the changes. Then up to 16 processes on this machine train the copy. The command checks that loss, gradients,
+optimizer steps, FP8 recipe, checkpoint, resumption and data order are the same as on one rank, and that an export
+computes the same in transformers. The certificate is printed as a table, and written as JSON next to the config. The
+command needs neither GPUs nor data, and takes a minute or a few. docs/prove.md explains the coverage and the limits of
+the proof.
 
-With --device cuda, a small config with the precision, kernels and CUDA graphs of the given one runs on the GPUs of this
-machine, as many as its layout takes, through NCCL. Losses, gradients and weights are those of one CPU rank in float64,
-up to what rounding gives.
+With --device cuda, the small copy keeps the precision, kernels and CUDA graphs of the config. It runs through NCCL on
+the GPUs of this machine. Losses, gradients and weights must be the same as on one CPU rank in float64, except for
+rounding.
 
 Exit code: 0 if nothing differs, 1 if something does, 2 for a config that cannot run.
 """
@@ -34,25 +35,32 @@ from megafp8.host.tool import run_tool
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--ranks", type=at_least(1), help="ranks of the run; default: the fewest with data parallelism")
+    parser.add_argument(
+        "--ranks", type=at_least(1), help="number of ranks of the run; default: the fewest with data parallelism"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu",
-        help="cpu: the layout, in float64; cuda: the GPUs that are here, in the config's precision (%(default)s)",
+        help="cpu: the layout in float64; cuda: this machine's GPUs, in the config's precision (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--stage", help="name of a stage of the run to prove; default: its beginning")
+    parser.add_argument("--stage", help="name of the stage of the run to prove; default: its beginning")
     file = "<config>.certificate.json, on GPUs <config>.cuda.certificate.json"
     parser.add_argument("--out", type=Path, help=f"file for the certificate; default: {file}")
     parser.add_argument(
-        "--timeout", type=at_least(1), default=600, metavar="SECONDS", help="of each run of the ranks (%(default)s)"
+        "--timeout",
+        type=at_least(1),
+        default=600,
+        metavar="SECONDS",
+        help="time limit of each run of the ranks (%(default)s)",
     )
     return parser
 
 
 def certificate_path(config: str, out: Path | None, device: str) -> Path:
-    """Where the certificate goes. Raises ValueError if something else is there, or nothing can be written there."""
-    file = Path(config)  # of a shipped config there is only a name, and its certificate is here
+    """Return the path of the certificate. Raises ValueError if it is another file or cannot be written."""
+    file = Path(config)  # a shipped config has only a name, and its certificate goes to the current folder
     kind = "certificate" if device == "cpu" else f"{device}.certificate"
     path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{kind}.json")
     if path.exists():
@@ -61,14 +69,14 @@ def certificate_path(config: str, out: Path | None, device: str) -> Path:
         except (OSError, ValueError):
             content = None
         if not isinstance(content, dict) or not {"passed", "rows"} <= content.keys():
-            raise ValueError(f"{path} exists and is no certificate; choose another file by --out")
+            raise ValueError(f"{path} exists and is not a certificate; choose another file with --out")
     if not path.parent.is_dir():
         raise ValueError(f"--out: there is no folder {path.parent}")
     return path
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Prove, and print and write the certificate; returns whether it has passed."""
+    """Prove the config, print and write the certificate, and return whether it passed."""
     from megafp8.config import ConfigError, Problem, load_config, planned_stages
     from megafp8.prove.certificate import Certificate, CheckResult, describe_changes, row_line
     from megafp8.prove.proof import prove
@@ -103,7 +111,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, 1 if something differs, 2 for bad input."""
+    """Run the command and return its exit code: 0; 1 if something differs; 2 for bad input."""
     arguments = parse_with_config(make_parser(), argv)
     passed = False
 

@@ -1,11 +1,12 @@
-"""From nothing to a trained model in a few minutes: vocabulary, data set, FP8 training on 4 processes, loss curve.
+"""Train a model from scratch in a few minutes: vocabulary, data set, FP8 training on 4 processes, loss curve.
 
     megafp8 quickstart
     megafp8 quickstart training.steps=20
 
-The text is the Python standard library's own source: real, and on every machine that can run this. Each step is one of
-the package's ordinary commands, printed before it runs, so that what you see is what you would type. Everything is
-written below the current folder: data/quickstart and runs/quickstart. Started again, it does what is left to do.
+The text is the source code of the Python standard library: real text that every machine with Python has. Each step is
+an ordinary command of the package. It is printed before it runs, so you see what you would type. All files are written
+below the current folder, in data/quickstart and runs/quickstart. If you start it again, it does only the remaining
+steps.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _INTERRUPTED = 130
 
 
 def run(*words: str | Path) -> None:
-    """Print and run one command of megafp8; leave with its exit code if it fails, or after it if asked to stop.
+    """Print and run one command of megafp8. Exit with its code if it fails, or after it if asked to stop.
 
-    Ctrl-C reaches the command from the terminal, and SIGTERM is passed on. The command then ends by itself, a run after
-    it has saved a checkpoint.
+    Ctrl-C reaches the command from the terminal, and SIGTERM is passed on. The command then ends by itself; a run saves
+    a checkpoint first.
     """
     arguments = [str(word) for word in words]
     print(f"\n$ megafp8 {shlex.join(arguments)}", flush=True)
@@ -54,7 +55,7 @@ def run(*words: str | Path) -> None:
 
 
 def write_file_list() -> Path:
-    """The standard library's modules, one path a line."""
+    """Write the paths of the standard library's modules, one per line, and return the file."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in sorted(library.rglob("*.py")) if not set(p.relative_to(library).parts) & set(EXCLUDED)]
     path = DATA / "files.txt"
@@ -65,30 +66,34 @@ def write_file_list() -> Path:
 
 
 def device() -> list[str]:
-    """Return the override by which the ranks share the CPU if there are fewer GPUs than ranks."""
-    if shutil.which("nvidia-smi") is None:  # no driver, so torch, which takes seconds to import, finds no GPU either
+    """Return the override that lets the ranks share the CPU if there are fewer GPUs than ranks."""
+    if shutil.which("nvidia-smi") is None:  # without a driver there is no GPU, and importing torch takes seconds
         return []
     from torch.cuda import device_count
 
     if not 0 < device_count() < RANKS:
         return []
-    print(f"{device_count()} GPU for {RANKS} ranks: they run on the CPU")
+    print(f"{device_count()} GPU for {RANKS} ranks: the ranks run on the CPU")
     return ["device=cpu"]
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. training.steps=20")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys, e.g. training.steps=20"
+    )
     return parser
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run, or None."""
     return max((run_folder / "checkpoints").glob("step_*"), default=None)
 
 
 def quickstart(overrides: Sequence[str]) -> None:
-    """Run the steps that are left to do. Raises ValueError for overrides that do not work, before the first of them."""
-    from megafp8.config import check_layout, load_config  # help need not wait for it
+    """Run the remaining steps. Raises ValueError for invalid overrides before the first step."""
+    from megafp8.config import check_layout, load_config  # slow to import, so not for help
 
     start = time.monotonic()
     config = load_config("quickstart", overrides)
@@ -107,11 +112,12 @@ def quickstart(overrides: Sequence[str]) -> None:
         print(f"checkpoint: {newest}")
     print(f"quickstart took {time.monotonic() - start:.0f} s")
     if newest is not None and newest == before:
-        print("the run was done before; to train another one: megafp8 quickstart name=another")
+        print("the run was already done; to train another one: megafp8 quickstart name=another")
     print(f'next: megafp8 generate {name} "def main("; megafp8 plot-run {name} --html run.html')
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     overrides = make_parser().parse_args(argv).overrides
     return run_tool(lambda: quickstart(overrides))
 

@@ -1,11 +1,11 @@
-"""Serve a model over HTTP, by the API of OpenAI: completions and chats, with streams.
+"""Serve a model over HTTP with the API of OpenAI: completions and chats, with streaming.
 
     megafp8 serve runs/mine
     megafp8 serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --api-key-env SERVER_KEY
     torchrun --nproc-per-node 2 -m megafp8 serve runs/mine --tensor 2
 
-docs/serving.md describes endpoints, limits and metrics. SIGTERM or Ctrl-C lets running requests end and refuses others;
-a second one ends them.
+docs/serving.md describes endpoints, limits and metrics. After SIGTERM or Ctrl-C, the server finishes running requests
+and refuses new ones; a second signal ends them.
 """
 
 from __future__ import annotations
@@ -28,41 +28,54 @@ def _port(text: str) -> int:
     """Parse the value of --port."""
     port = int(text)
     if not 0 <= port < 2**16:
-        raise argparse.ArgumentTypeError(f"{port} is no port; ports are 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{port} is not a port; ports are 0 to 65535")
     return port
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(prog="megafp8 serve", description=__doc__)
-    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or folder of Hugging Face")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
-    parser.add_argument("--port", type=_port, default=8000, help="0: a free one; default: %(default)s")
-    parser.add_argument("--name", help="of the model in requests; default: the last part of the path")
-    parser.add_argument("--chat-template", type=Path, help="default: the tokenizer's template")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of requests")
-    parser.add_argument("--allow-refit", action="store_true", help="requests may pause it and change its weights")
+    parser.add_argument("checkpoint", type=as_path, help="run, checkpoint or Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on; 0: any free port; default: %(default)s"
+    )
+    parser.add_argument("--name", help="name of the model in requests; default: last part of the path")
+    parser.add_argument("--chat-template", type=Path, help="file with a chat template; default: the tokenizer's")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key for requests")
+    parser.add_argument(
+        "--allow-refit", action="store_true", help="let requests pause the server and change its weights"
+    )
     add_model_flags(parser)
     add_cache_flags(parser)
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-body-bytes", type=int, default=2**20, help="of a request; default: %(default)s")
-    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt; default: what fits")
-    limits.add_argument("--max-tokens", type=int, help="of a text; default: what fits")
-    limits.add_argument("--max-texts", type=int, default=64, help="prompts times n of a request; default: %(default)s")
-    limits.add_argument("--max-waiting", type=int, default=256, help="texts beside a full batch; default: %(default)s")
-    limits.add_argument("--max-client-texts", type=int, help="of an address; default: 3/4 of those that run and wait")
-    limits.add_argument("--max-connections", type=at_least(1), default=1024, help="open at once; default: %(default)s")
+    limits.add_argument("--max-body-bytes", type=int, default=2**20, help="per request; default: %(default)s")
+    limits.add_argument("--max-prompt-tokens", type=int, help="per prompt; default: as many as fit")
+    limits.add_argument("--max-tokens", type=int, help="per text; default: as many as fit")
+    limits.add_argument("--max-texts", type=int, default=64, help="prompts × n per request; default: %(default)s")
     limits.add_argument(
-        "--request-seconds", type=_seconds, default=600.0, help="a request may take; default: %(default)s"
+        "--max-waiting", type=int, default=256, help="texts that wait for a full batch; default: %(default)s"
     )
-    limits.add_argument("--shutdown-seconds", type=_seconds, default=20.0, help="after SIGTERM; default: %(default)s")
+    limits.add_argument("--max-client-texts", type=int, help="per client address; default: 3/4 of running and waiting")
+    limits.add_argument(
+        "--max-connections", type=at_least(1), default=1024, help="open connections; default: %(default)s"
+    )
+    limits.add_argument(
+        "--request-seconds", type=_seconds, default=600.0, help="time limit of a request; default: %(default)s"
+    )
+    limits.add_argument(
+        "--shutdown-seconds", type=_seconds, default=20.0, help="wait after SIGTERM; default: %(default)s"
+    )
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line."""
     return make_parser().parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = parse_arguments(argv)
     logging.basicConfig(format="%(message)s")
     from megafp8.inference.server.run import run

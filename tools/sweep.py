@@ -4,13 +4,14 @@
     megafp8 sweep configs/mine.yaml optimizer.learning_rate=1e-4..1e-2:5:log seed=1..3:3 training.steps=1000
     megafp8 sweep configs/mine.yaml fp8.recipe=none,current,delayed --slurm "--nodes=2 --time=8:00:00"
 
-Commas separate the values of a key, but not inside brackets, braces or quotes: `parallel.layers_per_stage=[3,5],[4,4]`
-has two, and `data.split='"98,2,0"'` one. FIRST..LAST:COUNT are evenly spaced numbers, with `:log` by equal factors.
+Commas separate the values of a key, except inside brackets, braces or quotes: `parallel.layers_per_stage=[3,5],[4,4]`
+has two values, and `data.split='"98,2,0"'` has one. FIRST..LAST:COUNT stands for evenly spaced numbers; with `:log`,
+they are spaced by equal factors.
 
-The runs are <run_dir>/<name>-sweep/<values>, one after another, or tasks of a Slurm array with `--slurm`. The same
-command again leaves out those that are done, and resumes or repeats the others; a run that fails ends no other. What a
-run prints is in <values>.log beside its folder. Ends with a table, which is also in results.csv and results.json;
-`--table` prints it of runs that were started before. Exit code: 0 if all runs are done, else 1.
+The runs are in <run_dir>/<name>-sweep/<values>. They run one after another, or as tasks of a Slurm array with
+`--slurm`. Repeating the command skips completed runs, and resumes or repeats the others. A run that fails does not end
+the others. The output of a run is in <values>.log next to its folder. The final table is also written to results.csv
+and results.json; `--table` prints it for runs that were started before. Exit code: 0 if all runs are done, else 1.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _QUOTES, _OPENING, _CLOSING = "\"'", "[{(", "]})"
 
 
 def split_values(text: str) -> list[str]:
-    """The values that commas separate outside of brackets, braces and quotes."""
+    """Return the values that are separated by commas outside brackets, braces and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -68,13 +69,13 @@ def split_values(text: str) -> list[str]:
 
 
 def values_of(text: str) -> list[str]:
-    """The values of a swept key: a range, or a list. ValueError for a range that has none."""
+    """Return the values of a swept key, given as a range or a list. Raises ValueError for an invalid range."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return split_values(text)
     first, last, count, log = float(match[1]), float(match[2]), int(match[3]), match[4] is not None
     if count < 2 or count > _MOST or (log and not 0 < first < math.inf) or (log and not 0 < last < math.inf):
-        raise ValueError(f"{text}: a range has 2 to {_MOST} values, and with :log positive ends")
+        raise ValueError(f"{text}: a range has 2 to {_MOST} values, and positive ends with :log")
     parts = [i / (count - 1) for i in range(count)]
     numbers = [first * (last / first) ** x if log else first + (last - first) * x for x in parts]
     return [f"{number:.6g}" for number in numbers]
@@ -82,7 +83,11 @@ def values_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A combination. `values`: of the swept keys. `overrides`: all words after the config. `steps`: when it is done."""
+    """Run with one combination of values.
+
+    `values`: values of the swept keys. `overrides`: all words after the config. `steps`: number of steps after which it
+    is done.
+    """
 
     folder: Path
     values: dict[str, str]
@@ -91,16 +96,17 @@ class SweepRun:
 
     @property
     def log(self) -> Path:
+        """File with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     @property
     def ended(self) -> Path:
-        """File with the exit code of its last start."""
+        """File with the exit code of the latest start."""
         return self.folder.with_name(f"{self.folder.name}.ended.json")
 
 
 def name_of(values: dict[str, str]) -> str:
-    """A name of a run folder that shows the values, such as learning_rate-1e-3-seed-2."""
+    """Return a name for a run folder that shows the values, such as learning_rate-1e-3-seed-2."""
     parts = (f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     text = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts)).strip("_")
     if len(text) <= 100:
@@ -109,7 +115,10 @@ def name_of(values: dict[str, str]) -> str:
 
 
 def combinations(config: str, overrides: Sequence[str], folder: Path | None) -> list[SweepRun]:
-    """All runs. ConfigError for a combination that is no config, ValueError if nothing is swept."""
+    """Return all runs.
+
+    Raises ConfigError for a combination that is not a valid config, and ValueError if nothing is swept.
+    """
     from megafp8.config import load_config
 
     words = [override.partition("=") for override in overrides]
@@ -119,7 +128,7 @@ def combinations(config: str, overrides: Sequence[str], folder: Path | None) -> 
     if not swept:
         raise ValueError("no key has several values: give one as optimizer.learning_rate=1e-4,3e-4")
     if reserved := {"name", "run_dir"} & swept.keys():
-        raise ValueError(f"{reserved.pop()} cannot be swept: each run has a folder of its own by its values")
+        raise ValueError(f"{reserved.pop()} cannot be swept: each run gets its own folder, named by its values")
     if (count := math.prod(map(len, swept.values()))) > _MOST:
         raise ValueError(f"{count:,} combinations; a sweep has at most {_MOST:,}")
     runs: dict[str, SweepRun] = {}
@@ -144,7 +153,10 @@ def _complete(tree: dict[str, Any], source: str) -> None:
 
 
 def result_of(run: SweepRun) -> dict[str, Any]:
-    """A row of the table: what a run has reached. `exit_code`: of its last start; None if it has not ended."""
+    """Return a row of the table with the progress of a run.
+
+    `exit_code` is the exit code of its latest start; None if it has not ended.
+    """
     from megafp8.training.metrics import read_metrics, read_records
 
     path = run.folder / "metrics.jsonl"
@@ -176,6 +188,7 @@ _COLUMNS = {  # key of a result: heading, format
 
 
 def table(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -> str:
+    """Return the table of all runs as text."""
     swept = list(runs[0].values)
     heading = [*swept, *(heading for heading, _ in _COLUMNS.values())]
     rows = [
@@ -187,7 +200,7 @@ def table(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_results(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -> None:
-    """results.csv and results.json in the sweep's folder."""
+    """Write results.csv and results.json to the sweep's folder."""
     folder = runs[0].folder.parent
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
@@ -201,12 +214,15 @@ def write_results(runs: Sequence[SweepRun], results: Sequence[dict[str, Any]]) -
 
 
 def start_one(config: str, run: SweepRun, processes: int | None) -> int:
-    """Run it to its end, and record its exit code. A SIGTERM or Ctrl-C lets it save and stop: KeyboardInterrupt."""
+    """Run one combination to its end, record its exit code, and return it.
+
+    SIGTERM or Ctrl-C lets the run save and stop; KeyboardInterrupt is then raised.
+    """
     launch = [] if processes is None else ["launch", "--nproc-per-node", str(processes)]
     command = [sys.executable, "-m", "megafp8", *launch, "pretrain", "--config", config, *run.overrides]
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
-        # Of a session of its own, so that Ctrl-C reaches it once, from here.
+        # It has its own session, so that Ctrl-C reaches it only once, from this process.
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         code = child.wait()
@@ -222,7 +238,7 @@ def start_one(config: str, run: SweepRun, processes: int | None) -> int:
 
 
 def run_all(config: str, runs: Sequence[SweepRun], processes: int | None) -> None:
-    """Those that are not done, one after another."""
+    """Run all combinations that are not done, one after another."""
     for number, run in enumerate(runs, 1):
         where = f"{number}/{len(runs)} {run.folder.name}"
         if result_of(run)["done"]:
@@ -235,7 +251,10 @@ def run_all(config: str, runs: Sequence[SweepRun], processes: int | None) -> Non
 
 
 def submit(config: str, runs: Sequence[SweepRun], options: Sequence[str]) -> None:
-    """Submit those that are not done as tasks of a Slurm array, whose words SCRIPT reads from the sweep's folder."""
+    """Submit all combinations that are not done as tasks of a Slurm array.
+
+    SCRIPT reads their words from the sweep's folder.
+    """
     from megafp8.config.files import file_of
 
     if not Path(SCRIPT).is_file():
@@ -258,11 +277,11 @@ def submit(config: str, runs: Sequence[SweepRun], options: Sequence[str]) -> Non
     done = subprocess.run(command, env={**os.environ, "SWEEP": str(folder)}, check=False)
     if done.returncode:
         raise ValueError(f"sbatch ended with exit code {done.returncode}")
-    print("megafp8 sweep with the same words and --table prints the results")
+    print("to print the results: megafp8 sweep with the same arguments and --table")
 
 
 def sweep(arguments: argparse.Namespace) -> bool:
-    """Run or submit the sweep and print its table; returns whether all is done."""
+    """Run or submit the sweep, print its table, and return whether all runs are done."""
     runs = list(combinations(arguments.config, arguments.overrides, arguments.folder))
     if arguments.slurm is not None:
         submit(arguments.config, runs, shlex.split(arguments.slurm))
@@ -270,7 +289,7 @@ def sweep(arguments: argparse.Namespace) -> bool:
     try:
         if not arguments.table:
             run_all(arguments.config, runs, arguments.nproc_per_node)
-    finally:  # also of one that was stopped
+    finally:  # also for a sweep that was stopped
         results = [result_of(run) for run in runs]
         write_results(runs, results)
         print(f"\n{table(runs, results)}\n\n{runs[0].folder.parent}/results.csv, results.json")
@@ -280,7 +299,7 @@ def sweep(arguments: argparse.Namespace) -> bool:
 
 
 def best_lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The best of the runs that are done, by each loss."""
+    """Yield a line for each kind of loss with the best of the completed runs."""
     done = [result for result in results if result["done"]]
     for key, what in (("validation_loss", "validation loss"), ("loss", "last loss")):
         known = [result for result in done if result[key] is not None]
@@ -290,19 +309,21 @@ def best_lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     add_config_flags(parser)
-    parser.add_argument("--folder", type=Path, help="of the runs; default: <run_dir>/<name>-sweep of the config")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; default: <run_dir>/<name>-sweep of the config")
     parser.add_argument(
-        "--nproc-per-node", type=at_least(1), help="processes of a run, by megafp8 launch; default: one"
+        "--nproc-per-node", type=at_least(1), help="processes per run, started by megafp8 launch; default: one"
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--slurm", metavar="OPTIONS", help=f"submit an array of {SCRIPT} with these options of sbatch")
-    where.add_argument("--table", action="store_true", help="start nothing, print the table of what has been run")
+    where.add_argument("--slurm", metavar="OPTIONS", help=f"submit {SCRIPT} as an array with these sbatch options")
+    where.add_argument("--table", action="store_true", help="start nothing; print the table of earlier runs")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = make_parser()
     arguments = parse_with_config(parser, argv)
     done: list[bool] = []

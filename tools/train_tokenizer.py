@@ -2,11 +2,11 @@
 
     megafp8 train-tokenizer --input 'corpus/*.jsonl' --output tokenizer.model --vocab-size 32000
 
-Text is not normalized: spaces, tabs and newlines are tokens (runs of spaces, as in source code, become one), digits are
-separate tokens, and characters that were never seen fall back to bytes. Ids: 0 unknown, 1 beginning, 2 end of document,
-3 padding.
+Text is not normalized. Spaces, tabs and newlines are tokens (runs of spaces, as in source code, become one token),
+digits are separate tokens, and unknown characters fall back to bytes. Special ids: 0 unknown, 1 beginning, 2 end of
+document, 3 padding.
 
-All input is read; if it is more than --sample-bytes, the vocabulary is trained on a uniform sample. The same input and
+All input is read. If it is more than --sample-bytes, the vocabulary is trained on a uniform sample. The same input and
 --seed give the same vocabulary.
 """
 
@@ -31,14 +31,14 @@ from megafp8.data.flags import add_input_flags, input_files
 from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.tool import run_tool, signal_handler
 
-_PIECE = 4000  # characters in one of sentencepiece's "sentences"; it limits them to about 4,192 bytes by default
+_PIECE = 4000  # characters per sentencepiece "sentence", which by default has at most about 4,192 bytes
 
 
 def pieces(documents: Iterable[Document], skip_errors: bool) -> Iterator[str]:
-    """The documents' texts in pieces of at most 4,000 characters.
+    """Yield the texts of documents, cut after every 4,000 characters.
 
-    Raises ValueError for a document that cannot be read; with `skip_errors` they are skipped and counted, and the first
-    100 printed.
+    Raises ValueError for a document that cannot be read. With `skip_errors`, such documents are skipped and counted,
+    and the first 100 are printed.
     """
     skipped = 0
     for document in documents:
@@ -57,10 +57,10 @@ def pieces(documents: Iterable[Document], skip_errors: bool) -> Iterator[str]:
 
 
 def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str], int]:
-    """A uniform sample of `texts` of at most `most_bytes` of UTF-8, in their order, and the bytes of all texts.
+    """Return a uniform sample of `texts` with at most `most_bytes` of UTF-8, in order, and the bytes of all texts.
 
-    Each text draws a number from [0, 1); the sample is the texts with the smallest numbers, as many as fit. Only these
-    are held in memory, in a heap.
+    Each text draws a number from [0, 1). The sample consists of the texts with the smallest numbers that fit. Only
+    these are held in memory, in a heap.
     """
     draw = random.Random(seed)
     chosen: list[tuple[float, int, str, int]] = []  # negated number, so that the largest is popped; index; text; size
@@ -80,7 +80,7 @@ def sample(texts: Iterable[str], most_bytes: int, seed: int) -> tuple[list[str],
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A sentencepiece model of `vocab_size` tokens. ValueError if the text is too little for them."""
+    """Return a sentencepiece model of `vocab_size` tokens. Raises ValueError if there is too little text."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -112,9 +112,9 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def check_writable(output: Path, overwrite: bool) -> None:
-    """ValueError if `output` exists or its folder cannot be written to. Creates the folder."""
+    """Raise ValueError if `output` exists or its folder cannot be written to. Create the folder."""
     if output.is_dir():
-        raise ValueError(f"--output {output}: is a folder; give the name of a file")
+        raise ValueError(f"--output {output}: this is a folder; give the name of a file")
     if output.exists() and not overwrite:
         raise ValueError(f"{output} exists; --overwrite replaces it")
     try:
@@ -126,7 +126,7 @@ def check_writable(output: Path, overwrite: bool) -> None:
 
 
 def write(content: bytes, output: Path) -> None:
-    """Write `output` under a temporary name and rename it: it is complete or absent."""
+    """Write `output` under a temporary name and rename it, so that it is either complete or absent."""
     hidden = output.with_name(f"{output.name}.incomplete-{os.getpid()}")
     try:
         with hidden.open("wb") as file:
@@ -139,17 +139,19 @@ def write(content: bytes, output: Path) -> None:
 
 
 def make_parser() -> ArgumentParser:
+    """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     add_input_flags(parser)
-    parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
-    parser.add_argument("--vocab-size", type=at_least(1), default=32000, help="tokens of the vocabulary")
+    parser.add_argument("--output", required=True, type=Path, help=".model file to write")
+    parser.add_argument("--vocab-size", type=at_least(1), default=32000, help="number of tokens in the vocabulary")
     parser.add_argument("--sample-bytes", type=at_least(1), default=10_000_000, help="train on at most this much text")
-    parser.add_argument("--seed", type=int, default=1234, help="of the sample")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the sample")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     return run_tool(lambda: _train(arguments))
 
@@ -165,7 +167,7 @@ def _train(arguments: argparse.Namespace) -> None:
         texts, total = sample(pieces(documents, arguments.skip_errors), arguments.sample_bytes, arguments.seed)
     total_bytes = sum(len(text.encode("utf-8")) for text in texts)
     if not texts:
-        raise ValueError(f"no text among the inputs that fits --sample-bytes {arguments.sample_bytes}")
+        raise ValueError(f"no text in the inputs fits in --sample-bytes {arguments.sample_bytes}")
     print(
         f"training {arguments.vocab_size} tokens on {total_bytes / 1e6:.1f} of {total / 1e6:.1f} MB of text …",
         flush=True,

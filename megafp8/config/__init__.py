@@ -1,4 +1,4 @@
-"""The config of a run: its fields (`schema`), read from YAML (`load`), checked as a whole (`checks`)."""
+"""Config of a run: its keys (`schema`), loading from YAML (`load`), and rules between keys (`checks`)."""
 
 from megafp8.config.checks import canonical_streams_problem, check_layout, fewest_ranks
 from megafp8.config.json_schema import json_schema

@@ -85,22 +85,23 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
 
 
 def fewest_ranks(configs: Sequence[Config]) -> int:
-    """The smallest number of ranks that all `configs`, the stages of a run, run on.
+    """Return the smallest number of ranks on which all `configs`, the stages of a run, can run.
 
-    If there is none, a number that every model-parallel size divides, for which `check_layout` says what is wrong.
+    If no number works, return one that every model-parallel size divides; `check_layout` then reports the problems.
     """
     least = 1
     for p in (config.parallel for config in configs):
         least = math.lcm(least, p.pipeline * math.lcm(p.tensor * p.context, p.expert_ranks))
     most = max(config.training.global_batch_size for config in configs) * least
     for ranks in range(least, min(most, _MOST_RANKS) + 1, least):
-        divide = all(not [*_batch(config, ranks)] for config in configs)  # the rule that most numbers break, and short
+        divide = all(not [*_batch(config, ranks)] for config in configs)  # a cheap rule that rejects most numbers
         if divide and not any(problem for config in configs for problem in _problems_on_ranks(config, ranks)):
             return ranks
     return least
 
 
 def _problems_on_ranks(config: Config, world_size: int) -> list[Problem]:
+    """Return the problems that depend on the number of ranks."""
     rules = (
         _counts,
         _batch,
@@ -140,7 +141,7 @@ def _lora(config: Config) -> Iterator[Problem]:
     if config.lora is None:
         return
     m = config.model
-    without = "LoRA is not offered for it; leave the section lora out"
+    without = "LoRA does not support it; leave the section lora out"
     if m.architecture != "gpt":
         yield Problem("lora", "set", f"model.architecture is {m.architecture}", without)
     if m.mtp_num_layers > 0:
@@ -149,7 +150,7 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem("lora", "set", "no layer of the model has projections that can be adapted", without)
     elif unknown := sorted({*config.lora_targets} - {*config.spec.lora_targets}):
         rule = f"the model has no {', '.join(unknown)} that can be adapted"
-        rule += "" if m.moe is None else "; adapters of experts are not offered"
+        rule += "" if m.moe is None else "; adapters of experts are not supported"
         known = [x for x in config.spec.lora_targets if x in config.lora_targets] or list(config.spec.lora_targets)
         yield Problem("lora.targets", list(config.lora_targets), rule, f"try [{', '.join(known)}]")
     if config.fp8.param_gather:
@@ -158,7 +159,12 @@ def _lora(config: Config) -> Iterator[Problem]:
 
 def _tokenizer(config: Config) -> Iterator[Problem]:
     if config.data.tokenizer is None and config.model.vocab_size is None:
-        yield Problem("model.vocab_size", None, "not given, and no data.tokenizer to take it from", "set either")
+        yield Problem(
+            "model.vocab_size",
+            None,
+            "it is not given, and there is no data.tokenizer from which to take it",
+            "set either",
+        )
 
 
 def _packing(config: Config) -> Iterator[Problem]:
@@ -167,7 +173,7 @@ def _packing(config: Config) -> Iterator[Problem]:
         rule = f"model.architecture is {config.model.architecture}, which is not trained to predict the next token"
         yield Problem("data.loss_on", d.loss_on, rule, "leave it out")
     elif d.loss_on is not None and d.packing != "best_fit":
-        rule = f"data.loss_on is {d.loss_on}, and other ways to pack cut answers from what they answer"
+        rule = f"data.loss_on is {d.loss_on}, and any other packing separates answers from their prompts"
         yield Problem("data.packing", d.packing, rule, "try best_fit")
     if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
         return
@@ -177,46 +183,46 @@ def _packing(config: Config) -> Iterator[Problem]:
 
 
 def _text(config: Config) -> Iterator[Problem]:
-    """What does not work with text that is tokenized while the run trains."""
+    """Yield a problem for each setting that cannot be combined with text that is tokenized while the run trains."""
     d, text = config.data, config.data.text
-    if d.grpo is not None:  # its prompts are no text to learn
+    if d.grpo is not None:  # its prompts are not training text
         return
     if not text:
         if d.streams != type(d.streams)():
-            rule = "it is about text in data.train or data.validation, and there is none"
+            rule = "it applies to text, but data.train and data.validation have none"
             yield Problem("data.streams", "set", rule, "leave it out")
         return
     key, path = text[0]
     where = f"{key}, {path}, is text that is tokenized while the run trains"
     if d.tokenizer is None:
-        yield Problem("data.tokenizer", None, where, "set it, or write .bin/.idx files by megafp8 preprocess")
+        yield Problem("data.tokenizer", None, where, "set it, or write .bin/.idx files with megafp8 preprocess")
     if d.packing != "concatenate":
-        rule = f"{where}, and how long its documents are is not known before"
+        rule = f"{where}, so the lengths of its documents are not known in advance"
         yield Problem(
-            "data.packing", d.packing, rule, "try concatenate, or write .bin/.idx files by megafp8 preprocess"
+            "data.packing", d.packing, rule, "try concatenate, or write .bin/.idx files with megafp8 preprocess"
         )
     if d.has_loss_mask:
         key, value = ("data.dpo", "set") if d.loss_on is None else ("data.loss_on", d.loss_on)
         rule = f"{where}, without a loss mask"
-        yield Problem(key, value, rule, "leave it out, or write .bin/.idx files by megafp8 preprocess")
+        yield Problem(key, value, rule, "leave it out, or write .bin/.idx files with megafp8 preprocess")
     in_train = [path for key, path in text if key == "data.train"]
     if in_train and len(d.train) > 1 and not isinstance(d.train, dict):
-        rule = f"a list is weighted by numbers of tokens, and that of {in_train[0]} is not known"
+        rule = f"a list is weighted by numbers of tokens, but the number of {in_train[0]} is not known"
         yield Problem("data.train", d.train, rule, "give shares of the samples: {path: weight}")
     if config.training.eval_interval and len(in_train) == len(set(d.train)) and not d.validation:
-        rule = f"{where}, of which data.split takes no documents"
+        rule = f"{where}, so data.split takes no documents from it"
         yield Problem("training.eval_interval", config.training.eval_interval, rule, "give data.validation, or try 0")
 
 
 def _streams_of_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    """The canonical streams of each data-parallel rank must always be the same ones."""
+    """Check that each data-parallel rank always reads the same canonical streams."""
     count = config.data.streams.canonical_streams
     if config.data.text and count is not None and config.data.grpo is None:
         yield from canonical_streams_problem(config, world_size, count)
 
 
 def canonical_streams_problem(config: Config, world_size: int, count: int) -> Iterator[Problem]:
-    """What is wrong with `count` canonical streams."""
+    """Yield a problem if the data-parallel ranks cannot read `count` canonical streams evenly."""
     t, p = config.training, config.parallel
     ranks = world_size // (p.tensor * p.pipeline * p.context)
     together = t.micro_batch_size * ranks
@@ -229,11 +235,11 @@ def canonical_streams_problem(config: Config, world_size: int, count: int) -> It
 
 
 def _objective(config: Config) -> Iterator[Problem]:
-    given = config.data.objectives
-    if len(given) > 1:
-        rule = f"a model has one objective, and {' and '.join(f'data.{name}' for name in given)} are set"
-        yield Problem(f"data.{[*given][1]}", "(a section)", rule, "leave out all but one")
-    for section in given.values():
+    objectives = config.data.objectives
+    if len(objectives) > 1:
+        rule = f"a model has one objective, and {' and '.join(f'data.{name}' for name in objectives)} are set"
+        yield Problem(f"data.{[*objectives][1]}", "(a section)", rule, "leave out all but one")
+    for section in objectives.values():
         yield from section.problems(config)
 
 
@@ -253,7 +259,7 @@ _FEWEST_BLOCKS = 64
 
 
 def _urls(config: Config) -> Iterator[Problem]:
-    """Paths that may be URLs, as far as they can be checked without contacting a storage."""
+    """Check paths that may be URLs, without contacting a storage."""
     data, checkpoint = config.data, config.checkpoint
     paths: list[tuple[str, str | None]] = [("data.train", path) for path in data.train]
     paths += [(f"data.validation.{name}", path) for name, path in data.validation.items()]
@@ -271,25 +277,25 @@ def _object_cache(config: Config) -> Iterator[Problem]:
     cache = config.data.object_cache
     fewest = _FEWEST_BLOCKS * cache.block_mib / 1024
     if cache.limit_gib < fewest:
-        rule = f"room for fewer than {_FEWEST_BLOCKS} blocks of {cache.block_mib:g} MiB, which would be deleted unread"
+        rule = f"it holds fewer than {_FEWEST_BLOCKS} blocks of {cache.block_mib:g} MiB; unread blocks would be deleted"
         yield Problem("data.object_cache.limit_gib", cache.limit_gib, rule, f"try {fewest:g}, or smaller blocks")
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
     t, e = config.training, config.training.evaluate
     if config.data.validation and not t.eval_interval:
-        rule = "data.validation is given, and nothing says when to compute its losses"
+        rule = "data.validation is given, but no interval for its evaluation"
         yield Problem("training.eval_interval", 0, rule, "set a number of steps, or leave data.validation out")
     if config.data.validation_by_source and not t.eval_interval:
-        rule = "nothing says when to compute losses"
+        rule = "there is no interval for evaluations"
         yield Problem("data.validation_by_source", True, rule, "set training.eval_interval, or leave it out")
     if e is None:
         return
     if config.model.architecture != "gpt":
-        rule = f"model.architecture is {config.model.architecture}, and only models of architecture gpt continue a text"
+        rule = f"model.architecture is {config.model.architecture}, and only models of architecture gpt generate text"
         yield Problem("training.evaluate", "set", rule, "leave it out")
     if not e.prompts and not e.tasks:
-        yield Problem("training.evaluate", "set", "has neither prompts nor tasks", "give either, or leave it out")
+        yield Problem("training.evaluate", "set", "it has neither prompts nor tasks", "give either, or leave it out")
     if config.data.tokenizer is None:
         yield Problem("training.evaluate", "set", "texts need a tokenizer", "set data.tokenizer, or leave it out")
     for key, value in (("include_path", e.include_path), ("limit", e.limit)):
@@ -318,11 +324,16 @@ def _windows(config: Config) -> Iterator[Problem]:
         yield Problem("model.full_attention_layers", full, "no layer has a window", works)
     if full != sorted(set(full) & set(range(layers))):
         works = f"try numbers from 0 to {layers - 1}, each once, in ascending order"
-        yield Problem("model.full_attention_layers", full, f"not some of the {layers} layers in order", works)
+        yield Problem(
+            "model.full_attention_layers",
+            full,
+            f"these are not indices of the {layers} layers in ascending order",
+            works,
+        )
 
 
 def _pattern(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about the names in a pattern, without which no layer is known."""
+    """Yield the problems of the names in model.pattern, which must be valid before other rules can look at layers."""
     if bool(m.layer_kinds) != bool(m.pattern):
         key, other = ("layer_kinds", "pattern") if m.layer_kinds else ("pattern", "layer_kinds")
         yield Problem(f"model.{key}", [*getattr(m, key)], f"there is no model.{other}", "give both, or neither")
@@ -331,7 +342,7 @@ def _pattern(m: ModelConfig) -> Iterator[Problem]:
         match = re.fullmatch(r"\s*([^\s*]+)\s*(\*\s*[1-9]\d{0,4}\s*)?", entry)
         if match is None or match[1] not in m.layer_kinds:
             near = difflib.get_close_matches(entry, m.layer_kinds, n=1) or [*m.layer_kinds]
-            rule = f"none of model.layer_kinds ({', '.join(m.layer_kinds)}), with a count or without"
+            rule = f"this is none of model.layer_kinds ({', '.join(m.layer_kinds)}), with or without a count"
             yield Problem("model.pattern", entry, rule, f"try {near[0]}, or {near[0]} * 3")
 
 
@@ -340,25 +351,25 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
     if not m.pattern:
         return
     if m.architecture != "gpt":
-        rule = f"model.architecture is {m.architecture}, whose layers are alike"
+        rule = f"model.architecture is {m.architecture}, and only gpt has several kinds of layers"
         yield Problem("model.pattern", m.pattern, rule, "leave it out, with model.layer_kinds")
         return
     named = {entry.partition("*")[0].strip() for entry in m.pattern}
     if unused := [name for name in m.layer_kinds if name not in named]:
         rule = "model.pattern does not name it"
         yield Problem(f"model.layer_kinds.{unused[0]}", "given", rule, "name it there, or leave it out")
-    say = "model.pattern says which layers are of which kind"
-    for path, given in (
+    say = "model.pattern already assigns a kind to each layer"
+    for path, value in (
         ("full_attention_layers", m.full_attention_layers),
         ("rope_local_theta", m.rope_local_theta),
         ("moe.first_dense_layers", m.moe is not None and m.moe.first_dense_layers),
         ("moe.layer_interval", m.moe is not None and m.moe.layer_interval > 1 and m.moe.layer_interval),
     ):
-        if given:
-            yield Problem(f"model.{path}", given, say, "leave it out")
+        if value:
+            yield Problem(f"model.{path}", value, say, "leave it out")
     for name, kind in m.layer_kinds.items():
         if not any(part is None or part.present for part in (kind.mixer, kind.ffn)):
-            rule = "neither a mixer nor a feed-forward network"
+            rule = "it has neither a mixer nor a feed-forward network"
             yield Problem(f"model.layer_kinds.{name}", "mixer: none, ffn: none", rule, "give one of them")
         if m.norm_position == "post" and kind.norm_position is not None:
             path, rule = f"model.layer_kinds.{name}.norm_position", "model.norm_position is post, for all layers"
@@ -366,7 +377,7 @@ def _layer_kinds(config: Config) -> Iterator[Problem]:
 
 
 def _records(m: ModelConfig) -> Iterator[tuple[str, PartRecord]]:
-    """The records in model.layer_kinds, with their paths."""
+    """Yield the records in model.layer_kinds, with their paths."""
     for name, kind in m.layer_kinds.items():
         for part, record in (("mixer", kind.mixer), ("ffn", kind.ffn)):
             if record is not None:
@@ -374,7 +385,10 @@ def _records(m: ModelConfig) -> Iterator[tuple[str, PartRecord]]:
 
 
 def _part_problems(config: Config) -> Iterator[Problem]:
-    """Rules between parts and other sections; a key that a kind of layer does not give stands in the model section."""
+    """Yield the problems between parts of layers and other sections.
+
+    A key that a layer kind does not set is reported as a key of the model section.
+    """
     m = config.model
     for path, record in _records(m):
         for problem in record.resolved(m).run_problems(config, path):
@@ -388,7 +402,7 @@ def _part_problems(config: Config) -> Iterator[Problem]:
 
 
 def split_widths(m: ModelConfig) -> dict[str, int]:
-    """Return the numbers that tensor parallelism divides, by path."""
+    """Return the sizes that tensor parallelism divides, by the path of their key."""
     widths: dict[str, int] = {}
     for index, layer in enumerate(m.spec.layers[: m.num_layers]):
         name = kind_name(m, index)
@@ -401,7 +415,7 @@ def split_widths(m: ModelConfig) -> dict[str, int]:
 
 
 def network_problems(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about the network that hold in any run."""
+    """Yield the problems of the network that do not depend on the run."""
     for rule in (
         attention_heads, latent_attention, sparse_attention, hyper_connections, experts, encoder_checks.model,
         _norm_weights, per_layer_embedding,
@@ -412,7 +426,7 @@ def network_problems(m: ModelConfig) -> Iterator[Problem]:
 
 
 def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about norms without weights."""
+    """Yield a problem for each key that cannot be combined with norms without weights."""
     if m.norm_weights:
         return
     for key, value, why in (
@@ -450,7 +464,7 @@ def _stages(config: Config) -> Iterator[Problem]:
         rule = f"a stage would have no layers: {name} is {layers}"
         yield Problem("parallel.pipeline", p.pipeline, rule, f"try {layers} or less")
     elif stages > layers:
-        rule = f"with parallel.pipeline = {p.pipeline} that makes {stages} stages, and a stage would have no layers"
+        rule = f"with parallel.pipeline = {p.pipeline} this gives {stages} stages, and a stage would have no layers"
         works = f"try {layers // p.pipeline} or less"
         yield Problem("parallel.virtual_pipeline", p.virtual_pipeline, f"{rule}: {name} is {layers}", works)
     elif isinstance(explicit, list):
@@ -462,7 +476,7 @@ def _stages(config: Config) -> Iterator[Problem]:
         elif min(explicit) < 1:
             rule = f"stage {explicit.index(min(explicit))} would have no layers"
         elif sum(explicit) != layers:
-            rule = f"adds up to {sum(explicit)}, {name} is {layers}"
+            rule = f"it adds up to {sum(explicit)}, but {name} is {layers}"
         else:
             return
         yield Problem("parallel.layers_per_stage", explicit, rule, works)
@@ -491,12 +505,12 @@ def _schedule(config: Config) -> Iterator[Problem]:
         )  # fmt: skip
     elif p.placement == "v" and chunks != 2:
         yield Problem(
-            "parallel.placement", "v", f"a V has two stages per rank, and parallel.virtual_pipeline is {chunks}",
+            "parallel.placement", "v", f"v needs two stages per rank, and parallel.virtual_pipeline is {chunks}",
             "try parallel.virtual_pipeline=2",
         )  # fmt: skip
     if p.pipeline == 1 and chunks > 1:
         yield Problem(
-            "parallel.virtual_pipeline", chunks, "parallel.pipeline is 1, so there is no bubble to make smaller",
+            "parallel.virtual_pipeline", chunks, "parallel.pipeline is 1, so there is no pipeline bubble to reduce",
             f"try parallel.virtual_pipeline=1 and {path}={unsplit_schedule(1)}, or parallel.pipeline=2",
         )  # fmt: skip
 
@@ -507,10 +521,10 @@ def _recompute(config: Config) -> Iterator[Problem]:
     most = layers - stages + 1 if split == "balanced" else -(-layers // stages)
     largest = (max(split) if isinstance(split, list) and split else most) + config.model.mtp_num_layers
     if p.recompute == "none" and p.recompute_blocks is not None:
-        rule = "parallel.recompute is none, so no block is computed again"
+        rule = "parallel.recompute is none, so no block is recomputed"
         yield Problem("parallel.recompute_blocks", p.recompute_blocks, rule, "try parallel.recompute=full")
     if p.recompute != "selective" and p.recompute_ops != type(p)().recompute_ops:
-        rule = f"parallel.recompute is {p.recompute}, and only selective looks at it"
+        rule = f"parallel.recompute is {p.recompute}, and only selective uses it"
         yield Problem("parallel.recompute_ops", p.recompute_ops, rule, "try parallel.recompute=selective")
     if p.recompute == "selective" and not p.recompute_ops:
         rule = "parallel.recompute is selective, and nothing is selected"
@@ -540,7 +554,7 @@ def _sequence(config: Config) -> Iterator[Problem]:
     wrong = [width for width in config.spec.attention_widths if width % 8 or width > LARGEST_HEAD]
     if p.context > 1 and by_cudnn and wrong:
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
-        rule = f"its attention kernels take heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
+        rule = f"its attention kernels need heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
         works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"
         yield Problem("parallel.context", p.context, rule, works)
 
@@ -551,7 +565,7 @@ def _overlap(config: Config) -> Iterator[Problem]:
         rule = "parallel.sequence_parallel is false, so every rank has all tokens and none are gathered"
         yield Problem(path, p.overlap_tensor, rule, f"try parallel.sequence_parallel=true, or {path}=none")
     if p.overlap_tensor == "symmetric" and config.device == "cpu":
-        rule = "symmetric memory is that of GPUs, and device is cpu"
+        rule = "symmetric memory exists on GPUs only, and device is cpu"
         yield Problem(path, p.overlap_tensor, rule, f"try {path}=auto, or device=cuda")
 
 
@@ -561,13 +575,13 @@ def _fp8(config: Config) -> Iterator[Problem]:
     if f.recipe != "none" and kept >= layers:
         yield Problem(
             "fp8.first_blocks_bf16", f.first_blocks_bf16,
-            f"with fp8.last_blocks_bf16 ({f.last_blocks_bf16}) all of model.num_layers ({layers}): nothing is left for "
-            "FP8", f"try at most {layers - 1} blocks in both together, or fp8.recipe=none",
+            f"with fp8.last_blocks_bf16 ({f.last_blocks_bf16}) it covers all of model.num_layers ({layers}), so no "
+            "block is left for FP8", f"try at most {layers - 1} blocks in total, or fp8.recipe=none",
         )  # fmt: skip
     if f.recipe != "none" and f.auto_filter == "predicted" and config.training.precision != "bf16":
         yield Problem(
             "fp8.auto_filter", f.auto_filter,
-            f"predicts FP8 against bf16, and training.precision is {config.training.precision}",
+            f"it compares FP8 with bf16, and training.precision is {config.training.precision}",
             "try fp8.auto_filter=measured or none",
         )  # fmt: skip
     if f.recipe == "custom" and not f.custom:
@@ -586,10 +600,10 @@ def _fsdp(config: Config) -> Iterator[Problem]:
             yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, works)
         return
     if p.zero:
-        rule = "parallel.fsdp is ZeRO stage 3, which shares out all that stage 1 does"
+        rule = "parallel.fsdp is ZeRO stage 3, which already shards everything that stage 1 shards"
         yield Problem("parallel.zero", p.zero, rule, f"try parallel.zero=0, {off}")
     if p.schedule in SCHEDULES and SCHEDULES[p.schedule].splits_wgrad:
-        rule = "it leaves weight gradients for later, when parallel.fsdp has freed the block and sent its gradients"
+        rule = "it delays weight gradients until parallel.fsdp has already freed the block and reduced its gradients"
         works = unsplit_schedule(p.virtual_pipeline)
         yield Problem("parallel.schedule", p.schedule, rule, f"try parallel.schedule={works}, {off}")
 
@@ -600,7 +614,7 @@ def _param_gather(config: Config) -> Iterator[Problem]:
     if not f.param_gather:
         return
     if zero != 1 and not config.parallel.fsdp:
-        rule = f"parallel.zero is {zero}: each rank updates all weights itself, and none are gathered"
+        rule = f"parallel.zero is {zero}: each rank updates all weights itself, so no weights are gathered"
         yield Problem(path, True, rule, f"try parallel.zero=1 or parallel.fsdp=true, {off}")
     if f.recipe == "none":
         rule = "fp8.recipe is none, so there are no FP8 weights to gather"
@@ -608,14 +622,14 @@ def _param_gather(config: Config) -> Iterator[Problem]:
     if f.override_linear_precision[0] or f.override_linear_precision[1]:
         yield Problem(
             "fp8.override_linear_precision", f.override_linear_precision,
-            "fprop or dgrad in high precision multiplies by the weight's values, and with fp8.param_gather only its "
+            "fprop or dgrad in high precision needs the weight in high precision, but with fp8.param_gather only its "
             "FP8 data exists", f"try [false, false, {str(f.override_linear_precision[2]).lower()}], {off}",
         )  # fmt: skip
     if f.calibration_steps:
         yield Problem(
             "fp8.calibration_steps", f.calibration_steps,
-            "layers that calibrate run in high precision, on the weights' values, and with fp8.param_gather only their "
-            "FP8 data exists", f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
+            "layers run in high precision while they calibrate, but with fp8.param_gather only their FP8 data exists",
+            f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
         )  # fmt: skip
 
 
@@ -651,10 +665,10 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if not config.deterministic:
         return
     if f.auto_filter == "measured":
-        rule = "deterministic, and which layers are faster in FP8 may be measured otherwise in the next run"
+        rule = "deterministic is true, but the next run may measure other layers to be faster in FP8"
         yield Problem("fp8.auto_filter", f.auto_filter, rule, f"try fp8.auto_filter=predicted, {off}")
     if f.gemm_autotune:
-        rule = "deterministic, and another algorithm, which rounds otherwise, may be the fastest in the next run"
+        rule = "deterministic is true, but in the next run another algorithm with other rounding may be the fastest"
         yield Problem("fp8.gemm_autotune", True, rule, f"leave it out, {off}")
 
 
@@ -664,45 +678,45 @@ def _batch_invariant(config: Config) -> Iterator[Problem]:
     p, model, off = config.parallel, config.model, "or inference.batch_invariant=false"
     for axis in ("tensor", "context", "expert"):
         if (ranks := getattr(p, axis)) > 1:
-            rule = "inference.batch_invariant, and sums over ranks depend on what is summed together"
+            rule = "inference.batch_invariant is true, but sums over ranks depend on the rest of the batch"
             yield Problem(f"parallel.{axis}", ranks, rule, f"try parallel.{axis}=1, {off}")
     off = "set inference.batch_invariant=false"
     for kind in dict.fromkeys(layer.mixer.kind for layer in config.spec.distinct_layers):
         if kind not in ("attention", "latent_attention", "none"):
-            rule = "inference.batch_invariant is for layers of softmax attention over all or the latest tokens"
+            rule = "inference.batch_invariant supports only softmax attention to all tokens or to the latest ones"
             yield Problem("model.mixer.kind", kind, rule, off)
     if model.architecture != "gpt":
-        rule = "inference.batch_invariant is for models that continue a text"
+        rule = "inference.batch_invariant is for models that generate text"
         yield Problem("model.architecture", model.architecture, rule, off)
     if model.hyper_connections is not None:
-        rule = "inference.batch_invariant: their products have no batch-invariant kernel"
+        rule = "inference.batch_invariant is true, but they have no batch-invariant kernel"
         yield Problem("model.hyper_connections", "given", rule, off)
     if model.attention_dropout:
-        rule = "inference.batch_invariant: no batch-invariant kernel of attention has dropout"
+        rule = "inference.batch_invariant is true, but no batch-invariant attention kernel has dropout"
         yield Problem("model.attention_dropout", model.attention_dropout, rule, f"try 0, {off}")
     for record in config.spec.expert_records:
         if record.capacity_factor is not None:
-            rule = "inference.batch_invariant, and which tokens an expert drops depends on the other tokens"
+            rule = "inference.batch_invariant is true, but the tokens that an expert drops depend on the other tokens"
             yield Problem("model.moe.capacity_factor", record.capacity_factor, rule, f"leave it out, {off}")
     recipes = {config.fp8.recipe} if config.fp8.recipe != "custom" else {
         recipe for rule in config.fp8.custom for recipe in (rule.input, rule.weight, rule.grad_output)
     }  # fmt: skip
     if "nvfp4" in recipes:
-        rule = "inference.batch_invariant, and its scale of a tensor depends on all tokens"
+        rule = "inference.batch_invariant is true, but the per-tensor scale of nvfp4 depends on all tokens"
         yield Problem("fp8.recipe", config.fp8.recipe, rule, f"try blockwise or mxfp8, {off}")
     if config.data.prefix_lm:
-        rule = "inference.batch_invariant: no batch-invariant kernel attends to later tokens"
+        rule = "inference.batch_invariant is true, but no batch-invariant kernel attends to later tokens"
         yield Problem("data.prefix_lm", True, rule, off)
 
 
 _MOST_RANKS = 2**18
 _MOST_MICROBATCHES = 2**16
-"""Per step and rank. A schedule is a list that contains each of them."""
+"""Limit per step and rank. A schedule is a list that contains every micro-batch."""
 _MOST_PIPELINE_RANKS, _MOST_LAYER_KINDS, _MOST_EXPERTS = 256, 256, 2**13
 
 
 def _sizes(config: Config) -> Iterator[Problem]:
-    """Limits on sizes of the model and its pipeline that would take too long to plan."""
+    """Yield a problem for sizes of the model and its pipeline that would take too long to plan."""
     kinds = config.model.layer_kinds.values()
     experts = [getattr(x, "num_experts", 0) for x in (config.model.moe, *(kind.ffn for kind in kinds))]
     for key, value, most in (
@@ -715,7 +729,7 @@ def _sizes(config: Config) -> Iterator[Problem]:
 
 
 def _counts(config: Config, world_size: int) -> Iterator[Problem]:
-    """Limits on counts that would take too long to plan or overflow 64 bits."""
+    """Yield a problem for counts that would take too long to plan or would overflow 64 bits."""
     p, t = config.parallel, config.training
     if world_size > _MOST_RANKS:
         rule = f"{world_size:,} ranks are more than {_MOST_RANKS:,}"
@@ -763,7 +777,7 @@ def _fsdp_replicas(config: Config, world_size: int) -> Iterator[Problem]:
     names = "data-parallel" if p.context == 1 else "data- and context-parallel"
     rule = f"the shards of parallel.fsdp are replicated over equal parts of {ranks} {names} ranks"
     if ranks % p.fsdp_replicas == 0:
-        rule += f", and those of experts over equal parts of the {expert_replicas} that hold the same experts"
+        rule += f", and the experts' shards over equal parts of the {expert_replicas} that hold the same experts"
     yield Problem("parallel.fsdp_replicas", p.fsdp_replicas, rule, divisors(possible, p.fsdp_replicas))
 
 
@@ -772,31 +786,32 @@ def _cuda_graphs(config: Config) -> Iterator[Problem]:
 
 
 def cuda_graph_problems(config: Config) -> Iterator[Problem]:
-    """What keeps a step's forward and backward passes from being replayed, whatever `training.cuda_graphs` says.
+    """Yield the reasons why a step's forward and backward passes cannot be captured in a CUDA graph.
 
-    Recipes have one more reason, in `megafp8.training.fp8_config`.
+    The result does not depend on the value of `training.cuda_graphs`. `megafp8.training.fp8_config` adds one more
+    reason, for recipes.
     """
     p = config.parallel
-    exchange = "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"
-    reads = "the host reads how many tokens each expert has, which a graph cannot,"
+    exchange = "all_to_all dispatch needs the host to read the number of tokens per rank, which a graph cannot do"
+    reads = "the host reads the number of tokens of each expert, which a graph cannot do,"
     slow_experts = config.spec.has_experts and config.training.precision != "bf16"
     kernel = (
         config.training.precision in ("bf16", "fp16") and max(config.spec.attention_widths, default=0) <= LARGEST_HEAD
     )
     slow_attention = config.model.attention_dropout > 0 and not kernel
-    choices = "the host chooses queries of attention with dropout, which a graph cannot,"
-    choices += f" but in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"
+    choices = "the host selects queries of attention with dropout, which a graph cannot do,"
+    choices += f" except in bf16 or fp16 with heads up to {LARGEST_HEAD} wide"
     frozen = "a frozen model computes before each step, outside of a graph"
     divergence = "the loss of distillation is not captured in a graph"
-    offload = "parallel.offload copies activations to memory of the host, which a graph cannot allocate"
+    offload = "parallel.offload copies activations to host memory, which a graph cannot allocate"
     rules = (
-        (config.device == "cpu", "device is cpu, which has no CUDA graphs", "device=cuda"),
+        (config.device == "cpu", "device is cpu, and CUDA graphs need a GPU", "device=cuda"),
         (bool(p.offload), offload, "parallel.offload=false"),
         (config.data.grpo is not None, "texts are sampled before each step, outside of a graph", "leave data.grpo out"),
         (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
         (config.data.distillation is not None, divergence, "leave data.distillation out"),
         (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
-        (slow_experts, f"{reads} but in bf16", "training.precision=bf16"),
+        (slow_experts, f"{reads} except in bf16", "training.precision=bf16"),
         (slow_attention, choices, "training.precision=bf16"),
     )
     for applies, rule, works in rules:

@@ -1,10 +1,10 @@
-"""Keys that choose a kind, such as `fp8.recipe`, and what happens to the options of the kind that was chosen before.
+"""Keys that choose a kind, such as `fp8.recipe`, and the removal of options that belong to a previously chosen kind.
 
-A kind often has options that others lack: they stand beside the key and are errors with another kind. So whatever
-changes a choice that was made before it (an override, a stage, a file with a `base`) leaves out the options that were
-given for the old kind and that the new one does not have. Options that are given together with the new choice stay, and
-are checked like any others. A section says which of its keys choose (`Section.options`); the `kind` of a part of a
-layer chooses its section.
+Some options exist only for certain kinds. They are keys next to the choosing key, and are errors with any other kind.
+When an override, a stage, or a file with a `base` changes an earlier choice, this module removes the options that were
+given for the old kind and that the new kind does not have. Options that are given together with the new choice stay and
+are checked like any others. `Section.options` declares which keys of a section choose; the `kind` of a layer part
+chooses its section.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class LeftOut(NamedTuple):
-    """An option that was left out: dotted paths of it and of the key that chooses, their values, and its section's."""
+    """Option that was left out.
+
+    `path` and `choice`: dotted paths of the option and of the key that chooses the kind. `value` and `chosen`: their
+    values.
+    """
 
     path: str
     value: Any
@@ -33,9 +37,14 @@ class LeftOut(NamedTuple):
 def leave_out_options(
     before: Mapping[str, Any], after: dict[str, Any], given: Mapping[str, Any], annotation: Any, path: str = ""
 ) -> Iterator[LeftOut]:
-    """Delete from `after` what `before` has for kinds that `given` replaced, and name it.
+    """Delete from `after` the options that belong to kinds replaced by `given`, and yield each of them.
 
-    `after`: `before` with the keys of `given`, a tree, in place of its own. `annotation`: the type of all three.
+    Args:
+        before: Tree of values before the change.
+        after: `before`, updated with `given`. Changed in place.
+        given: Tree of the changed values.
+        annotation: Type of all three trees.
+        path: Dotted path of the trees, with a trailing dot; empty at the top.
     """
     old, new = _section(annotation, before), _section(annotation, after)
     if old is not None and new is not None:
@@ -49,13 +58,15 @@ def leave_out_options(
 
 
 def _section(annotation: Any, values: Mapping[str, Any]) -> type[Section] | None:
-    """The section of `values`; None for a mapping, and where its `kind` is none of the type's."""
+    """Return the section class of `values`; None for a mapping, or if no class has its `kind`."""
     several = len(members(annotation)) > 1 and "kind" in values
-    return section_of_kind(annotation, values["kind"]) if several else section_of(annotation)  # the first by default
+    return (
+        section_of_kind(annotation, values["kind"]) if several else section_of(annotation)
+    )  # the first one is the default
 
 
 def type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:
-    """The type of `key` in a section, or of a value in a mapping."""
+    """Return the type of `key` in a section, or of the values in a mapping."""
     if section is not None:
         return section.model_fields[key].annotation if key in section.model_fields else None
     inner = get_args(member_with(annotation, dict))
@@ -65,7 +76,7 @@ def type_of(annotation: Any, section: type[Section] | None, key: str) -> Any:
 def _lost(
     old: type[Section], new: type[Section], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Iterator[tuple[str, set[str]]]:
-    """By key that chooses: keys that its former value has and its present one has not."""
+    """Yield each choosing key that changed, with the options that its old value has and its new value lacks."""
     if old is not new:
         yield "kind", set(old.model_fields) - set(new.model_fields)
         return
@@ -76,7 +87,10 @@ def _lost(
 
 
 def report(left_out: Sequence[LeftOut], config: Section, source: str) -> None:
-    """Log what `config` has otherwise for what was left out of `source`, once in a process."""
+    """Log the options left out of `source`, once per process.
+
+    Options that have the same values in `config` are not logged.
+    """
     by_choice: dict[tuple[str, str], list[str]] = {}
     tree = config.model_dump(mode="json") if left_out else {}
     for path, value, choice, chosen in left_out:
@@ -84,11 +98,11 @@ def report(left_out: Sequence[LeftOut], config: Section, source: str) -> None:
             by_choice.setdefault((choice, str(chosen)), []).append(f"{path} = {value!r}")
     lines = (f"{choice} {chosen} has no {', '.join(options)}" for (choice, chosen), options in by_choice.items())
     if by_choice:
-        _log(f"{source}: left out, as {'; '.join(lines)}")
+        _log(f"{source}: left out, because {'; '.join(lines)}")
 
 
 def _at(tree: Any, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path, or None."""
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

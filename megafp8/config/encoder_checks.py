@@ -9,24 +9,24 @@ from megafp8.host.problems import Problem
 
 
 def model(m: ModelConfig) -> Iterator[Problem]:
-    """Rules about the network that hold in any run."""
+    """Yield the problems of the network that do not depend on the run."""
     if m.architecture == "gpt":
         for key in ("token_types", "binary_head", "transform_activation", "num_decoder_layers"):
             if value := getattr(m, key):
-                rule = "model.architecture is gpt, which has none"
+                rule = "model.architecture is gpt, which does not have it"
                 wants = "t5" if key == "num_decoder_layers" else "bert"
                 yield Problem(f"model.{key}", value, rule, f"leave it out, or try model.architecture={wants}")
     else:
-        rule = f"model.architecture is {m.architecture}, which attends to all tokens and has no next one"
+        rule = f"model.architecture is {m.architecture}, which attends to all tokens and predicts no next token"
         for key, default in (("sliding_window", None), ("attention_chunk", None), ("mtp_num_layers", 0)):
             if (value := getattr(m, key)) != default:
                 yield Problem(f"model.{key}", value, rule, "leave it out, or try model.architecture=gpt")
     if (m.position_embedding == "relative") != (m.architecture == "t5"):
-        rule = f"model.architecture is {m.architecture}, and biases of scores by distance are those of t5"
+        rule = f"model.architecture is {m.architecture}, and only t5 has relative position biases"
         works = "relative" if m.architecture == "t5" else "rope"
         yield Problem("model.position_embedding", m.position_embedding, rule, f"try {works}")
     if m.position_embedding == "alibi" and m.architecture == "bert":
-        rule = "model.architecture is bert, and scores of ALiBi fall with the distance to earlier tokens only"
+        rule = "model.architecture is bert, and ALiBi biases are defined for earlier tokens only"
         yield Problem("model.position_embedding", "alibi", rule, "try learned or rope")
     if m.architecture == "t5":
         yield from _t5(m)
@@ -37,7 +37,7 @@ def model(m: ModelConfig) -> Iterator[Problem]:
         for key in ("parallel_block", "moe", "latent_attention"):
             if value := getattr(m, key):
                 shown = True if value is True else "(a section)"
-                rule = "model.norm_position is post, and such blocks have their norms first"
+                rule = "model.norm_position is post, and such blocks need their norms first"
                 yield Problem(f"model.{key}", shown, rule, "leave it out, or try model.norm_position=pre")
 
 
@@ -51,22 +51,25 @@ def _t5(m: ModelConfig) -> Iterator[Problem]:
     for key, value in unused.items():
         if getattr(m, key) != value:
             shown = "(a section)" if key in ("moe", "latent_attention") else getattr(m, key)
-            yield Problem(f"model.{key}", shown, "model.architecture is t5, which has none of it", "leave it out")
+            yield Problem(f"model.{key}", shown, "model.architecture is t5, which does not support it", "leave it out")
     buckets, distance = m.relative_attention_num_buckets, m.relative_attention_max_distance
     if buckets < 4 or buckets % 4:
-        rule = "half of the buckets are for each direction, and half of those for single distances"
+        rule = "each direction has half of the buckets, and half of a direction's buckets are for single distances"
         yield Problem("model.relative_attention_num_buckets", buckets, rule, f"try {max(4, buckets // 4 * 4)}")
     elif distance <= buckets // 2:
-        rule = f"not above the single distances, {buckets // 2} of model.relative_attention_num_buckets ({buckets})"
+        rule = (
+            f"not above {buckets // 2}, the number of buckets for single distances (half of "
+            f"model.relative_attention_num_buckets, {buckets})"
+        )
         yield Problem("model.relative_attention_max_distance", distance, rule, f"try {4 * buckets}")
 
 
 def data(config: Config) -> Iterator[Problem]:
-    """Rules about samples."""
+    """Yield the problems of samples."""
     d, m = config.data, config.model
     pairs = d.packing == "sentences"
     if pairs != m.binary_head:
-        rule = f"model.binary_head is {str(m.binary_head).lower()}, and it is what pairs of sentences are for"
+        rule = f"model.binary_head is {str(m.binary_head).lower()}, and pairs of sentences are for this head"
         works = "sentences, or model.binary_head=false" if m.binary_head else "concatenate, or model.binary_head=true"
         yield Problem("data.packing", d.packing, rule, f"try {works}")
     if m.architecture == "gpt":
@@ -84,12 +87,12 @@ def data(config: Config) -> Iterator[Problem]:
 
 
 def _spans(config: Config) -> Iterator[Problem]:
-    """Rules about lengths and layouts of T5."""
+    """Yield the problems of T5's lengths and layouts."""
     p, t, decoder_length = config.parallel, config.training, config.training.decoder_seq_length
     noise, spans = config.data.span_corruption.lengths(config.sample_tokens)
     parts = p.tensor if p.sequence_parallel else 1
     if decoder_length is not None and decoder_length < noise + spans + 1:
-        rule = f"a sample of {t.seq_length} tokens has {noise} in {spans} spans, with a sentinel each, and an end"
+        rule = f"a sample of {t.seq_length} tokens has {noise} in {spans} spans, plus a sentinel per span and an end"
         yield Problem(
             "training.decoder_seq_length", decoder_length, rule, f"try {noise + spans + 1} or more, or leave it out"
         )
@@ -98,8 +101,8 @@ def _spans(config: Config) -> Iterator[Problem]:
         rule = f"sequence parallelism splits it into parallel.tensor ({parts}) equal parts"
         yield Problem("training.decoder_seq_length", length, rule, f"try {-(-length // parts) * parts}")
     if p.context > 1:
-        rule = "model.architecture is t5, whose decoder attends to all of the encoder's tokens"
+        rule = "model.architecture is t5, and its decoder attends to all of the encoder's tokens"
         yield Problem("parallel.context", p.context, rule, "try parallel.context=1, and parallel.tensor for long texts")
     if p.offload:
-        rule = "model.architecture is t5, whose encoder's output all layers of the decoder read"
+        rule = "model.architecture is t5, and all decoder layers read the encoder's output"
         yield Problem("parallel.offload", p.offload, rule, "try parallel.offload=false, or parallel.recompute=full")

@@ -1,8 +1,9 @@
-"""Config files as trees of sections: one file, or one that begins with the keys of another (`base: other.yaml`).
+"""Config files as trees of sections: a single file, or a file that extends another one (`base: other.yaml`).
 
-A file with a base has the base's keys where it does not give its own. Sections are merged key by key; any other value,
-a list or a mapping such as the blend in `data.train`, replaces that of the base. A kind that the file chooses leaves
-out the base's options of another kind (`choices`). `name` is not inherited, as each run has a folder of its own.
+A file with a base inherits the base's keys and overrides them with its own. Sections are merged key by key; any other
+value, a list or a mapping such as the blend in `data.train`, replaces the base's value. If the file chooses another
+kind, the base's options of the old kind are left out (`choices`). `name` is not inherited, because each run has its own
+folder.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ BASE = "base"
 _HUGGING_FACE = "config.json"
 _MAX_BASES = 20
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255
-"""Longest path, and longest name in it, of Linux."""
+"""Linux limits on the length of a path and of a name in it."""
 
 
 @dataclass
 class Tree:
-    """The sections of a file and its bases.
+    """Sections of a file, merged with its bases.
 
-    `lines`: where each key was given last, by dotted path: the file and the line. `left_out`: options of bases, by
-    file.
+    `lines`: the file and line in which each key was given last, by dotted path. `left_out`: options of bases that were
+    left out, by file.
     """
 
     values: dict[str, Any]
@@ -44,7 +45,10 @@ class Tree:
     left_out: list[tuple[str, list[LeftOut]]] = field(default_factory=list)
 
     def place(self, path: str, source: str) -> str:
-        """File, unless it is `source`, and line of the value at a dotted path, to begin a message; empty: not given."""
+        """Return the location of the value at a dotted path as the beginning of a message, or "" if no file gives it.
+
+        The location is the line, preceded by the file unless the file is `source`.
+        """
         if path not in self.lines:
             return ""
         file, line = self.lines[path]
@@ -52,7 +56,7 @@ class Tree:
 
 
 def file_of(source: str) -> Path:
-    """Return the file that a path, or else the name of a shipped config, refers to.
+    """Return the file at the path `source`, or else the shipped config of that name.
 
     Raises ConfigError for a name that no file can have.
     """
@@ -63,7 +67,7 @@ def file_of(source: str) -> Path:
 
 
 def _name_problem(path: Path) -> str:
-    """Return why no file can have this path; an empty string where one can."""
+    """Return the reason why no file can have this path; an empty string if one can."""
     name = os.fsencode(str(path))
     if b"\0" in name:
         return "no file has a name with a NUL character"
@@ -75,10 +79,10 @@ def _name_problem(path: Path) -> str:
 
 
 def _where_it_is(path: Path) -> str:
-    """Advice for a config that does not exist."""
+    """Return a suggestion for a config that does not exist."""
     configs = shipped_configs()
     if path.stem in configs:
-        return f"megafp8 init {path.stem} writes the shipped one, and --config {path.stem} uses it as it is"
+        return f"megafp8 init {path.stem} writes the shipped config, and --config {path.stem} uses it unchanged"
     near = None if path.suffix else near_name(path.name, configs)
     if near is not None:
         return f"did you mean {near}?"
@@ -87,13 +91,18 @@ def _where_it_is(path: Path) -> str:
 
 
 def read_tree(source: str) -> Tree:
-    """Read the file `source` and its bases. ConfigError for a file that cannot be read, naming it."""
+    """Read the file `source` and its bases. Raises ConfigError, which names the file, if one cannot be read."""
     return _read(source, [], None)
 
 
 def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | None) -> Tree:
-    """`chain`: the files that led to this one, as they were named and resolved. `naming`: that which names it, and the
-    line."""
+    """Read a file and its bases.
+
+    Args:
+        source: Path of the file.
+        chain: Files that led to this one, each as it was named and as a resolved path.
+        naming: File that names this one as its base, and the line; None for the first file.
+    """
     content = _read_file(source, naming)
     chain = [*chain, (source, Path(source).resolve())]
     if BASE not in content.values:
@@ -104,7 +113,7 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
     if problem is not None:
         raise ConfigError(source, [replace(problem, where=where)])
     if "name" not in content.values:
-        rule = f"not inherited from {BASE}, as each run has a folder of its own"
+        rule = f"not inherited from {BASE}, because each run has its own folder"
         raise ConfigError(source, [Problem("name", None, rule, "add it")])
     path = str(_base_path(source, base))
     inherited = _read(path, chain, (source, where))
@@ -115,16 +124,17 @@ def _read(source: str, chain: list[tuple[str, Path]], naming: tuple[str, str] | 
 
 
 def _base_path(source: str, base: str) -> Path:
-    """Return the file that `source` names as its base: a path relative to it, or else a shipped config."""
+    """Return the file that `source` names as its base: a path relative to `source`, or else a shipped config."""
     path = Path(source).parent / expanduser(base)
     return path if os.path.exists(path) else shipped_configs().get(base, path)
 
 
 def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> Problem | None:
+    """Return the problem of a base that cannot be read, or None."""
     if not isinstance(base, str) or not base:
         return Problem(BASE, base, "this is the path of another config", "for example base: llama3-8b.yaml")
     if "://" in base:
-        return Problem(BASE, base, "configs are read from local files", "copy it beside this file")
+        return Problem(BASE, base, "configs are read from local files", "copy it to this file's folder")
     if rule := _name_problem(Path(source).parent / base):
         return Problem(BASE, base, rule, "for example base: llama3-8b.yaml")
     path = _base_path(source, base)
@@ -136,12 +146,12 @@ def _base_problem(base: object, source: str, chain: list[tuple[str, Path]]) -> P
         rule = f"this is base number {len(chain)} of {names[0]}, and a config has at most {_MAX_BASES}"
         return Problem(BASE, base, rule, "merge some of the files")
     if os.path.exists(path) and not os.path.isfile(path):
-        return Problem(BASE, base, f"{path} is no regular file", "name the YAML file of a config")
+        return Problem(BASE, base, f"{path} is not a regular file", "name the YAML file of a config")
     return None
 
 
 def _merged(base: Mapping[str, Any], own: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
-    """A section of `base` with the keys of `own` in place of its own, section by section."""
+    """Return the section `base` updated with the keys of `own`, recursively for sections."""
     section, merged = section_of(annotation), dict(base)
     for key, value in own.items():
         inner, before = type_of(annotation, section, key), base.get(key)
@@ -155,8 +165,11 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], annotation: Any) ->
 def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     """Return the sections of one file.
 
-    `naming`: the file that names it as its base, and the line, for messages. No message quotes a base that is not a
-    mapping in YAML: it may be any file of the user's.
+    No message quotes a base that is not a YAML mapping: it may be any file of the user.
+
+    Args:
+        source: Path of the file.
+        naming: File that names this one as its base, and the line, for messages; None for the first file.
     """
     path = Path(source)
     if (path / _HUGGING_FACE).is_file():
@@ -165,7 +178,7 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            rule = f"more than {MAX_BYTES:,} bytes, and a config has at most that"
+            rule = f"it is larger than {MAX_BYTES:,} bytes, the limit for a config"
             raise ConfigError(source, [Problem("(file)", "…", rule, "give the YAML file of a config")])
         text = content.decode()
     except OSError as error:
@@ -178,7 +191,7 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
     try:
         node = compose(text)
         duplicates = []
-        for d in list(duplicate_keys(node)):  # all, before merge keys are resolved in place
+        for d in list(duplicate_keys(node)):  # list all, before merge keys are resolved in place
             rule = f"line {d.second}: line {d.first} has this key already"
             duplicates.append(Problem(d.path, construct(d.value), rule, "keep one of them"))
         tree = construct(node)
@@ -192,22 +205,22 @@ def _read_file(source: str, naming: tuple[str, str] | None) -> Tree:
         raise ConfigError(source, duplicates)
     if not isinstance(tree, dict):
         rule = "the file must hold a mapping of sections"
-        raise ConfigError(source, [Problem("(file)", "…", rule, "start from a shipped one: megafp8 init")])
+        raise ConfigError(source, [Problem("(file)", "…", rule, "start from a shipped config: megafp8 init")])
     if "model_type" in tree or "architectures" in tree:
         raise ConfigError(source, [_model_of_hugging_face(path)])
     return Tree(tree, {name: (source, line) for name, line in _lines(node, "")})
 
 
 def _model_of_hugging_face(path: Path) -> Problem:
-    """Return the problem of a Hugging Face model that is given as the config of a run."""
+    """Return the problem for a Hugging Face model that is given as the config of a run."""
     folder = path.parent
     train = f'to train it, write a config with "checkpoint: {{init_from: {folder}}}", which needs no model section'
-    use = f"megafp8 generate {folder} and megafp8 evaluate {folder} use it as it is, megafp8 convert converts it"
+    use = f"megafp8 generate {folder} and megafp8 evaluate {folder} use it directly, and megafp8 convert converts it"
     return Problem("(file)", str(path), "this describes a Hugging Face model, not a run of megafp8", f"{train}; {use}")
 
 
 def _lines(node: Node | None, path: str) -> Iterator[tuple[str, int]]:
-    """Dotted path and line, from 1, of each key and each item of a list."""
+    """Yield the dotted path and the line, counted from 1, of each key and each list item."""
     pairs: list[tuple[object, Node, Node]] = []
     if isinstance(node, MappingNode):
         pairs = [(key.value, key, value) for key, value in node.value if isinstance(key, ScalarNode)]

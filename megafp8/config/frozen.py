@@ -1,4 +1,4 @@
-"""The config of the frozen model that a loss compares the trained one with."""
+"""Config of the frozen model with which a loss compares the trained model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from megafp8.spec import ModelSpec
 
 
 def frozen_run(config: Config, teacher: ModelSpec | None = None) -> Config | None:
-    """The config of the frozen model of a run; None without one, or where that is the trained one without adapters.
+    """Return the config of the frozen model of a run.
 
-    `teacher`: that of `data.distillation`, if it is known; without it there is none.
+    Return None if the run has no frozen model, or if the frozen model is the trained model without its adapters.
+
+    Args:
+        config: Config of the run.
+        teacher: Network of the teacher of `data.distillation`, or None if it is not known yet; the result is then None
+            for a run with distillation.
     """
     distills = config.data.distillation is not None
     if not config.data.compares or (teacher is None if distills else config.lora is not None):

@@ -10,7 +10,7 @@ from megafp8.config.reader import section_of
 from megafp8.config.schema import Config
 from megafp8.section import Section
 
-_HUGGING_FACE = {  # TrainingArguments, config.json, and axolotl, which takes many of their names
+_HUGGING_FACE = {  # names of TrainingArguments, config.json, and axolotl, which uses many of them
     "adam_epsilon": "optimizer.eps",
     "adapter": "lora",
     "base_model": "checkpoint.init_from",
@@ -204,7 +204,7 @@ _TORCHTITAN = {
 OTHER_NAMES: Mapping[str, str] = _HUGGING_FACE | _MEGATRON | _TORCHTITAN
 """Keys of a config by their names in other frameworks; a name with a dot counts in that section only."""
 _MOST = 3
-"""Suggestions of one message, at most."""
+"""Maximum number of suggestions in one message."""
 
 
 @cache
@@ -221,12 +221,12 @@ def key_paths() -> tuple[str, ...]:
 
 
 def advice(path: str, value: object, siblings: Sequence[str]) -> str:
-    """Return what to write instead of a key that does not exist.
+    """Return a suggestion of what to write instead of a key that does not exist.
 
     Args:
-        path: The dotted path of the key.
-        value: Its value; of a section, keys are looked for, too.
-        siblings: The keys of its section.
+        path: Dotted path of the key.
+        value: Value of the key. If it is a section, its keys are looked up too.
+        siblings: Valid keys of the same section.
     """
     keys, inner = _suggested(path, siblings), list(value) if isinstance(value, dict) else []
     if not all(f"{key}.{name}" in key_paths() for key in keys for name in inner) or not keys:
@@ -237,11 +237,11 @@ def advice(path: str, value: object, siblings: Sequence[str]) -> str:
 
 
 def _suggested(path: str, siblings: Sequence[str]) -> list[str]:
-    """Return the keys that a key which does not exist may mean.
+    """Return the dotted paths of existing keys that a nonexistent key may refer to.
 
     Args:
-        path: The dotted path of the key.
-        siblings: The keys of its section.
+        path: Dotted path of the nonexistent key.
+        siblings: Valid keys of the same section.
     """
     path = path.lstrip("-").replace("-", "_")
     section, _, name = path.rpartition(".")

@@ -23,15 +23,15 @@ from megafp8.host.problems import ConfigError, Problem
 from megafp8.host.shipped import shipped_configs
 
 Completion = Callable[[dict[str, Any], str], None]
-"""Completes a tree of sections in place; the second argument is the file from which it was read."""
+"""Function that completes a tree of sections in place. Its second argument is the file from which the tree was read."""
 
 
 def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the path of the config, or None, and the overrides of a command line.
 
     Args:
-        config: The value of `--config`. If it is None, the path may be the first word instead.
-        words: The words of the command line that belong to no option.
+        config: Value of `--config`. If it is None, the first word may be the path instead.
+        words: Words of the command line that belong to no option.
     """
     if config is None and words and "=" not in words[0]:
         config, *words = words
@@ -39,15 +39,19 @@ def config_and_overrides(config: str | None, words: Sequence[str]) -> tuple[str 
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Completion | None = None) -> Config:
-    """Read `path` with its bases, apply overrides such as `parallel.tensor=2`, `complete` the tree, and validate.
+    """Read a config file with its bases, apply overrides, complete the tree, and validate it.
 
-    `path` may also be the name of a shipped config, such as `llama3-8b`, where there is no file of that name.
+    Args:
+        path: Config file, or the name of a shipped config such as `llama3-8b` if no file has that name.
+        overrides: Dotted overrides such as `parallel.tensor=2`. A value is YAML, or for a text field the text itself
+            (`reader.override_value`). An override that chooses another kind, such as `fp8.recipe`, leaves out the
+            file's options of the old kind (`choices`).
+        complete: Function that completes the tree. It is called if checkpoint.init_from is given.
 
-    The value of an override is YAML, or for a text field the text itself (`reader.override_value`). One that chooses
-    another kind, such as `fp8.recipe`, leaves out the file's options of the old one (`choices`). `complete` is
-    called if checkpoint.init_from is given. Raises ConfigError for a file that cannot be read or parsed, a duplicate
-    key, an override that is not `key=value`, an unknown key (with the nearest valid name), and a value of the wrong
-    type or out of range (with the rule).
+    Raises:
+        ConfigError: A file cannot be read or parsed, a key is given twice, an override is not `key=value`, a key is
+            unknown (the message suggests the nearest valid name), or a value has the wrong type or is out of range (the
+            message states the rule).
     """
     source = str(file_of(str(path)))
     read = read_tree(source)
@@ -72,7 +76,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), complete: Compl
 
 
 def _where(path: str, read: Tree, given: Mapping[str, Any], source: str) -> str:
-    """Where the value at `path` was given; empty if `given`, a tree of overrides, has it."""
+    """Return the file and line of the value at `path`; an empty string if the overrides in `given` set it."""
     node: Any = given
     for key in path.split("."):
         if not isinstance(node, dict) or key not in node:
@@ -82,13 +86,13 @@ def _where(path: str, read: Tree, given: Mapping[str, Any], source: str) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> tuple[str, Any]:
-    """Apply one dotted override in place; returns its key and value."""
+    """Apply one dotted override in place, and return its key and value."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        problem = Problem("(override)", override, "an override is key=value", "for example parallel.tensor=2")
+        problem = Problem("(override)", override, "an override has the form key=value", "for example parallel.tensor=2")
         raise ConfigError(source, [problem])
     if key == BASE:
-        problem = Problem(BASE, text, "a file names its base itself", "give that file as the config")
+        problem = Problem(BASE, text, "only a file can name its base", "give that file as the config")
         raise ConfigError(source, [problem])
     node, leaf = holder_of(tree, key, text, source)
     try:
@@ -101,9 +105,9 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> tuple[str, Any]:
 
 
 def holder_of(tree: dict[str, Any], key: str, value: object, source: str) -> tuple[dict[str, Any], str]:
-    """The section of `tree` that holds the dotted `key`, made if it is missing, and the key's name in it.
+    """Return the section of `tree` that holds the dotted `key`, and the key's name in it. Create missing sections.
 
-    Raises ConfigError, which shows `value`, if a part of the key is no section.
+    Raises ConfigError, which shows `value`, if a parent of the key is not a section.
     """
     *parents, leaf = key.split(".")
     node = tree
@@ -120,9 +124,9 @@ def holder_of(tree: dict[str, Any], key: str, value: object, source: str) -> tup
 
 
 class _Place(NamedTuple):
-    """A location in the config: the keys and indices of its path, and the section and type of the value there.
+    """Location in the config: keys and indices of its path, and the section and type of the value at this path.
 
-    `section` and `annotation` are None if unknown. `union`: path of the union-typed field that it is inside of.
+    `section` and `annotation` are None if unknown. `union`: path of the union-typed field that contains the location.
     """
 
     path: tuple[str, ...]
@@ -133,10 +137,10 @@ class _Place(NamedTuple):
 
 
 def _locate(location: Sequence[int | str]) -> _Place:
-    """Resolve a location in pydantic's form along the types.
+    """Resolve a location in pydantic's form along the types of the config.
 
-    Besides keys and indices it contains the member that was tried of a union, and `[key]` if the key of a mapping is
-    wrong rather than its value.
+    In addition to keys and indices, such a location contains the union member that was tried, and `[key]` if the key of
+    a mapping is wrong, not its value.
     """
     path: list[str] = []
     section: type[BaseModel] | None = None
@@ -164,16 +168,16 @@ def _locate(location: Sequence[int | str]) -> _Place:
 
 
 _EXAMPLE = "llama3-8b"
-"""Shipped config from which messages take their examples."""
+"""Shipped config that provides the examples in messages."""
 _WRONG_KIND = ("_type", "_parsing", "literal_error")
-"""Suffixes of pydantic's error types for a value of another kind than the type."""
+"""Suffixes of pydantic's error types for a value that has another kind than the type."""
 
 
 def explain(errors: Sequence[ErrorDetails]) -> list[Problem]:
-    """Pydantic's errors about a tree of sections as Problems.
+    """Return pydantic's errors about a tree of sections as Problems.
 
-    For a union, pydantic reports the errors of every member. Only those of members of the same kind as the value are
-    kept; if there are none, all are merged into one Problem.
+    For a union, pydantic reports the errors of every member. Only errors of members that have the same kind as the
+    value are kept; if no member has, all errors are merged into one Problem.
     """
     placed = [(error, _locate(error["loc"])) for error in errors]
     fitting = {place.union for error, place in placed if place.union is not None and _is_of_kind(error, place)}
@@ -203,7 +207,7 @@ def _rule(error: ErrorDetails) -> str:
 
 
 def _missing(place: _Place) -> Iterator[Problem]:
-    """Yield the required keys of a section that is missing, or the key if it is none, with an example of each."""
+    """Yield a problem with an example for a missing key, or for each required key of a missing section."""
     section = section_of(place.annotation)
     if section is not None:
         for name, field in section.model_fields.items():
@@ -222,7 +226,7 @@ def _missing(place: _Place) -> Iterator[Problem]:
 
 
 def _example(path: Sequence[str]) -> str | None:
-    """Return the value that a shipped config has for a key, as YAML; None if none has it."""
+    """Return the value of a key in a shipped config, as YAML; None if no shipped config has the key."""
     configs = shipped_configs()
     for file in (configs[_EXAMPLE], *configs.values()):
         node = compose(file.read_text(encoding="utf-8"))
@@ -246,16 +250,16 @@ def _problem(error: ErrorDetails, place: _Place) -> Problem:
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         text = str(value).lower() if isinstance(value, bool) else str(value)
         of = "a key here" if place.is_key else "this key"
-        return Problem(path, value, f"{of} is text, and YAML reads this otherwise", f'quote it: "{text}"')
-    if kind == "string_pattern_mismatch":  # of `section.Name`, the only type with a pattern
-        rule = "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit"
+        return Problem(path, value, f"{of} is text, but YAML reads this value as another type", f'quote it: "{text}"')
+    if kind == "string_pattern_mismatch":  # `section.Name` is the only type with a pattern
+        rule = "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or digit"
         valid = re.sub("[^A-Za-z0-9._-]+", "-", value).lstrip("._-")
         return Problem(path, value, rule, f"try {valid or 'run-1'}")
     return Problem(path, value, _rule(error), _meaning(place))
 
 
 def _meaning(place: _Place) -> str:
-    """Advice: the default of the field, and the first sentence of its documentation."""
+    """Return a hint from the field's default and the first sentence of its documentation."""
     field = None if place.section is None else place.section.model_fields.get(place.path[-1])
     if field is None or not field.description:
         return "see --print-schema"

@@ -21,10 +21,10 @@ def model_spec(keys: Mapping[str, Any]) -> ModelSpec:
 
 
 def with_keys(model: ModelSpec, **keys: Any) -> ModelSpec:
-    """Return the network with other values of some keys."""
+    """Return a copy of the network in which some keys have other values."""
     return model_spec({**model.keys, **keys})
 
 
 def model_problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yield the rules about the network that its keys break in any run."""
+    """Yield the problems of the network that do not depend on the run."""
     return network_problems(ModelConfig.model_validate(model.keys))

@@ -10,7 +10,7 @@ from megafp8.optimizer.base import MatrixUpdate, Update
 
 
 def schedule(config: Config) -> Iterator[Problem]:
-    """Warm-up and decay must fit into the schedule."""
+    """Check that warm-up and decay fit into the schedule."""
     o, t = config.optimizer, config.training
     length = "training.steps" if o.decay_until is None else "optimizer.decay_until"
     steps = o.decay_until or t.steps
@@ -42,14 +42,14 @@ def schedule(config: Config) -> Iterator[Problem]:
 
 
 def qk_clip(config: Config) -> Iterator[Problem]:
-    """Attention logits must be those of queries and keys, whose weights are trained."""
+    """Check that attention logits are products of queries and keys with trained weights."""
     threshold, m, off = config.optimizer.qk_clip, config.model, "leave it out"
     if threshold is None:
         return
     reasons = [layer.mixer.no_qk_clip for layer in config.spec.distinct_layers]
     rules = [reason for reason in reasons if reason]
     if m.architecture != "gpt":
-        rules = [f"model.architecture is {m.architecture}, and it is for gpt"]
+        rules = [f"model.architecture is {m.architecture}, and QK-clip is for gpt"]
     elif all(reason is None for reason in reasons):
         rules = ["no layer has softmax attention"]
     elif config.lora is not None:
@@ -59,18 +59,18 @@ def qk_clip(config: Config) -> Iterator[Problem]:
 
 
 def average(config: Config) -> Iterator[Problem]:
-    """An average needs whole masters."""
+    """Check that an average of the weights has whole fp32 masters."""
     o = config.optimizer
     if o.average_decay is not None and o.store_param_remainders:
-        rule = "optimizer.store_param_remainders leaves no fp32 weights between steps to be averaged"
+        rule = "optimizer.store_param_remainders keeps no fp32 weights between steps that could be averaged"
         yield Problem("optimizer.average_decay", o.average_decay, rule, "leave one of the two out")
 
 
 def loss_scale(config: Config) -> Iterator[Problem]:
-    """Only fp16 has one, and it starts above its minimum."""
+    """Check that a loss scale is used with fp16 only and starts at or above its minimum."""
     t, scale = config.training, config.training.loss_scale
     if t.precision != "fp16" and scale != type(scale)():
-        rule = f"training.precision is {t.precision}, whose range needs no loss scale"
+        rule = f"training.precision is {t.precision}, which needs no loss scale"
         yield Problem("training.loss_scale", scale.model_dump(), rule, "leave it out, or try training.precision=fp16")
     if scale.initial_scale < scale.min_loss_scale:
         path, rule = "training.loss_scale.initial_scale", f"below min_loss_scale ({scale.min_loss_scale})"
@@ -78,14 +78,17 @@ def loss_scale(config: Config) -> Iterator[Problem]:
 
 
 _LEAST_DECAY = {
-    "bf16": (2**-8, "has 8 bits, and a change of a moment by {:.2g} of itself would be rounded away"),
-    "fp8": (2**-7, "uses stochastic rounding, whose noise adds up if a moment changes by {:.2g} of itself per step"),
+    "bf16": (2**-8, "has 8 bits of precision, so a change of a moment by {:.2g} of its value would be rounded away"),
+    "fp8": (
+        2**-7,
+        "uses stochastic rounding, and its noise adds up if a moment changes by {:.2g} of its value per step",
+    ),
 }
-"""For each optimizer.moments_dtype the minimum of 1 - beta, and the reason."""
+"""Minimum of 1 - beta for each optimizer.moments_dtype, and the reason."""
 
 
 def state_storage(config: Config) -> Iterator[Problem]:
-    """Limits of optimizer state in less than fp32."""
+    """Check the limits of optimizer state that is stored in less than fp32."""
     o, dtype = config.optimizer, config.optimizer.moments_dtype
     for path, beta in o.chosen.decay_rates.items():
         least, why = _LEAST_DECAY.get(dtype, (0.0, ""))
@@ -99,15 +102,17 @@ def state_storage(config: Config) -> Iterator[Problem]:
         rule = f"it is for bf16 weights, and training.precision is {config.training.precision}"
         yield Problem(path, True, rule, f"try training.precision=bf16, {off}")
     if config.parallel.fsdp:
-        rule = "parallel.fsdp stores fp32 masters only, and no bf16 weights that would be half of them"
+        rule = "parallel.fsdp stores fp32 masters only, without bf16 weights that would hold their upper half"
         yield Problem(path, True, rule, f"try parallel.zero=1 instead of parallel.fsdp, {off}")
     elif config.fp8.param_gather:
-        rule = "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these"
+        rule = (
+            "fp8.param_gather stores FP8 data and fp32 masters, without bf16 weights that would hold their upper half"
+        )
         yield Problem(path, True, rule, f"try fp8.param_gather=false, {off}")
 
 
 def chosen(config: Config) -> Iterator[Problem]:
-    """Only the chosen optimizer has options, and one of whole matrices has them whole, with fp32 state."""
+    """Check that only the chosen optimizer has options, and that a matrix optimizer gets whole matrices in fp32."""
     o, adamw = config.optimizer, "or optimizer.name=adamw"
     for name, field in type(o).model_fields.items():
         options = getattr(o, name)
@@ -119,18 +124,18 @@ def chosen(config: Config) -> Iterator[Problem]:
     if not isinstance(o.chosen, MatrixUpdate):
         return
     if o.moments_dtype != "fp32":
-        rule = f"optimizer.name is {o.name}, whose state is stored in fp32"
+        rule = f"optimizer.name is {o.name}, which stores its state in fp32"
         yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try fp32, {adamw}")
     if o.store_param_remainders:
         rule = f"optimizer.name is {o.name}, which stores fp32 masters"
         yield Problem("optimizer.store_param_remainders", True, rule, f"try false, {adamw}")
     if config.lora is not None:
-        rule = f"with lora, factors of matrices are trained, and {o.name} is for whole matrices"
+        rule = f"lora trains factors of matrices, but {o.name} is for whole matrices"
         yield Problem("optimizer.name", o.name, rule, "try adamw")
 
 
 def mup(config: Config) -> Iterator[Problem]:
-    """The rules of muP are there for dense models of architecture gpt."""
+    """Check that muP is used for dense models of architecture gpt only."""
     m = config.model
     if m.mup is None:
         return
@@ -143,10 +148,10 @@ def mup(config: Config) -> Iterator[Problem]:
     }
     for what, lacking in lacks.items():
         if lacking:
-            yield Problem("model.mup", keys, f"{what}, for which muP is not offered", off)
+            yield Problem("model.mup", keys, f"{what}, for which muP is not supported", off)
     if m.attention_scale is not None and m.mup.base_head_dim is not None:
-        rule = "model.attention_scale is given, and each sets what scores are multiplied by"
+        rule = "model.attention_scale is given, and both set the scale of attention scores"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave one of them out")
     if m.latent_attention is not None and m.mup.base_head_dim is not None:
-        rule = "the model has latent attention, whose heads have several widths; more heads need no such key"
+        rule = "the heads of latent attention have several widths; add heads instead, without this key"
         yield Problem("model.mup.base_head_dim", m.mup.base_head_dim, rule, "leave it out")

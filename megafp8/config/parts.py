@@ -1,6 +1,6 @@
-"""The kinds of parts that layers are made of, and a layer as a list of them.
+"""The kinds of layer parts, and a layer kind as a choice of parts.
 
-A new kind is a folder of `megafp8.layers` with its record and its module, and its name in one of the unions below.
+To add a kind, add a folder to `megafp8.layers` with its record and its module, and its name to one of the unions below.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Mixer = (
     | Rwkv7Config
     | NoMixerConfig
 )
-"""What mixes tokens."""
+"""Part of a layer that mixes tokens."""
 Ffn = MlpConfig | MoeFfnConfig | NoFfnConfig
-"""The feed-forward network."""
+"""Feed-forward network of a layer."""
 PARTS: tuple[type[PartRecord], ...] = (*get_args(Mixer), *get_args(Ffn))
 
 
 def _alone(union: Any) -> BeforeValidator:
-    """A part of which nothing but the kind is given may be written by its kind: `ffn: none`."""
+    """Return a validator that accepts a bare kind, such as `ffn: none`, as a part with default options."""
     kinds = Literal[tuple(part.model_fields["kind"].default for part in get_args(union))]  # type: ignore[valid-type]
     return BeforeValidator(
         lambda value: {"kind": value} if isinstance(value, str) else value, json_schema_input_type=union | kinds
@@ -51,19 +51,21 @@ def _alone(union: Any) -> BeforeValidator:
 
 
 class LayerKind(Section):
-    """A kind of layer, in which keys may have other values than in the model section."""
+    """Kind of layer with keys that override the model section."""
 
     mixer: Annotated[Mixer, Field(discriminator="kind"), _alone(Mixer)] | None = None
-    """What mixes tokens; none: the layer is a feed-forward network. Default: as the model section says."""
+    """Part that mixes tokens. none: the layer has only a feed-forward network. Default: the mixer that the model
+    section describes."""
     ffn: Annotated[Ffn, Field(discriminator="kind"), _alone(Ffn)] | None = None
-    """The feed-forward network; none: the layer is a mixer. Default: as the model section says."""
+    """Feed-forward network. none: the layer has only a mixer. Default: the feed-forward network that the model section
+    describes."""
     norm_position: Literal["pre", "output", "both"] | None = None
-    """Where its parts have their norms, as model.norm_position, which is the default."""
+    """Position of the norms in this kind of layer. Default: model.norm_position."""
 
     @model_validator(mode="before")
     @classmethod
     def _default_kinds(cls, values: Any) -> Any:
-        """Without a kind, a mixer is attention, and a feed-forward network an MLP."""
+        """Set the kind of a mixer without one to attention, and of a feed-forward network without one to mlp."""
         if not isinstance(values, dict):
             return values
         defaults = {"mixer": "attention", "ffn": "mlp"}

@@ -1,8 +1,8 @@
 """YAML parsing for configs, and parsing of override values by the type of their field.
 
 A plain scalar is null, true, false, an integer, a float, or text. PyYAML follows YAML 1.1, in which `off` and `no` are
-booleans, 12:30 is 750, 010 is 8 and 2024-01-01 is a date; here these are text, which a boolean field still accepts
-(`on`, `off`). Files written by PyYAML are read back unchanged.
+booleans, 12:30 is 750, 010 is 8 and 2024-01-01 is a date. Here, all of these are text, and a boolean field still
+accepts the texts `on` and `off`. Files written by PyYAML are read back unchanged.
 
 Duplicate keys are an error; anchors, aliases and merge keys (`<<: *base`) work as in PyYAML.
 """
@@ -25,9 +25,9 @@ _MERGE = "tag:yaml.org,2002:merge"
 MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _MAX_REPEATED = 10_000
-"""Nodes more than are written, which aliases make of a document."""
+"""Maximum number of extra nodes that aliases may add to a document."""
 _LONGEST_INTEGER = 100
-"""In digits; Python refuses to print much longer ones."""
+"""Maximum number of digits; Python refuses to print much longer integers."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,7 +35,10 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """The next node. Ends at once where it is nested too deeply, as the scanner's time grows with the depth."""
+        """Compose the next node.
+
+        Raises yaml.YAMLError at once if the node is nested too deeply, because the scanner's time grows with the depth.
+        """
         if self.depth > _MAX_DEPTH:
             raise yaml.YAMLError(f"nested too deeply: more than {_MAX_DEPTH} levels")
         self.depth += 1
@@ -60,15 +63,16 @@ for _tag, _pattern, _first in (
 
 
 def compose(text: str) -> Node | None:
-    """The root node of the single document in `text`, None if it is empty. Raises yaml.YAMLError.
+    """Return the root node of the single document in `text`, or None if it is empty.
 
-    A document may not be nested more than `_MAX_DEPTH` deep, nor be much larger than written by aliases of aliases.
+    Raises yaml.YAMLError if the text is not valid YAML, if it is nested more than `_MAX_DEPTH` levels deep, or if
+    aliases of aliases make it much larger than the text.
     """
     if len(text) > MAX_BYTES:
-        raise yaml.YAMLError(f"{len(text):,} characters, and a config has at most {MAX_BYTES:,}")
+        raise yaml.YAMLError(f"{len(text):,} characters, but a config has at most {MAX_BYTES:,}")
     try:
         loader = _Loader(text)
-    except yaml.reader.ReaderError as error:  # a character that YAML does not have
+    except yaml.reader.ReaderError as error:  # a character that YAML does not allow
         raise yaml.YAMLError(str(error)) from None
     try:
         node = loader.get_single_node()
@@ -81,7 +85,7 @@ def compose(text: str) -> Node | None:
 
 
 def _check_size(root: Node | None) -> None:
-    """Raise yaml.YAMLError where a document is nested too deeply, contains itself, or repeats too much by aliases."""
+    """Raise yaml.YAMLError if a document is nested too deeply, contains itself, or is expanded too much by aliases."""
     sizes: dict[int, int] = {}  # by identity, with aliases expanded; 0 while it is computed
 
     def size(node: Node, depth: int) -> int:
@@ -94,15 +98,15 @@ def _check_size(root: Node | None) -> None:
             inner = 0 if isinstance(node, ScalarNode) else sum(size(part, depth + 1) for part in parts)
             known = sizes[id(node)] = 1 + inner
         elif known == 0:
-            raise yaml.YAMLError("an alias inside of what it stands for")
+            raise yaml.YAMLError("an alias inside the value that it refers to")
         return known
 
     if root is not None and (expanded := size(root, 0)) > len(sizes) + _MAX_REPEATED:
-        raise yaml.YAMLError(f"its aliases make {expanded:,} values of {len(sizes):,}")
+        raise yaml.YAMLError(f"its aliases expand {len(sizes):,} values to {expanded:,}")
 
 
 def construct(node: Node | None) -> Any:
-    """The value of `node`. Raises yaml.YAMLError."""
+    """Return the value of `node`. Raises yaml.YAMLError."""
     loader = _Loader("")
     try:
         return None if node is None else loader.construct_document(node)
@@ -123,7 +127,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 class Duplicate(NamedTuple):
-    """A key that occurs twice in a mapping: dotted path, second value, and both line numbers, from 1."""
+    """Key that occurs twice in a mapping: dotted path, second value, and both line numbers, from 1."""
 
     path: str
     value: Node
@@ -132,7 +136,7 @@ class Duplicate(NamedTuple):
 
 
 def duplicate_keys(node: Node | None) -> Iterator[Duplicate]:
-    """The duplicate keys of all mappings under `node`."""
+    """Yield the duplicate keys of all mappings under `node`."""
     seen: set[int] = set()  # aliases refer to the same node again
 
     def walk(node: Node | None, path: str) -> Iterator[Duplicate]:
@@ -159,14 +163,14 @@ def duplicate_keys(node: Node | None) -> Iterator[Duplicate]:
 
 
 def bare(annotation: Any) -> Any:
-    """The type inside `Annotated`."""
+    """Return the type inside `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation
 
 
 def members(annotation: Any) -> list[Any]:
-    """The members of a union type, or the type itself, without None."""
+    """Return the members of a union type without None; for any other type, a list of the type itself."""
     annotation = bare(annotation)
     if get_origin(annotation) not in (Union, UnionType):
         return [] if annotation is NoneType else [annotation]
@@ -174,32 +178,34 @@ def members(annotation: Any) -> list[Any]:
 
 
 def takes_none(annotation: Any) -> bool:
-    """Whether the type allows null."""
+    """Return whether the type allows null."""
     annotation = bare(annotation)
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class among the members of the type."""
+    """Return the section class among the members of the type, or None."""
     return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, Section)), None)
 
 
 def section_of_kind(annotation: Any, kind: object) -> type[Section] | None:
-    """The section class among the members of the type whose key `kind` is `kind`."""
+    """Return the section class among the members of the type that has this `kind`, or None."""
     sections = [m for m in members(annotation) if isinstance(m, type) and issubclass(m, Section)]
     return next((m for m in sections if "kind" in m.model_fields and m.model_fields["kind"].default == kind), None)
 
 
 def member_with(annotation: Any, *origins: type) -> Any:
-    """The first member of the type whose origin (list, tuple, dict) is among `origins`, or None."""
+    """Return the first member of the type with an origin (list, tuple, dict) among `origins`, or None."""
     return next((member for member in members(annotation) if get_origin(member) in origins), None)
 
 
 def override_value(text: str, annotation: Any) -> Any:
-    """The value of the override `key=text` for a field of type `annotation` (None: unknown). Raises yaml.YAMLError.
+    """Return the value of the override `key=text` for a field of type `annotation` (None if unknown).
 
-    A text field is set to the text as it is, without quotes if all of it is quoted; `null` is null if the field allows
-    it. All other values are YAML, in which scalars of text type are text too, whatever they look like.
+    A text field gets the text unchanged, without quotes if the whole text is quoted; `null` is null if the field allows
+    it. Any other value is YAML; scalars of text type in it are text, whatever they look like.
+
+    Raises yaml.YAMLError.
     """
     takes_text = str in members(annotation)
     try:
@@ -221,14 +227,14 @@ def override_value(text: str, annotation: Any) -> Any:
 
 
 def _is_collection(node: Node | None, annotation: Any) -> bool:
-    """Whether `node` is a list or mapping that the field accepts."""
+    """Return whether `node` is a list or mapping that the field accepts."""
     if isinstance(node, SequenceNode):
         return member_with(annotation, list, tuple) is not None
     return isinstance(node, MappingNode) and member_with(annotation, dict) is not None
 
 
 def _keep_text(node: Node | None, annotation: Any) -> None:
-    """Tag the scalars under `node` that have text type as text."""
+    """Tag all scalars under `node` that have text type as text."""
     if isinstance(node, ScalarNode):
         null = node.tag == _NULL and takes_none(annotation)
         if str in members(annotation) and node.style is None and not null:

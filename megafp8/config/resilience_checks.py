@@ -9,10 +9,10 @@ from megafp8.host.problems import Problem
 
 
 def layout(config: Config) -> Iterator[Problem]:
-    """Limits must be reachable, a rewind needs checkpoints, and those in memory are newer than those on disk."""
+    """Check hang limits, checkpoints for rewinds, recompute checks with FSDP, and checkpoints in memory."""
     r = config.resilience
     if r.hang_seconds is not None and r.hang_seconds >= config.timeout_seconds:
-        rule = f"a collective fails after timeout_seconds ({config.timeout_seconds:g}) already, without naming a rank"
+        rule = f"a collective already fails after timeout_seconds ({config.timeout_seconds:g}), without naming a rank"
         works = f"try {config.timeout_seconds / 2:g}, or a larger timeout_seconds"
         yield Problem("resilience.hang_seconds", r.hang_seconds, rule, works)
     if r.loss_spike is not None and r.loss_spike.action == "rewind" and not config.checkpoint.interval:
@@ -20,7 +20,7 @@ def layout(config: Config) -> Iterator[Problem]:
         yield Problem("resilience.loss_spike.action", "rewind", rule, "try skip, or set checkpoint.interval")
     if r.recompute_interval and config.parallel.fsdp:
         rule = (
-            "with parallel.fsdp gradients are summed over ranks in the backward pass, so no rank has its own to compare"
+            "parallel.fsdp sums gradients over ranks in the backward pass, so no rank has its own gradient to compare"
         )
         yield Problem("resilience.recompute_interval", r.recompute_interval, rule, "try 0, or parallel.zero=1")
     c = config.checkpoint
@@ -30,7 +30,7 @@ def layout(config: Config) -> Iterator[Problem]:
 
 
 def replicas(config: Config, world_size: int) -> Iterator[Problem]:
-    """Each number of replicas that may train has a share of the batch for all, and nothing needs one job of all."""
+    """Check that the global batch can be shared by any allowed number of replicas, and reject unsupported settings."""
     r, t, path = config.resilience.replicas, config.training, "resilience.replicas"
     if r is None:
         return
@@ -38,7 +38,7 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(f"{path}.min", r.min, f"there are {r.count} replicas", f"try {r.count}, or fewer")
     hang = config.hang_seconds
     if hang and hang <= 2 * r.exchange_seconds:
-        rule = f"a rank may wait twice exchange_seconds ({r.exchange_seconds:g}) for other replicas, which is no hang"
+        rule = f"a rank may wait for other replicas for twice exchange_seconds ({r.exchange_seconds:g}) without hanging"
         yield Problem("resilience.hang_seconds", hang, rule, f"try {3 * r.exchange_seconds:g}")
     p = config.parallel
     data = world_size // (p.tensor * p.pipeline * p.context)
@@ -54,15 +54,15 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
     spike = config.resilience.loss_spike
     unusable = (
         ("checkpoint.memory_interval", config.checkpoint.memory_interval, 0, "a replica copies its state from others"),
-        ("checkpoint.resume", config.checkpoint.resume, True, "a replica that is started again goes on with the run"),
-        ("stages", bool(config.stages), False, "a stage begins with groups of its own in all replicas at once"),
-        ("fp8.auto_filter", config.fp8.auto_filter, "none", "each replica would choose layers of its own"),
+        ("checkpoint.resume", config.checkpoint.resume, True, "a restarted replica must continue the run"),
+        ("stages", bool(config.stages), False, "a stage begins with new process groups in all replicas at once"),
+        ("fp8.auto_filter", config.fp8.auto_filter, "none", "each replica would choose its own layers"),
         ("resilience.loss_spike.action", spike.action if spike else "skip", "skip", "replicas do not go back together"),
         (
             "resilience.recompute_interval",
             config.resilience.recompute_interval,
             0,
-            "a replica that rejoins computes none",
+            "a replica that rejoins does not run the check",
         ),
     )
     yield from _outer(config)
@@ -73,24 +73,24 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _outer(config: Config) -> Iterator[Problem]:
-    """Between outer steps nothing is kept that should be of all replicas."""
+    """Check that no setting needs agreement between replicas between outer steps."""
     r, c = config.resilience.replicas, config.checkpoint
     if r is None or r.outer is None:
         return
     path, steps = "resilience.replicas.outer", r.outer.inner_steps
     if c.interval % steps:
-        rule = f"a checkpoint is of all replicas, which are equal after every {steps} steps ({path}.inner_steps)"
+        rule = f"a checkpoint needs equal replicas, and they are equal only every {steps} steps ({path}.inner_steps)"
         yield Problem("checkpoint.interval", c.interval, rule, f"try {-(-c.interval // steps) * steps}")
     if config.optimizer.average_decay is not None:
-        rule = f"with {path}, each replica would average weights of its own between outer steps"
+        rule = f"with {path}, each replica would average different weights between outer steps"
         yield Problem("optimizer.average_decay", config.optimizer.average_decay, rule, "leave it out")
     if config.spec.has_experts:
-        rule = f"with {path}, each replica would balance experts by its own tokens alone, and with biases of its own"
+        rule = f"with {path}, each replica would balance experts only by its own tokens, with its own biases"
         yield Problem("model.moe", "set", rule, f"leave {path} out")
 
 
 def faults(config: Config, world_size: int) -> Iterator[Problem]:
-    """Faults happen on ranks that exist, where there is something to break."""
+    """Check that faults happen on existing ranks and have something to break."""
     for i, fault in enumerate(config.resilience.inject):
         path = f"resilience.inject.{i}"
         if fault.rank >= world_size:
@@ -101,7 +101,7 @@ def faults(config: Config, world_size: int) -> Iterator[Problem]:
             rule = "the bit is flipped in the check that resilience.recompute_interval turns on"
             yield Problem(f"{path}.kind", fault.kind, rule, "set resilience.recompute_interval")
         elif fault.kind == "flip_gradient" and fault.step % interval:
-            rule = f"the bit is flipped in a step that is recomputed, of which every {interval}th is"
+            rule = f"the bit is flipped in a recomputed step, and only every {interval}th step is recomputed"
             yield Problem(f"{path}.step", fault.step, rule, f"try {-(-fault.step // interval) * interval}")
         if fault.kind == "lose_memory" and not config.checkpoint.memory_interval:
             rule = "there are no checkpoints in memory (checkpoint.memory_interval is 0)"

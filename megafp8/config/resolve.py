@@ -1,7 +1,7 @@
-"""Resolve the model section of a config into a `ModelSpec`.
+"""Resolution of the model section of a config into a `ModelSpec`.
 
-A user writes a model in one of two spellings: flat keys for layers that are alike, or `layer_kinds` and `pattern`.
-Here, and nowhere else, both become complete records.
+Users describe a model in one of two forms: flat keys for layers that are all alike, or `layer_kinds` and `pattern`.
+Only this module turns both forms into complete records.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def resolve(model: ModelSection) -> ModelSpec:
 
 
 def kind_names(model: ModelSection) -> tuple[str, ...]:
-    """Return the names in `pattern`, each as often as its count says; empty without a pattern."""
+    """Return the names in `pattern` with counts expanded; empty without a pattern."""
     return _expanded(tuple(model.pattern))
 
 
@@ -87,7 +87,7 @@ def _decoder_blocks(model: ModelSection) -> int:
 
 
 def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
-    """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last one."""
+    """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last layer."""
     cache: dict[Any, tuple[Any, ...]] = {}
     sources = _kv_layers(model)
 
@@ -104,7 +104,7 @@ def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
     made: dict[Any, LayerSpec] = {}
 
     def shared(*fields: Any) -> LayerSpec:
-        """Return one object for equal layers, so that a model of thousands is small."""
+        """Return one object for equal layers, so that a model of thousands of layers stays small."""
         key = (id(fields[0]), id(fields[1]), *fields[2:])
         if key not in made:
             made[key] = LayerSpec(*fields)
@@ -114,7 +114,7 @@ def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
 
 
 def _kv_layers(model: ModelSection) -> set[int]:
-    """Return the layers whose keys and values other layers read."""
+    """Return the layers that provide keys and values for other layers."""
     used = set(kind_names(model))
     read = (getattr(kind.mixer, "kv_layer", None) for name, kind in model.layer_kinds.items() if name in used)
     return {source for source in read if source is not None}
@@ -124,8 +124,10 @@ def _parts(model: ModelSection, name: str, window: int | None, sparse: bool) -> 
     """Return mixer, feed-forward network and norm position of the layers of a kind.
 
     Args:
-        window: Sliding window where the kind names no mixer.
-        sparse: Whether the layer has experts where the kind names no feed-forward network.
+        model: Model section.
+        name: Name of the kind; empty without a pattern.
+        window: Sliding window if the kind names no mixer.
+        sparse: Whether the layer has experts if the kind names no feed-forward network.
     """
     kind = model.layer_kinds[name] if name else LayerKind()
     mixer, ffn = kind.mixer, kind.ffn
@@ -153,7 +155,7 @@ def _kinds(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
 
 
 def _kv_sources(blocks: Sequence[LayerSpec]) -> dict[int, int]:
-    """Return the layers whose keys and values others read, and the last layer that reads each."""
+    """Return the layers that provide keys and values for others, and for each the last layer that reads them."""
     read = ((getattr(layer.mixer, "kv_layer", None), index) for index, layer in enumerate(blocks))
     return {source: reader for source, reader in read if source is not None}
 

@@ -1,8 +1,8 @@
-"""Stages of a run: from which step which keys of its config have which values.
+"""Stages of a run: parts of the run in which some config keys have other values.
 
-The config of a stage is that of the run with the stage's overrides, as if the command had been started again with these
-at that step. Overrides of earlier stages do not hold in later ones. Steps before the first stage have the config as it
-is.
+The config of a stage is the config of the run with the stage's overrides, as if the command had been started again with
+these overrides at that step. Overrides of earlier stages do not apply in later stages. Steps before the first stage use
+the config without overrides.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from megafp8.host.problems import ConfigError, Problem
 
 _SECTIONS = ("model", "parallel", "fp8", "training", "optimizer", "data", "checkpoint", "logging")
 _OF_THE_RUN = {
-    "training.steps": "it is the length of the run; where a stage ends says the next one's begin",
-    "training.stop_after": "it is where the run stops; where a stage ends says the next one's begin",
-    "training.evaluate": "evaluations are those of the run",
-    "data.tokenizer": "weights are of one vocabulary",
-    "checkpoint.resume": "it is for the beginning of a run",
-    "checkpoint.init_from": "it is for the beginning of a run",
-    "checkpoint.init_optimizer": "it is for the beginning of a run",
+    "training.steps": "it is the length of the run; a stage ends where the next one begins",
+    "training.stop_after": "it is the step at which the run stops; a stage ends where the next one begins",
+    "training.evaluate": "evaluations are the same in the whole run",
+    "data.tokenizer": "the weights belong to one vocabulary",
+    "checkpoint.resume": "it applies only to the beginning of a run",
+    "checkpoint.init_from": "it applies only to the beginning of a run",
+    "checkpoint.init_optimizer": "it applies only to the beginning of a run",
 }
-"""Keys that are the same in all stages, and why."""
+"""Keys that have the same value in all stages, with the reason."""
 
 
 class PlannedStage(NamedTuple):
-    """What a run has from one step on. `source`: for error messages, the file and the stage's name."""
+    """Config of a run from one step on. `source` is the file and the stage's name, for error messages."""
 
     name: str | None
     begin: int
@@ -42,24 +42,24 @@ class PlannedStage(NamedTuple):
 
 
 def stage_at(config: Config, step: int) -> StageConfig | None:
-    """The stage of the step after the first `step`; None before the first stage."""
+    """Return the stage that contains the step after step `step`, or None before the first stage."""
     return next((stage for stage in reversed(config.stages) if stage.begin <= step), None)
 
 
 def end_of_stage(config: Config, step: int) -> int:
-    """The step after which the stage of `stage_at(config, step)` ends or the run stops."""
+    """Return the last step of the stage `stage_at(config, step)`, or of the run if it stops earlier."""
     begins = [stage.begin for stage in config.stages if stage.begin > step]
     return min([*begins, config.training.last_step])
 
 
 def config_at(config: Config, step: int, source: str = "config") -> Config:
-    """The config of a run for the step after the first `step`. Raises ConfigError if an override does not work."""
+    """Return the config for the step after step `step`. Raises ConfigError if an override does not work."""
     stage = stage_at(config, step)
     return config if stage is None else _overridden(config, stage, source)
 
 
 def planned_stages(config: Config, source: str) -> list[PlannedStage]:
-    """All that a run goes through, with the config of each. Raises ConfigError if the list or an override is wrong."""
+    """Return all stages of a run with their configs. Raises ConfigError if the list or an override is wrong."""
     problems = list(_problems(config))
     if problems:
         raise ConfigError(source, problems)
@@ -90,7 +90,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     for i, (one, other) in enumerate(pairwise(config.stages), 1):
         if other.begin <= one.begin:
             rule = f"stage {one.name}, listed before it, begins at step {one.begin}"
-            yield Problem(f"stages.{i}.begin", other.begin, rule, "list stages in their order, each with steps")
+            yield Problem(f"stages.{i}.begin", other.begin, rule, "list stages in order, each with at least one step")
 
 
 def _overridden(config: Config, stage: StageConfig, source: str) -> Config:
@@ -116,7 +116,7 @@ def _overridden(config: Config, stage: StageConfig, source: str) -> Config:
 def _refused(key: str, value: Any) -> Iterator[Problem]:
     parts = key.split(".")
     if len(parts) < 2 or parts[0] not in _SECTIONS:
-        rule = f"a stage overrides keys of the sections {', '.join(_SECTIONS)}"
+        rule = f"a stage can only override keys of the sections {', '.join(_SECTIONS)}"
         yield Problem(key, value, rule, "name one by its dotted path, for example training.seq_length")
     elif (why := _OF_THE_RUN.get(".".join(parts[:2]))) is not None:
         yield Problem(key, value, why, "leave it out of the stage's overrides")

@@ -1,1 +1,1 @@
-"""Chores that know nothing of training: arguments, files, processes, messages."""
+"""Utilities that do not depend on training: arguments, files, processes, messages."""

@@ -1,4 +1,4 @@
-"""Command lines: a parser whose errors are one line that says what would work, and whose help shows defaults."""
+"""Command-line parser with one-line errors that suggest a fix, and with defaults in the help."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Number = TypeVar("Number", int, float)
 
 
 def says_nothing(default: object) -> bool:
-    """Whether a default is that of an option which is left out."""
+    """Return whether `default` is the default of an option that is not set."""
     return default is None or default is False or default in (argparse.SUPPRESS, [], ())
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written, and behind the help of an option its default where it does not say it."""
+    """Formatter that keeps the description's line breaks and adds defaults that an option's help does not mention."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -36,11 +36,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class UsageError(ValueError):
-    """A command line that cannot be, in one line."""
+    """Invalid command line, described in one line."""
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number from `smallest` on."""
+    """Return the argparse type of an integer option with a minimum of `smallest`."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -48,12 +48,12 @@ def at_least(smallest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{value} is too small; give {smallest} or more")
         return value
 
-    number.__name__ = "int"  # for the message about what is no number
+    number.__name__ = "int"  # argparse's message about a wrong value uses this name
     return number
 
 
 def between(smallest: Number, largest: Number) -> Callable[[str], Number]:
-    """Return the type of an option that is a number from `smallest` to `largest`, whole if these are."""
+    """Return the argparse type of a number from `smallest` to `largest`; an integer if both are."""
     kind = type(smallest)
 
     def number(text: str) -> Number:
@@ -67,9 +67,10 @@ def between(smallest: Number, largest: Number) -> Callable[[str], Number]:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Parser whose errors have the form of a config's errors, and whose paths may begin with `~`.
+    """Parser with errors in the form of config errors, and with paths that may begin with `~`.
 
-    An error is one line, `error: what is wrong; what would work`, by the first rank of a node, and exit code 2.
+    An error is one line, `error: what is wrong; what would work`, printed by the first rank of a node. The exit code is
+    2.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +79,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(expanduser(text)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and refuse keys of a config that are written as options, as torchtitan has them."""
+        """Parse arguments like argparse, and reject config keys that are written as options, as in torchtitan."""
         words = list(sys.argv[1:] if args is None else args)
         for word, following in pairwise([*words, "VALUE"]):
             option, equals, value = word.partition("=")
@@ -89,24 +90,26 @@ class ArgumentParser(argparse.ArgumentParser):
 
     @property
     def _takes_keys(self) -> bool:
-        """Whether the command line has overrides of a config."""
+        """Whether the command line accepts overrides of config keys."""
         return any(action.dest == "overrides" for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
+        """Print the error on the first rank of a node, and exit with code 2."""
         if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(self.usage_error(message))
         sys.exit(_FAILED)
 
     def usage_error(self, message: str) -> str:
-        """argparse's message, or a tool's, with what would work if it does not say so."""
+        """Return an error message of argparse or of a tool, with a suggestion if it has none."""
         message = re.sub(r"^argument (\S+/)?", "", message)
-        message = message.replace("training_script, training_script_args", "COMMAND")  # of torchrun's parser
+        message = message.replace("training_script, training_script_args", "COMMAND")  # torchrun's parser names them so
         message = re.sub(r"invalid int value: (.*)", r"\1 is no whole number", message)
         message = re.sub(r"invalid \w+ value: (.*)", r"\1 is no number", message)
         works = self._works(message)
         return f"{message}; {works}" if works else message
 
     def _works(self, message: str) -> str:
+        """Return a suggestion for an error message; an empty string if the message already has one."""
         see_help = f"see {self.prog} --help"
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
             options = [option for action in self._actions for option in action.option_strings]

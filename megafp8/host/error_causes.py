@@ -1,6 +1,6 @@
-"""Search of an exception and its chain of causes: for a lost connection to another rank, a full disk, any OSError.
+"""Search an exception and its causes for a lost connection to another rank, a full disk, or any OSError.
 
-This module must not import torch: `megafp8.training.errors` does without it.
+This module must not import torch, because `megafp8.training.errors` works without it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-# Messages of gloo, NCCL and the TCP store on a rank whose peer has ended its process.
+# Messages of gloo, NCCL and the TCP store on a rank after the process of its peer has ended.
 _LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -21,7 +21,7 @@ _LOST_CONNECTION = (
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what caused it, each once: a chain of causes may lead back to an exception that it began with."""
+    """Yield `error` and its causes, each once, even if a chain of causes forms a cycle."""
     seen: list[BaseException] = []
     while error is not None and not any(error is one for one in seen):
         seen.append(error)
@@ -30,7 +30,10 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def lost_connection(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a lost connection to another rank, so that the cause is elsewhere."""
+    """Return whether `error` or one of its causes is a lost connection to another rank.
+
+    The original failure is then on that rank.
+    """
     return any(
         isinstance(one, RuntimeError) and any(phrase in str(one) for phrase in _LOST_CONNECTION)
         for one in causes(error)
@@ -38,10 +41,10 @@ def lost_connection(error: BaseException | None) -> bool:
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """The error of a full disk, quota or file size limit that `error` is or was caused by, if there is one."""
+    """Return the error of a full disk, quota or file size limit among `error` and its causes, or None."""
     return os_error(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def os_error(error: BaseException | None, *numbers: int) -> OSError | None:
-    """The OSError with one of these numbers that `error` is or was caused by, if there is one."""
+    """Return the OSError with one of these error numbers among `error` and its causes, or None."""
     return next((one for one in causes(error) if isinstance(one, OSError) and one.errno in numbers), None)

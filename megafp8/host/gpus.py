@@ -1,8 +1,8 @@
-"""GPUs: every constant of the speed models, each with its source.
+"""GPUs: all constants of the speed models, each with its source.
 
-`CEILINGS` are rates of single kernels, which `fp8.auto_filter` and the planner use. The other constants hold for all
-models, layouts and recipes. A comment names the file of docs/measurements that a number was read from, or NVIDIA's data
-sheet; "fitted" numbers are chosen for the smallest error over the runs of docs/measurements/2026-11-23-planner.
+`CEILINGS` are rates of single kernels, for `fp8.auto_filter` and the planner. The other constants apply to all models,
+layouts and recipes. A comment names the file in docs/measurements from which a number was read, or NVIDIA's data sheet.
+Numbers marked as "fitted" minimize the error over the runs in docs/measurements/2026-11-23-planner.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one GPU reaches at best.
+    """Best rates of one GPU.
 
-    Rates in FLOP/s; `fp8` by the granularities of the two operands; `bandwidth` of a copy, bytes read and written per
-    second; `launch`: seconds that a kernel takes whatever its size.
+    `bf16`, `fp8`: GEMM rates in FLOP/s; `fp8` by the granularities of the two operands. `bandwidth`: bytes read and
+    written per second in a copy. `launch`: seconds that any kernel takes, whatever its size.
     """
 
     bf16: float
@@ -30,8 +30,8 @@ class Ceilings:
     launch: float
 
 
-#: By the device's name. Medians over large GEMMs of random data, each timed alone, tuned cuBLASLt with split
-#: accumulation; `launch` is what a GEMM of 1024x2048x1024 takes longer than its arithmetic (2026-11-21).
+#: Best rates by device name. Medians over large GEMMs of random data, each timed separately, with tuned cuBLASLt and
+#: split accumulation. `launch` is the extra time of a GEMM of 1024x2048x1024 over its arithmetic (2026-11-21).
 CEILINGS = {
     "NVIDIA H200": Ceilings(
         bf16=674e12,
@@ -43,47 +43,47 @@ CEILINGS = {
 
 
 def device_name(device: torch.device) -> str:
-    """As `CEILINGS` has it."""
+    """Return the name of a device, as used in `CEILINGS`."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def ceilings_of(name: str) -> Ceilings:
-    """The ceilings of the device `name`. ValueError where they are not known."""
+    """Return the ceilings of the device `name`. Raises ValueError if they are not known."""
     if name not in CEILINGS:
-        raise ValueError(f"the speeds of {name!r} are not known, only those of {', '.join(CEILINGS)}")
+        raise ValueError(f"the speeds of {name!r} are not known; known are {', '.join(CEILINGS)}")
     return CEILINGS[name]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU and its links. Seconds, bytes, FLOP/s and bytes/s.
+    """Kind of GPU and its links, in seconds, bytes, FLOP/s and bytes/s.
 
-    `chip`: as in the name of the device. `peaks` (dense, by precision) and `memory_bandwidth` are NVIDIA's.
+    `chip`: part of the device name. `peaks` (dense, by precision) and `memory_bandwidth`: NVIDIA's figures.
 
-    `memory`: what the driver reports. `reserved`: CUDA's context, NCCL's buffers and fragmentation, on top of the
-    memory formula. `ceilings`: of GEMMs and copies. `nvlink`, `network`: of a GPU to others of its node and to other
-    nodes, each way.
+    `memory`: bytes that the driver reports. `reserved`: bytes for CUDA's context, NCCL's buffers and fragmentation, in
+    addition to the memory formula. `ceilings`: best rates of GEMMs and copies. `nvlink`, `network`: bandwidth of a GPU
+    to other GPUs of its node and to other nodes, in each direction.
 
-    GEMMs: `load_bf16`, `load_fp8`: share of the rates of `ceilings` that they reach in training, at the chip's power
-    limit. `fast_accumulation`: speed of FP8 GEMMs with one scale per tensor that accumulate fast, over others.
+    GEMMs: `load_bf16`, `load_fp8`: fractions of the rates in `ceilings` that GEMMs reach in training, at the chip's
+    power limit. `fast_accumulation`: speedup of FP8 GEMMs with one scale per tensor by fast accumulation.
 
-    Attention: `attention_forward`, `attention_backward`: of heads 128 wide, in FLOPs of `planner.flops`.
-    `attention_tile`: keys that each query costs beside its own. `narrow_heads`: factor for heads up to 64 wide.
-    `scored_forward`, `scored_backward`: of the kernels for caps, sinks and biases. `deterministic`: how much longer
-    attention takes under `deterministic`.
+    Attention: `attention_forward`, `attention_backward`: rates for heads 128 wide, in FLOPs as `planner.flops` counts
+    them. `attention_tile`: number of extra keys that each query costs. `narrow_heads`: factor for heads up to 64 wide.
+    `scored_forward`, `scored_backward`: rates of the kernels for caps, sinks and biases. `deterministic`: slowdown of
+    attention with `deterministic`.
 
-    Other kernels, as shares of the bandwidth of a copy: `elementwise` for norms, activations and casts, `fine_casts`
-    for casts by rows and blocks, `column_sums` for gradients of biases, `optimizer` for AdamW. `fp8_moment`: bytes that
-    take as long as loading a moment stored in FP8, its update, and storing it. `small_kernel`: seconds of a kernel that
-    moves little.
+    Other kernels, as fractions of the bandwidth of a copy: `elementwise` for norms, activations and casts, `fine_casts`
+    for casts by rows and blocks, `column_sums` for bias gradients, `optimizer` for AdamW. `fp8_moment`: number of bytes
+    that take as long as loading, updating and storing a moment in FP8. `small_kernel`: seconds of a kernel that moves
+    little data.
 
-    Communication: `nvlink_latency`, `network_latency`: of a collective. `hidden`: seconds by which a second of NCCL
-    beside computation delays this, as it takes multiprocessors and bandwidth; `hidden_copies`: the same of copy
-    engines.
+    Communication: `nvlink_latency`, `network_latency`: latency of a collective. `hidden`: seconds by which one second
+    of overlapped NCCL communication delays computation, because it uses multiprocessors and bandwidth. `hidden_copies`:
+    same for copy engines.
 
-    `host_block`, `host_block_fp8`: the host's time for forward and backward of a block without CUDA graphs.
+    `host_block`, `host_block_fp8`: host time for forward and backward of a block without CUDA graphs.
     """
 
     name: str
@@ -120,14 +120,14 @@ class Gpu:
 
 
 # memory: nvidia-smi, 143,771 and 81,559 MiB.
-# load: 2026-11-21-h200-fp8-layers, "The floor", without attention: 35 and 65 ms where the ceilings give 33.5 and 63.6.
+# load: 2026-11-21-h200-fp8-layers, "The floor", without attention: 35 and 65 ms; the ceilings give 33.5 and 63.6.
 # fast_accumulation: 2026-11-21-h200-gemms-and-graphs, the twelve GEMMs of a layer, 7.64 over 7.00 ms.
 # attention_forward, attention_backward: 2026-11-22-layout/kernels.txt. narrow_heads: 2026-11-22-attention,
 # attention-d64.txt. scored_*: 2026-11-23-any-model. deterministic: 2026-11-21-h200-scale, 684 over 274 ms.
 # elementwise, fine_casts: 2026-11-21-h200-fp8-layers, "Casts". column_sums: 2026-11-23-nn, 110 µs for 100 MB.
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.
-# network: one 400 Gb/s adapter a GPU (NVIDIA's data sheets of DGX H100 and H200), nine tenths of it. Not measured.
+# network: nine tenths of one 400 Gb/s adapter per GPU (NVIDIA's data sheets of DGX H100 and H200). Not measured.
 # optimizer, fp8_moment: 2026-11-26-optimizer-step.
 # Fitted: attention_tile, small_kernel, nvlink_latency, hidden, hidden_copies.
 H200 = Gpu(
@@ -146,7 +146,7 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         H200,
-        # The same chip and power limit. Not measured.
+        # Assumes the chip and power limit of the H200. Not measured.
         replace(
             H200,
             name="h100-80gb",
@@ -162,9 +162,9 @@ GPUS = {
 
 
 def peak_flops(device: torch.device, precision: str, *, fp8: bool) -> float | None:
-    """Dense peak of a device by its data sheet, in FLOP/s; None where it is not known.
+    """Return the dense peak of a device from its data sheet, in FLOP/s, or None if it is not known.
 
-    `precision`: of what is not in FP8. `fp8`: the layers are.
+    `precision` is the precision outside FP8. With `fp8`, layers run in FP8 and the FP8 peak is returned.
     """
     name = device_name(device)
     peaks = next((gpu.peaks for gpu in GPUS.values() if gpu.chip in name), {})

@@ -1,7 +1,8 @@
-"""Number of ranks that a launcher says this job has, and advice where its variables are left from another job.
+"""Number of ranks of this job as set by a launcher, and advice if the variables belong to another job.
 
 torchrun, `megafp8 launch` and other launchers set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A shell or
-a container that had a job keeps them, and then a command that is started by itself waits for ranks that never come.
+container that ran a job may still have these variables. A command started there without a launcher then waits for ranks
+that never come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 def launched_ranks() -> int:
     """Return the number of ranks of the job, 1 without a launcher.
 
-    Raises ValueError for variables that no launcher sets.
+    Raises ValueError for a combination of variables that no launcher sets.
     """
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and ranks is None:
@@ -34,7 +35,10 @@ def unset_advice() -> str:
 
 
 def on_launched_ranks(source: str) -> str:
-    """Return the name of a config for messages, with the number of ranks if no launcher of megafp8 or torch set it."""
+    """Return the name of a config for messages, with the number of ranks unless a known launcher set it.
+
+    Known launchers are megafp8's and torch's.
+    """
     ranks = launched_ranks()
     if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return source

@@ -1,9 +1,9 @@
-"""Messages that may quote what others wrote: names of tensors, keys and values of files.
+"""Messages that may quote text from others: tensor names, and keys and values of files.
 
-`printable` stands where messages leave the process, so that no file can control the terminal or fill it. The other
-functions keep a message short where it is made.
+`printable` is applied where messages leave the process, so that no file can control or flood the terminal. The other
+functions keep a message short where it is created.
 
-This module must not import torch: `megafp8.training.errors` does without it.
+This module must not import torch, because `megafp8.training.errors` works without it.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Iterable, Sequence
 
 MAX_LISTED = 5
 _LONGEST_NAME, _LONGEST_VALUE, _LONGEST_MESSAGE = 120, 300, 20_000
-"""Characters of each in a message."""
+"""Maximum number of characters of each in a message."""
 
 
 def printable(text: str) -> str:
-    """Escape control and formatting characters other than line breaks and tabs, and cut out the middle of long text."""
+    """Escape control and formatting characters except line breaks and tabs, and cut out the middle of long text."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     return _shortened(text, _LONGEST_MESSAGE)
 
 
 def name_text(name: object) -> str:
-    """Return the name of a tensor or a key as a message shows it."""
+    """Return the name of a tensor or key for use in a message."""
     text = name if isinstance(name, str) and name.isprintable() else ascii(name)
     return _shortened(text, _LONGEST_NAME)
 
 
 def value_text(value: object) -> str:
-    """Return a value of a config or of a file as a message shows it."""
+    """Return a value of a config or file for use in a message."""
     return _shortened(repr(value), _LONGEST_VALUE)
 
 
 def join_first(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first `MAX_LISTED` of `names`, and how many follow."""
+    """Return the first `MAX_LISTED` of `names`, and the number of the remaining ones."""
     remainder = f"{separator}and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
     return separator.join(names[:MAX_LISTED]) + remainder
 
 
 def join_names(names: Iterable[object], separator: str = ", ") -> str:
-    """Return the first of `names`, which others gave, and how many follow."""
+    """Return the first of `names`, which may be arbitrary text, and the number of the remaining ones."""
     return join_first([name_text(name) for name in names], separator)
 
 

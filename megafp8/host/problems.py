@@ -1,4 +1,4 @@
-"""Errors of a config: for each problem the key, its value, the rule that it breaks, and a value that works."""
+"""Errors of a config: each problem has the key, its value, the broken rule, and a value that works."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megafp8.host.messages import value_text
 
 _REQUIRED = object()
-"""The value of a key that is required and missing."""
+"""Value of a required key that is missing."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,10 @@ class Problem:
 
     Args:
         path: Dotted path of the key.
+        value: Value of the key.
+        rule: Description of the broken rule.
         works: Value or action that would help.
-        where: File and line of the value, which begin the message; empty for an override.
+        where: File and line of the value, with which the message begins; empty for an override.
     """
 
     path: str
@@ -39,7 +41,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A config that cannot run, with all problems found."""
+    """Config that cannot run, with all problems."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -48,6 +50,6 @@ class ConfigError(ValueError):
 
 
 def divisors(number: int, most: int) -> str:
-    """Advice to try the largest divisors of `number` up to `most`."""
+    """Return advice to try the largest divisors of `number` up to `most`."""
     divisor_texts = [str(d) for d in range(1, min(most, 2**16) + 1) if number % d == 0]
     return "try " + " or ".join(divisor_texts[-3:])

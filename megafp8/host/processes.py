@@ -1,7 +1,7 @@
-"""Programs that are run with limits, and which processes still run: their start times, and names of files of theirs.
+"""Programs that run with limits, and detection of processes that still run, by start times and file names.
 
-A process is known by host, PID namespace (such as that of a container), number and start time: numbers are reused, and
-are valid within their namespace only.
+A process is identified by host, PID namespace (such as a container's), number and start time, because numbers are
+reused and are only valid within a namespace.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _POLL_SECONDS = 0.05
 
 
 class LimitedRun(NamedTuple):
-    """The end of a program: its exit code, None if it was ended at a limit, and what it wrote.
+    """Outcome of a program.
 
-    `stdout` has more bytes than the limit if that was exceeded; `stderr` is the last part of the errors.
+    `code`: exit code, or None if a limit ended the program. `stdout`: its output, longer than the limit if that was
+    exceeded. `stderr`: last part of its error output.
     """
 
     code: int | None
@@ -37,13 +38,16 @@ class LimitedRun(NamedTuple):
 def run_limited(
     command: Sequence[str], given: bytes, *, seconds: float, most: int, environment: Mapping[str, str] | None = None
 ) -> LimitedRun:
-    """Run a program, and end it with all its children after `seconds`, or when it has written more than `most` bytes.
+    """Run a program, and end it with all its children when it exceeds a limit.
 
-    Children that outlive the program are ended as well. Raises OSError if it cannot be started.
+    Children that outlive the program are ended, too. Raises OSError if the program cannot be started.
 
     Args:
+        command: Program and its arguments.
         given: Content of its standard input.
-        environment: Its variables. Default: those of this process.
+        seconds: Time limit.
+        most: Limit of its output, in bytes.
+        environment: Environment variables of the program. Default: the variables of this process.
     """
     deadline, written, errors = time.monotonic() + seconds, bytearray(), bytearray()
     with tempfile.TemporaryFile() as stdin, selectors.DefaultSelector() as selector:
@@ -52,7 +56,7 @@ def run_limited(
         pipe = subprocess.PIPE
         child = subprocess.Popen(
             command, stdin=stdin, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )  # a session of its own is a process group
+        )  # a new session is a new process group
         try:
             for stream, kept in ((child.stdout, written), (child.stderr, errors)):
                 assert stream is not None
@@ -80,7 +84,7 @@ def _kill_group(leader: int) -> None:
 
 
 def process_start(pid: int | str) -> str | None:
-    """Start time of process `pid` in kernel ticks; None where it does not run, or there is no /proc."""
+    """Return the start time of process `pid` in kernel ticks, or None if it does not run or there is no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -90,7 +94,7 @@ def process_start(pid: int | str) -> str | None:
 
 
 def pid_namespace() -> str | None:
-    """The PID namespace of this process, such as `pid:[4026531836]`; None where there is no /proc."""
+    """Return the PID namespace of this process, such as `pid:[4026531836]`, or None if there is no /proc."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -98,17 +102,17 @@ def pid_namespace() -> str | None:
 
 
 def incomplete_path(path: Path) -> Path:
-    """The path under which this process writes the file `path` until it is complete and is renamed.
+    """Return the path under which this process writes the file `path` before it is complete and renamed.
 
-    It names host, PID namespace, number and start time of the process.
+    The name contains host, PID namespace, number and start time of the process.
     """
     return path.with_name(f"{path.name}.incomplete-{_here()}-{os.getpid()}-{process_start('self')}")
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove the files that processes which have ended left under their names `incomplete_path(path)`.
+    """Remove the files `incomplete_path(path)` of processes that have ended.
 
-    Files of other hosts and namespaces stay: their processes may run.
+    Files of other hosts and namespaces stay, because their processes may still run.
     """
     pattern = re.compile(rf"{re.escape(path.name)}\.incomplete-{re.escape(_here())}-(\d+)-(\d+)")
     for file in path.parent.iterdir() if path.parent.is_dir() else ():
@@ -118,5 +122,5 @@ def remove_abandoned(path: Path) -> None:
 
 
 def _here() -> str:
-    """Host and PID namespace."""
+    """Return the host and PID namespace as part of a file name."""
     return f"{socket.gethostname()}-{''.join(filter(str.isdigit, pid_namespace() or ''))}"

@@ -1,8 +1,8 @@
-"""Removal of credentials from what a run writes: its command, its log and its config.
+"""Removal of credentials from the files of a run: its command, its log and its config.
 
-Covered are user:password in URLs; the values of keys that name a secret (`password`, `api_key`, `AWSAccessKeyId`), in
-queries, overrides, JSON, YAML and headers; what follows such an option (`--hf-token VALUE`); and tokens that are known
-by their first letters (`hf_`, `sk-`, `AKIA`). `tokenizer`, `tokens` and `eos_token` name no secret.
+It covers user:password in URLs; the values of keys that name a secret (`password`, `api_key`, `AWSAccessKeyId`) in
+queries, overrides, JSON, YAML and headers; values that follow such an option (`--hf-token VALUE`); and tokens with a
+known prefix (`hf_`, `sk-`, `AKIA`). `tokenizer`, `tokens` and `eos_token` do not name a secret.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKEN = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` with the credentials in it replaced."""
+    """Return `text` with its credentials replaced."""
     text = _HEADER.sub(rf"\1{REDACTED}", _USER.sub(f"{REDACTED}@", text))
     for pattern in (_VALUE, _OPTION_IN_TEXT):
         text = pattern.sub(rf"\1{REDACTED}", text)
@@ -43,19 +43,19 @@ def redact(text: str) -> str:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command; also of an option that is followed by its value, `--token VALUE`."""
+    """Return the arguments of a command with credentials replaced, including the value in `--token VALUE`."""
     before = ["", *arguments[:-1]]
     return [REDACTED if _OPTION.fullmatch(a) else _redact_argument(b) for a, b in zip(before, arguments)]
 
 
 def _redact_argument(argument: str) -> str:
-    """One argument, whose value may have spaces."""
+    """Return an argument with credentials replaced. Its value may contain spaces."""
     key, equals, _ = argument.partition("=")
     return f"{key}={REDACTED}" if equals and re.fullmatch(rf"-*{_KEY}", key, re.IGNORECASE) else redact(argument)
 
 
 def redact_tree(tree: Any) -> Any:
-    """Dicts and lists of a config with all strings redacted."""
+    """Return the dicts and lists of a config with credentials in all strings replaced."""
     if isinstance(tree, dict):
         return {key: redact_tree(value) for key, value in tree.items()}
     if isinstance(tree, list):

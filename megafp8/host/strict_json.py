@@ -1,4 +1,4 @@
-"""JSON of files that others may have written: a ValueError for everything that is not plain JSON of moderate depth."""
+"""Strict parser for JSON files from others: only plain JSON of moderate depth is accepted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Arrays and objects inside each other; what reads them later may be recursive."""
+"""Maximum nesting of arrays and objects. Code that reads them later may be recursive."""
 
 
 def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = None) -> Any:
-    """The value of `content`, in UTF-8. Raises ValueError where it is no JSON, NaN and numbers too large included.
+    """Return the value of `content`, which is UTF-8 JSON.
 
-    `constant`: what `Infinity` and the like stand for, of a file that may have them.
+    Raises ValueError if it is not valid JSON; NaN, infinities and numbers too large for a float are invalid, too.
+    `constant` converts NaN and infinities for files that may have them.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -35,7 +36,7 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _finite(text: str) -> float:

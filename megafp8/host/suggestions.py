@@ -1,4 +1,4 @@
-"""Advice for names and paths that do not exist: those that do and are spelt alike."""
+"""Suggestions for names and paths that do not exist: existing ones with a similar spelling."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def near_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is spelt most like `name`; None if none is like it."""
+    """Return the element of `names` with the spelling most similar to `name`, or None."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
 
 
 def near_path(path: Path) -> Path | None:
-    """Return an existing path spelt like `path`, each part of which may be misspelt; None if there is none.
+    """Return an existing path with a spelling similar to `path`, or None. Any part of the path may be misspelled.
 
-    It is None for a URL, too, and where a folder may not be read.
+    The result is also None for a URL, and if a folder cannot be read.
     """
     if "://" in str(path) or os.path.exists(path):
         return None
@@ -36,6 +36,6 @@ def near_path(path: Path) -> Path | None:
 
 
 def did_you_mean(path: Path, otherwise: str) -> str:
-    """`did you mean PATH?` if an existing path is spelt like `path`, else the other advice."""
+    """Return `did you mean PATH?` if an existing path has a similar spelling, else the other advice."""
     near = near_path(path)
     return otherwise if near is None else f"did you mean {near}?"

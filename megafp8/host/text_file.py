@@ -1,4 +1,7 @@
-"""Small text files: replaced as a whole, or appended to by lines. Must not import torch (`megafp8.training.errors`)."""
+"""Small text files that are replaced as a whole or extended line by line.
+
+This module must not import torch, because `megafp8.training.errors` works without it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to the file, in place of what it has. A reader sees the whole of one or of the other."""
+    """Replace the content of the file by `text`. A reader sees either the old or the new content as a whole."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, to append to. It is opened, or made, when the first is appended.
+    """File of JSON objects, one per line, that can be extended. It is opened or created at the first append.
 
-    A last line that a kill truncated is ended first, so that no object is appended to it. What cannot be written whole,
-    as on a full disk, is not written at all: OSError, with the file's name.
+    If a kill truncated the last line, the line is ended first, so that no object is appended to it. If an object cannot
+    be written as a whole, as on a full disk, nothing is written and OSError is raised with the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +36,7 @@ class JsonLines:
         self._file: int | None = None
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append `records`, all or none of them."""
+        """Append all of `records`, or none of them."""
         try:
             if self._file is None:
                 self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -47,15 +50,16 @@ class JsonLines:
             raise
 
     def close(self) -> None:
+        """Close the file if it is open."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class DiskErrorsLogged:
-    """Context in which errors of the file system, as of a full disk, are warnings: what it writes is not worth a run.
+    """Context manager that turns file system errors, such as a full disk, into warnings, so that they do not end a run.
 
-    Of several errors in a row the first is logged. `what`: is written there, for the warning.
+    Only the first of several errors in a row is logged. `what` is the name of the output in the warning.
     """
 
     def __init__(self, what: str) -> None:
@@ -67,7 +71,7 @@ class DiskErrorsLogged:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if isinstance(error, OSError):
             if not self._failing:
-                logger.warning(f"{self._what} cannot be written: {error}; the run goes on without")
+                logger.warning(f"{self._what} cannot be written: {error}; the run continues without it")
             self._failing = True
             return True
         self._failing = False
@@ -76,16 +80,16 @@ class DiskErrorsLogged:
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> bytes:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    return text.encode("utf-8", "backslashreplace")  # a lone surrogate as JSON escapes it
+    return text.encode("utf-8", "backslashreplace")  # writes a lone surrogate as its JSON escape
 
 
 def _append(file: int, size: int, content: bytes) -> None:
-    """Append `content` to a file of `size` bytes, or leave it as it was."""
+    """Append `content` to a file of `size` bytes, or leave the file unchanged."""
     try:
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(file, rest) :]
     except OSError:
-        with contextlib.suppress(OSError):  # a device
+        with contextlib.suppress(OSError):  # the file may be a device
             os.ftruncate(file, size)
         raise

@@ -1,4 +1,4 @@
-"""Share code between tools: exit codes and errors, signals, tables, plotting, folders of runs."""
+"""Shared code of the tools: exit codes and errors, signals, tables, plots, run folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERRUPTED, _FAILED = 130, 2
 
 
 def pyplot() -> ModuleType:
-    """matplotlib.pyplot, drawing without a display."""
+    """Return matplotlib.pyplot, set up to draw without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def pyplot() -> ModuleType:
 
 
 def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of columns as wide as their longest cell, the first `left` of them aligned to the left."""
+    """Return a table as text. Columns are as wide as their longest cell; the first `left` columns are left-aligned."""
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
     lines = (
         "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row))
@@ -38,12 +38,12 @@ def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int 
 
 
 def file_of_run(folder: Path, name: str, advice: str) -> Path:
-    """A file in the folder of a run, which may also be given by a checkpoint in it.
+    """Return a file in the folder of a run, which may also be given by one of its checkpoints.
 
-    Raises ValueError where there is no such folder, and with `advice` if the run has not written the file.
+    Raises ValueError if the folder does not exist, or, with `advice`, if the run has not written the file.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give that of a run, <run_dir>/<name>')}")
+        raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give a run, <run_dir>/<name>')}")
     run_file = (
         folder.parent if folder.name == "checkpoints" else folder.parents[1] if folder.name[:5] == "step_" else folder
     )
@@ -53,7 +53,7 @@ def file_of_run(folder: Path, name: str, advice: str) -> Path:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A unique name for each folder. ValueError if a folder is given twice."""
+    """Return a unique name for each folder. Raises ValueError if a folder is given twice."""
     paths = [folder.resolve() for folder in folders]
     for i, path in enumerate(paths):
         if path in paths[:i]:
@@ -62,7 +62,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
-    """Number of last parts of `path` that no other of `paths` ends with."""
+    """Return the number of last parts of `path` that distinguish it from all other `paths`."""
     for count in range(1, len(path.parts)):
         if sum(other.parts[-count:] == path.parts[-count:] for other in paths) == 1:
             return count
@@ -70,7 +70,7 @@ def _parts_needed(path: Path, paths: Sequence[Path]) -> int:
 
 
 def _missing(error: FileNotFoundError) -> str:
-    """Message that names the missing file, or the missing folder of a file that was to be written."""
+    """Return a message that names the missing file, or the missing folder of a file to be written."""
     if not isinstance(error.filename, str):
         return str(error)
     path = Path(error.filename)
@@ -80,7 +80,7 @@ def _missing(error: FileNotFoundError) -> str:
 
 
 def run_tool(tool: Callable[[], None]) -> int:
-    """Run a tool. Exit code 0, 2 after printing the error of bad input, or 130 after Ctrl-C or SIGTERM."""
+    """Run a tool and return its exit code: 0, 2 after printing an error, or 130 after Ctrl-C or SIGTERM."""
     try:
         # SIGTERM, which batch systems send, is handled like Ctrl-C, so that files are cleaned up.
         with signal_handler(signal.default_int_handler, signal.SIGTERM):
@@ -99,7 +99,10 @@ def run_tool(tool: Callable[[], None]) -> int:
 
 @contextmanager
 def signal_handler(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals by `handler`, if in the main thread; handlers can only be set there."""
+    """Handle signals with `handler` within the context.
+
+    Has no effect outside the main thread, because Python sets handlers only there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

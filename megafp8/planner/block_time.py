@@ -1,12 +1,12 @@
-"""Seconds of a block, of the output layer and of their communication on one rank, for one micro-batch.
+"""Time of a block, of the output layer, and of their communication, on one rank and for one micro-batch.
 
-Three kinds of work, each with one rate: GEMMs and attention (FLOPs), everything else on the GPU (bytes of the tensors
-that kernels read and write), and communication (bytes over a link). The formulas of GEMMs and casts are those of
-`megafp8.fp8.speed_model`; what is cast, gathered and fused is read from the layers' plans (`megafp8.plan`), so no rule
-about layouts or recipes stands here a second time.
+There are three kinds of work, each with its own rate: GEMMs and attention (FLOPs), all other work on the GPU (bytes of
+the tensors that kernels read and write), and communication (bytes over a link). `megafp8.fp8.speed_model` has the
+formulas of GEMMs and casts. The layers' plans (`megafp8.plan`) say what is cast, gathered and fused, so this module
+repeats no rule about layouts or recipes.
 
-What it gives up: kernels slow down gradually towards small sizes; the load of experts is taken as even; attention
-across documents counts as whole causal attention.
+Simplifications: kernels slow down gradually towards small sizes; experts have equal loads; attention across documents
+counts as whole causal attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megafp8.planner.stages import data_parallel_plans, gathers_blocks
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of forward, of the gradients of inputs, and of those of weights."""
+    """Seconds of the forward pass, of input gradients, and of weight gradients."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -43,15 +43,17 @@ class Phases:
 
     @property
     def total(self) -> float:
+        """Sum of the three phases, in seconds."""
         return self.forward + self.backward + self.weight
 
 
 Costs = dict[str, Phases]
-"""Seconds by term: "GEMMs", "attention", "elementwise", "experts", "output layer", "recompute", and communication:
-"tensor", "context", "expert", "fsdp"."""
+"""Seconds by term. Computation: "GEMMs", "attention", "elementwise", "experts", "output layer", "recompute".
+Communication: "tensor", "context", "expert", "fsdp"."""
 
 
 def summed(costs: Iterator[Costs] | list[Costs]) -> Costs:
+    """Return the sum of several costs, term by term."""
     total: Costs = {}
     for part in costs:
         for term, phases in part.items():
@@ -60,12 +62,12 @@ def summed(costs: Iterator[Costs] | list[Costs]) -> Costs:
 
 
 def block_costs(outline: ModelOutline, cluster: Cluster, index: int, memory: BlockMemory) -> Costs:
-    """Seconds of block `index` and of its communication, recomputed as `memory` says."""
+    """Return the seconds of block `index` and of its communication, with recomputation as `memory` describes."""
     return _Block(outline, cluster, index).costs(memory)
 
 
 class _Block:
-    """The terms of one block."""
+    """Costs of one block."""
 
     def __init__(self, outline: ModelOutline, cluster: Cluster, index: int) -> None:
         self.config, self.outline, self.cluster = outline.config, outline, cluster
@@ -80,10 +82,11 @@ class _Block:
 
     @property
     def _values(self) -> int:
-        """Bytes of hidden states of all tokens inside of tensor-parallel regions."""
+        """Bytes of the hidden states of all tokens within tensor-parallel regions."""
         return self.batch.tokens * self.config.spec.hidden_size * self.batch.element
 
     def costs(self, memory: BlockMemory) -> Costs:
+        """Return all terms of the block that are not zero."""
         costs: Costs = {
             "GEMMs": self.gemms(),
             "attention": self.attention(),
@@ -99,6 +102,7 @@ class _Block:
         return {term: phases for term, phases in costs.items() if phases.total}
 
     def recompute(self, found: Costs, memory: BlockMemory) -> float:
+        """Return the seconds of recomputation in backward, given the other terms of the block."""
         if memory.full:
             return sum(phases.forward for term, phases in found.items() if term != "fsdp")
         again = self.block.recomputed_bytes(self.batch, memory) / self.copy
@@ -107,6 +111,7 @@ class _Block:
     # --- computation ------------------------------------------------------------------------------------------------
 
     def gemms(self) -> Phases:
+        """Return the seconds of the GEMMs of linear layers, except experts."""
         total = Phases()
         for size, layer in self.in_block:
             total += self._linear(size, layer.plan)
@@ -115,7 +120,7 @@ class _Block:
         return total
 
     def _high_precision(self) -> Iterator[LinearSize]:
-        """Linear layers that are never FP8."""
+        """Yield the sizes of linear layers that are never FP8."""
         yield from (self._size(layer) for layer in self.layer.linears if layer.site.high_precision)
         yield from self.ffn.router_gemms(self.batch)
 
@@ -127,7 +132,7 @@ class _Block:
         return gemm_seconds(size, gemm, element, rate, self.gpu.ceilings)
 
     def _rate(self, plan: LinearPlan, gemm: str, how: str) -> tuple[int, float]:
-        """Bytes of an operand's element, and FLOP/s."""
+        """Return the bytes per element of a GEMM's operands, and its rate in FLOP/s."""
         ceilings = self.gpu.ceilings
         if how == "high":
             element = ELEMENT[self.config.training.precision]
@@ -142,6 +147,7 @@ class _Block:
         return FP8, self.gpu.load_fp8 * ceilings.fp8[kind] * fast
 
     def attention(self) -> Phases:
+        """Return the seconds of attention kernels."""
         works = self.block.attentions(self.batch)
         return sum((self._attention(work) for work in works), Phases())
 
@@ -162,10 +168,16 @@ class _Block:
         phases = Phases(flops / forward * slower + launch, 2 * flops / backward * slower + 4 * launch)
         if config.optimizer.qk_clip is None:
             return phases
-        return phases + Phases(forward=flops / 2 / gpu.scored_forward * slower + 2 * launch)  # the largest logits
+        return phases + Phases(
+            forward=flops / 2 / gpu.scored_forward * slower + 2 * launch
+        )  # computes the largest logits
 
     def elementwise(self) -> Phases:
-        """Norms, rotation, activations, casts, permutations of experts' rows, and sums of tensor-parallel shards."""
+        """Return the seconds of memory-bound work.
+
+        It consists of norms, rotation, activations, casts, permutations of experts' rows, and sums of tensor-parallel
+        shards.
+        """
         forward, backward, kernels, column_sums, more_in_backward = self.work
         backward += column_sums * self.gpu.elementwise / self.gpu.column_sums
         seconds = Phases(forward / self.copy, backward / self.copy)
@@ -174,7 +186,7 @@ class _Block:
         return seconds + Phases(kernels, kernels + more_in_backward) * self.gpu.small_kernel
 
     def _casts(self) -> Phases:
-        """Casts of inputs and output gradients."""
+        """Return the seconds of casts of inputs and output gradients."""
         total = Phases()
         rows = self.ffn.rows(self.batch)
         every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
@@ -187,8 +199,11 @@ class _Block:
         return total
 
     def _cast(self, plan: LinearPlan, elements: int, *, fused: bool) -> float:
-        """Seconds of a cast. A fused one writes two copies in FP8 where the operation without it would write bf16,
-        which is as many bytes; dequantized ones are in bf16, and NVFP4's amaxes ask for another reading."""
+        """Return the seconds of a cast.
+
+        A fused cast writes two FP8 copies where the operation without it would write bf16, which is the same number of
+        bytes. Dequantized operands are bf16. NVFP4 reads the input once more for its amaxes.
+        """
         recipe = self.outline.fp8.recipe
         recipes = None if recipe is None else recipe.operands(plan.name)
         assert recipes is not None
@@ -201,7 +216,7 @@ class _Block:
         return cast_seconds(elements, passes, copies, self.gpu.ceilings, element) / share
 
     def _sharding(self) -> Phases:
-        """What sequence parallelism moves in memory: shards that are summed, and copies of gathered ones."""
+        """Return the seconds of memory traffic of sequence parallelism: sums and copies of shards."""
         p = self.config.parallel
         if p.tensor == 1 or not p.sequence_parallel:
             return Phases()
@@ -209,8 +224,11 @@ class _Block:
         return Phases(tokens / self.copy, tokens / self.copy)
 
     def expert_gemms(self) -> Phases:
-        """Grouped GEMMs: a tile of 128 rows belongs to one expert, and sums of weight gradients are counted as if added
-        after the product, though kernels for Hopper do some of that beside it."""
+        """Return the seconds of the grouped GEMMs of experts.
+
+        A tile of 128 rows belongs to one expert. Weight gradients are assumed to be accumulated after the product,
+        although kernels for Hopper overlap part of the accumulation.
+        """
         ceilings, total = self.gpu.ceilings, Phases()
         for layer in self.layer.expert_layers:
             rows = self.ffn.rows(self.batch) + 64 * layer.copies
@@ -227,7 +245,7 @@ class _Block:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def tensor(self) -> Phases:
-        """Exchanges of tensor-parallel ranks that nothing hides, and what hidden ones cost."""
+        """Return the seconds of exposed tensor-parallel communication, plus the slowdown by hidden communication."""
         p, gpu = self.config.parallel, self.gpu
         t = p.tensor
         if t == 1:
@@ -256,14 +274,14 @@ class _Block:
         return Phases(forward, backward)
 
     def context(self) -> Phases:
-        """Keys and values gathered forward and again backward, and their gradients summed."""
+        """Return the seconds to gather keys and values in forward and again in backward, and to reduce gradients."""
         p, c = self.config.parallel, self.config.parallel.context
         received = (c - 1) * self.block.mixer.keys_and_values(self.batch)
         each = self.cluster.collective(c, p.tensor, received)
         return Phases(each, 2 * each)
 
     def dispatch(self) -> Phases:
-        """Tokens to experts and back, forward and backward."""
+        """Return the seconds to send tokens to their experts and back, in forward and backward."""
         sent = self.ffn.dispatch_traffic(self.batch)
         if sent is None:
             return Phases()
@@ -276,6 +294,7 @@ class _Block:
         return Phases(2 * each, 2 * each)
 
     def gathers(self, compute: Phases) -> Phases:
+        """Return the seconds of FSDP communication and copies, overlapped with `compute`."""
         multiplied = sum(x.weights for x in self.layer.linears if x.plan.fp8)
         return gather_seconds(self.config, self.cluster, block_elements(self.layer), multiplied, compute)
 
@@ -283,9 +302,18 @@ class _Block:
 def gather_seconds(
     config: Config, cluster: Cluster, elements: BlockElements, multiplied: int, compute: Phases
 ) -> Phases:
-    """Weights gathered before forward and before backward, and gradients reduced, beside computation if that is long
-    enough. Copies into and out of buffers are not beside it, nor are casts of what does not travel in FP8 of the
-    `multiplied` elements that GEMMs read so."""
+    """Return the seconds to gather weights before forward and backward, and to reduce gradients.
+
+    Communication overlaps with computation if that takes long enough. Copies into and out of buffers do not overlap,
+    nor do casts of weights that are gathered in high precision.
+
+    Args:
+        config: Config of the run.
+        cluster: GPUs and links.
+        elements: Parameters of the block on this rank.
+        multiplied: Number of weights that GEMMs read in FP8.
+        compute: Computation that can hide the communication.
+    """
     p, gpu, e = config.parallel, cluster.gpu, ELEMENT[config.training.precision]
     others, experts = data_parallel_plans(config, cluster.gpus // (p.tensor * p.pipeline))
     sent = ELEMENT[config.optimizer.reduce_dtype]
@@ -299,8 +327,8 @@ def gather_seconds(
     reduce = cluster.collective(others.weight_shards, others.stride, reduced)
     copy = gpu.ceilings.bandwidth * gpu.elementwise
     every, sent_fp8 = (sum(counts) for counts in zip(*((values + in_fp8, in_fp8) for _, values, in_fp8 in parts)))
-    # A shard is read in fp32 and written as it travels, and what has arrived copied once; gradients are copied into the
-    # buffer that is reduced. Where a rank has all of a weight, torch copies that buffer, in fp32.
+    # A shard is read in fp32 and written in the gathered format, and gathered data is copied once. Gradients are copied
+    # into the buffer that is reduced. If a rank holds a whole weight, torch copies that buffer in fp32.
     once = (shards * (4 + e) + (every - sent_fp8) * 2 * e + (multiplied - sent_fp8) * (e + 2 * FP8)) / copy
     back = once + (every * (e + 2 * 4) + whole * 2 * 4) / copy
 
@@ -314,14 +342,17 @@ def gather_seconds(
 
 
 def in_high_precision(config: Config, cluster: Cluster, size: LinearSize) -> Phases:
-    """A linear layer in `training.precision`."""
+    """Return the seconds of a linear layer in `training.precision`."""
     element, ceilings = ELEMENT[config.training.precision], cluster.gpu.ceilings
     rate = cluster.gpu.load_bf16 * ceilings.bf16 * BF16 / element
     return Phases(*(gemm_seconds(size, gemm, element, rate, ceilings) for gemm in GEMMS))
 
 
 def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bool) -> Costs:
-    """Of the embedding on the first stage; of the output layer, its loss and multi-token prediction on the last."""
+    """Return the seconds of the two ends of the model.
+
+    The first stage has the embedding; the last stage has the output layer with its loss, and multi-token prediction.
+    """
     config, model, gpu, batch = outline.config, outline.config.spec, cluster.gpu, outline.batch
     h, e = model.hidden_size, batch.element
     copy = gpu.ceilings.bandwidth * gpu.elementwise

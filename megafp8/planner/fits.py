@@ -1,7 +1,7 @@
-"""Whether the memory that a config needs by formula can exist, before anything is allocated.
+"""Check that the memory a config needs exists, before anything is allocated.
 
-The formula is that of CUDA and counts neither CUDA's context nor fragmentation: what is refused does not fit; what
-passes may still run out of memory.
+The memory formula describes CUDA runs and excludes CUDA's context and fragmentation. A rejected config does not fit; an
+accepted one may still run out of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megafp8.config.checks import split_widths
 from megafp8.planner.memory import RankMemory, size_text
 
 NO_DEVICE_HAS = 2**50
-"""Bytes, a PiB: the limit where the device is not known."""
+"""Limit in bytes (1 PiB) if the device is not known."""
 _USUAL = {
     "model.vocab_size": 2**19,
     "model.vocab_multiple": 2**14,
@@ -28,18 +28,25 @@ _USUAL = {
     "training.micro_batch_size": 2**8,
     "fp8.amax_history_len": 2**14,
 }
-"""The largest values in use today. If a config does not fit, a key with a larger one is likely to be the mistake."""
+"""Largest values in use today. If a config does not fit, a key with a larger value is probably the mistake."""
 _SAVING = {"parallel.zero": (0, 1), "parallel.recompute": ("none", "full"), "optimizer.moments_dtype": ("fp32", "bf16")}
-"""Keys that save memory and change neither model nor layout: their default, and the value that saves."""
+"""Keys that save memory without changing the model or the layout: default, and value that saves memory."""
 
 
 def check_memory(
     config: Config, plan: Callable[[Config], Sequence[RankMemory]], limit: int, who_has: str, source: str
 ) -> None:
-    """Raise ConfigError if a pipeline rank needs more than `limit` bytes, which is what `who_has`, e.g. "this GPU has".
+    """Raise ConfigError if a pipeline rank needs more than `limit` bytes.
 
-    `plan`: the memory of each pipeline rank under a config. The error names the largest terms, the key that is out of
-    proportion, and what would fit by the same formula.
+    The error names the largest terms, the key that is out of proportion, and changes that would fit by the same
+    formula.
+
+    Args:
+        config: Config to check.
+        plan: Function that returns the memory of each pipeline rank under a config.
+        limit: Available bytes.
+        who_has: Owner of the memory with its verb, e.g. "this GPU has".
+        source: File of the config, for the message.
     """
 
     def total(key: str, value: Any) -> float:
@@ -80,7 +87,7 @@ def check_memory(
 
 
 def _scaling_key(config: Config, term: str) -> str:
-    """The key that `term` is proportional to."""
+    """Return the key to which `term` is proportional."""
     if term in ("activations", "loss", "backward", "communication"):
         return "training.micro_batch_size" if config.training.micro_batch_size > 1 else "training.seq_length"
     return "model.num_layers"

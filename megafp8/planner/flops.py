@@ -1,9 +1,10 @@
-"""Floating-point operations of a model, by the formula of every published figure of this project.
+"""Floating-point operations of a model, by the formula behind every published figure of this project.
 
-6·N·tokens of the matrices that tokens are multiplied with, forward and backward (the output layer is included, the
-embedding look-up is not; of experts, those that a token goes to; the output layer once more for each depth of
-multi-token prediction), and those of attention: causal attention counted as half, with a sliding window the pairs that
-it shows. Document boundaries are not subtracted, and recompute is not added. Sizes are those of the model's own layers.
+The total is 6·N·tokens, forward and backward, for the matrices by which tokens are multiplied, plus attention. N
+includes the output layer, once more for each depth of multi-token prediction, and only those experts to which a token
+is sent; it excludes the embedding lookup. Causal attention counts half, and a sliding window only counts the visible
+pairs. Document boundaries are not subtracted, and recomputation is not added. The sizes come from the model's own
+layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megafp8.models.build import build_layer, build_stage
 
 
 class Flops(NamedTuple):
-    """Of a sample, forward: those of products with weights, and of attention."""
+    """Forward FLOPs of one sample: products with weights, and attention."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -28,12 +29,15 @@ class Flops(NamedTuple):
         return Flops(self.products + other.products, self.attention + other.attention)
 
     def trained(self, *, frozen: bool = False) -> float:
-        """Forward and backward. `frozen`: the weights have no gradients (LoRA, whose own products are not counted)."""
+        """Return the FLOPs of forward and backward.
+
+        With `frozen`, the weights have no gradients (LoRA; products with adapters are not counted).
+        """
         return (2 if frozen else 3) * self.products + 3 * self.attention
 
 
 def layer_flops(config: Config, index: int) -> Flops:
-    """Of layer `index`."""
+    """Return the forward FLOPs of layer `index` for one sample."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
     block = build_layer(config.spec, planning_context(one, planned), index, KEEP_ALL).block
     batch = MicroBatch.from_config(one, None, decoder=config.spec.layers[index].is_decoder)
@@ -45,7 +49,10 @@ def layer_flops(config: Config, index: int) -> Flops:
 
 
 def output_flops(config: Config) -> Flops:
-    """Of the output layer at all depths of multi-token prediction, and of what else the head multiplies with."""
+    """Return the forward FLOPs of the model's head for one sample.
+
+    They are the output layer at all depths of multi-token prediction, and other products of the head.
+    """
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
     layers = config.spec.indices
     stage = build_stage(config.spec, planning_context(one, planned), layers=layers, positions=1, blocks=False)
@@ -57,7 +64,7 @@ def output_flops(config: Config) -> Flops:
 
 
 def model_flops(config: Config) -> Flops:
-    """Of the whole model."""
+    """Return the forward FLOPs of the whole model for one sample."""
     known: dict[Any, Flops] = {}
     total = output_flops(config)
     for index in config.spec.indices:
@@ -69,8 +76,10 @@ def model_flops(config: Config) -> Flops:
 
 
 def flops_per_token(config: Config, frozen: Config | None = None) -> float:
-    """Of forward and backward of a run, with the forward pass of a `frozen` model that its loss compares with; in T5 of
-    a sample, divided by the encoder's tokens."""
+    """Return the FLOPs of forward and backward per token of a sample, including the forward pass of a `frozen` model.
+
+    For T5, the FLOPs of a sample are divided by the encoder's tokens.
+    """
     flops = model_flops(config)
     compared = Flops() if frozen is None else model_flops(frozen)
     total = flops.trained(frozen=config.lora is not None) + compared.products + compared.attention
@@ -78,32 +87,32 @@ def flops_per_token(config: Config, frozen: Config | None = None) -> float:
 
 
 def describe_flops(config: Config, frozen: Config | None = None) -> str:
-    """FLOPs of a token, and what they count that the model does not compute."""
+    """Return a text with the FLOPs per token, and which of them the model does not compute."""
     across = "; attention across documents is counted, though masked" if config.data.reset_at_documents else ""
     return f"{flops_per_token(config, frozen) / 1e9:.3f} GFLOP per token{across}"
 
 
 def matmul_parameters(config: Config) -> int:
-    """Weights that a token is multiplied with."""
+    """Return the number of weights by which a token is multiplied."""
     return round(model_flops(config).products / 2 / config.training.seq_length)
 
 
 _RELATIVE_RATE = {False: 0.85, True: 1.3}
 """FLOP/s of a block, in bf16 or FP8, relative to the output layer, which is bf16 and has no attention, norms or casts.
-On H200 the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2.7 in FP8."""
+On H200, the output layer of Llama-3-8B takes as long as 1.74 blocks in bf16 or 2.7 in FP8."""
 
 
 def output_layer_in_blocks(config: Config) -> float:
-    """Time of the output layer, and of multi-token prediction, in units of the first block's, approximately."""
+    """Return the approximate time of the output layer and of multi-token prediction, in units of one block's time."""
     block, rate = layer_flops(config, 0).trained(), _RELATIVE_RATE[config.fp8.recipe != "none"]
     depths = [layer_flops(config, index).trained() for index in config.spec.indices[config.spec.num_blocks :]]
-    # A depth is a block, at its own rate, and a projection at that of the output layer.
+    # A depth is a block, at the rate of blocks, and a projection, at the rate of the output layer.
     projections = sum(depth - block for depth in depths)
     return len(depths) + (output_flops(config).trained() + projections) * rate / block
 
 
 def _of_one_sample(config: Config) -> Config:
-    """A step of one sample on one rank."""
+    """Return the config of a step with one sample on one rank."""
     alone = {"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1}
     parallel = config.parallel.model_copy(update=alone)
     training = config.training.model_copy(update={"micro_batch_size": 1})

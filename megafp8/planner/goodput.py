@@ -1,18 +1,20 @@
 """Goodput of a planned run under failures: a simulation, a closed form, and the best checkpoint interval.
 
-Goodput is the time of steps that count over the wall time, each weighted with the part of the GPUs that take part in
-it: a step of seven of eight replicas counts for seven eighths of its time. Spare nodes are not GPUs of the job.
+Goodput is the time of useful steps divided by the wall time. Each step is weighted with the fraction of the GPUs that
+take part in it: a step of seven of eight replicas counts for seven eighths of its time. Spare nodes are not GPUs of the
+job.
 
-Recovery is one of three: the job restarts from disk, or from checkpoints in the memory of its nodes; or it is divided
-into replicas, of which the others repeat the step without the one that failed, and go on with a smaller batch while
-that restarts and copies its state from them. With replicas the job restarts (from memory) only for failures of the
-whole job, for silent corruption and when no replica is left. A failure during a restart begins it again, one during the
-stall of replicas begins that again.
+There are three kinds of recovery. The job restarts from disk, or from checkpoints in the memory of its nodes, or it is
+divided into replicas. When a replica fails, the others repeat the step without it and continue with a smaller batch
+while the failed replica restarts and copies its state from them. A job with replicas restarts (from memory) only after
+failures of the whole job, after silent corruption, and when no replica is left. A failure during a restart begins the
+restart again; a failure while the replicas are stalled begins the stall again.
 
-The simulation goes from event to event and counts positions in seconds of steps. Stalls of saves are spread evenly over
-the time between them. Checkpoints are taken at multiples of their interval, are complete some seconds later, and hold
-no silent corruption, since replicas are compared before each. Left out: two neighboring nodes that are lost at once
-(the job would continue from disk), slow ranks, evaluations, and failures of restarts themselves.
+The simulation goes from event to event and measures positions in seconds of steps. The stalls of saves are spread
+evenly over the time between them. Checkpoints are taken at multiples of their interval, are complete some seconds
+later, and contain no silent corruption, because replicas are compared before each checkpoint. Not modeled: the loss of
+two neighboring nodes at once (the job would continue from disk), slow ranks, evaluations, and failures of restarts
+themselves.
 """
 
 from __future__ import annotations
@@ -40,19 +42,23 @@ PARTS: Mapping[str, str] = {
     "saves": "stalls for checkpoints",
     "planned": "planned stops: save, and restart",
 }
-"""Parts of the wall time; `training`, `repeated`, `saves` and `startup` are those of `megafp8.training.goodput`."""
+"""Parts of the wall time. `training`, `repeated`, `saves` and `startup` mean the same as in `megafp8.training.goodput`.
+"""
 
 KINDS = ("node", "job", "silent", "planned")
-"""Kinds of failures: of one node; of the whole job; corruption that a comparison of replicas finds; planned stops."""
+"""Kinds of failures: of one node; of the whole job; silent corruption, found when replicas are compared; planned stops.
+"""
 
 
 @dataclass(frozen=True)
 class InterruptionRates:
-    """Published interruptions of a run of `days` on `gpus` GPUs, by kind. `planned` ones do not grow with GPUs.
+    """Published interruptions of a run of `days` on `gpus` GPUs, by kind.
 
-    `LLAMA3`: The Llama 3 Herd of Models (arXiv 2407.21783), table 5: 466 interruptions, of which 47 planned. Of the 419
-    others 54 software bugs and 2 dependencies count as failures of the job, 6 as silent corruption, the rest (GPUs 262,
-    network 35, maintenance of hosts 32, hosts 21, watchdog 7) as failures of a node.
+    The number of planned interruptions does not grow with the number of GPUs.
+
+    `LLAMA3`: The Llama 3 Herd of Models (arXiv 2407.21783), table 5: 466 interruptions, 47 of them planned. Of the
+    other 419, 54 software bugs and 2 dependencies count as failures of the job, 6 as silent corruption, and the rest
+    (GPUs 262, network 35, maintenance of hosts 32, hosts 21, watchdog 7) as failures of a node.
     """
 
     gpus: int
@@ -68,7 +74,10 @@ class InterruptionRates:
         return self.gpus * self.days * 24 / (self.node + self.job + self.silent)
 
     def per_second(self, gpus: int, mtbf_gpu_hours: float | None = None) -> dict[str, float]:
-        """Failures a second by kind in a job of `gpus`; with `mtbf_gpu_hours` unplanned ones have that rate instead."""
+        """Return the failures per second by kind in a job of `gpus` GPUs.
+
+        If `mtbf_gpu_hours` is given, unplanned failures are scaled to this mean time between failures.
+        """
         scale = gpus / self.gpus * self.mtbf_gpu_hours / (mtbf_gpu_hours or self.mtbf_gpu_hours) / (self.days * 86400)
         return {
             "node": self.node * scale,
@@ -83,18 +92,19 @@ LLAMA3 = InterruptionRates(gpus=16384, days=54, node=357, job=56, silent=6, plan
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions that no config states, in seconds and bytes a second, with sources.
+    """Assumptions that no config states, in seconds and bytes per second, with sources.
 
-    `detection`: of a failure with an error; ByteRobust (arXiv 2509.16293, table 3) 2 to 60 s, a lost GPU 10.
-    `hangs`: the part of failures without one, found by `hang_detection`; ByteRobust, table 1:
-    5,506 hangs of 44,184 failures. `restart`, `restart_gpu`: of processes and their groups, and more for each GPU of
-    the largest group; ByteRobust, table 7: 46 to 65 s; FT-HSDP (arXiv 2602.00277): 600 s, of which 60 detection, on
-    98,304 GPUs. `regroup`: gradient groups without a replica; FT-HSDP's expected stall of 90 s less 60 s of detection
-    and a step of 20. `rejoin`: stall when a replica rejoins; FT-HSDP 100. `repair`: of a node, assumed. `host_copy`,
-    `host_memory`: a rank's copy to the host, assumed; its save to /dev/shm, measured (2026-11-23-h200-faults).
-    `save`: stall of a save besides the copy, which is the comparison of replicas, measured (the same page).
-    `disk_gpu`: storage bandwidth for each GPU of the job; Llama 3's 2 TB/s for 16,384. `disk_interval`: between saves
-    on disk beside those in memory, assumed. FT-HSDP's times are from summaries of the paper.
+    `detection`: time to detect a failure with an error message; ByteRobust (arXiv 2509.16293, table 3) 2 to 60 s, a
+    lost GPU 10. `hangs`: fraction of failures without a message, detected after `hang_detection`; ByteRobust, table 1:
+    5,506 hangs of 44,184 failures. `restart`, `restart_gpu`: restart of processes and process groups, and additional
+    time per GPU of the largest group; ByteRobust, table 7: 46 to 65 s; FT-HSDP (arXiv 2602.00277): 600 s, 60 of them
+    detection, on 98,304 GPUs. `regroup`: regrouping of gradient groups without a replica; FT-HSDP's expected stall of
+    90 s minus 60 s of detection and a step of 20 s. `rejoin`: stall when a replica rejoins; FT-HSDP 100. `repair`:
+    repair of a node, assumed. `host_copy`: bandwidth of a rank's copy to the host, assumed. `host_memory`: bandwidth of
+    its save to /dev/shm, measured (2026-11-23-h200-faults). `save`: stall of a save in addition to the copy, caused by
+    the comparison of replicas, measured (same page). `disk_gpu`: storage bandwidth per GPU of the job; Llama 3's 2 TB/s
+    for 16,384 GPUs. `disk_interval`: time between additional saves on disk if checkpoints are in memory, assumed.
+    FT-HSDP's times are from summaries of the paper.
     """
 
     detection: float = 10.0
@@ -113,7 +123,11 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Saves:
-    """Checkpoints of one place: seconds of steps between them, stall and time until complete of each, time to load."""
+    """Checkpoints in one place.
+
+    `interval`: seconds of steps between checkpoints. `stall`, `duration`, `load`: seconds of the stall, until a
+    checkpoint is complete, and to load one.
+    """
 
     interval: float
     stall: float = 0.0
@@ -123,11 +137,12 @@ class Saves:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job as the simulation takes it; times in seconds.
+    """Job parameters for the simulation, in seconds.
 
-    `saves`: from which it restarts; `also`: further ones, which only cost stalls. `restart`: of the whole job;
-    `replica_restart`: of one of `replicas`, from its failure's message until it rejoins. At least `least_replicas`
-    train. `check`: between comparisons of replicas. `spares`: nodes beside the job, None for enough.
+    `saves`: checkpoints from which the job restarts. `also`: other checkpoints, which only cost stalls. `restart`:
+    restart of the whole job. `replica_restart`: restart of one of `replicas`, from its failure's message until it
+    rejoins. `least_replicas`: minimum number of replicas that train. `check`: time between comparisons of replicas.
+    `spares`: spare nodes; None for an unlimited number.
     """
 
     step: float
@@ -146,13 +161,16 @@ class SimulatedJob:
 
     @property
     def speed(self) -> float:
-        """Seconds of steps in a second of training, saves included."""
+        """Seconds of steps per second of training, saves included."""
         return 1 / (1 + sum(saves.stall / saves.interval for saves in (self.saves, *self.also)))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure at a time, with the seconds until it is detected. `place`, from 0 to 1, chooses the replica."""
+    """Failure at a point in time.
+
+    `detection` is the seconds until it is detected; `place`, from 0 to 1, selects the replica.
+    """
 
     at: float
     kind: str = "node"
@@ -169,9 +187,11 @@ class SimulatedOutcome:
 
     @property
     def goodput(self) -> float:
+        """Fraction of the simulated time spent in useful steps."""
         return self.seconds["training"] / sum(self.seconds.values())
 
     def share(self, part: str) -> float:
+        """Return the fraction of the simulated time spent in `part`."""
         return self.seconds[part] / sum(self.seconds.values())
 
 
@@ -184,7 +204,16 @@ def random_faults(
     hangs: float = 0.0,
     hang: float = 0.0,
 ) -> Iterator[Fault]:
-    """Random failures with `rates` a second by kind, of which the part `hangs` is detected after `hang` seconds."""
+    """Yield random failures in the order of time.
+
+    Args:
+        rates: Failures per second by kind.
+        seconds: Length of the simulated time.
+        seed: Seed of the random numbers.
+        detection: Seconds until a failure with an error message is detected.
+        hangs: Fraction of failures that are hangs.
+        hang: Seconds until a hang is detected.
+    """
     draws, at, kinds = random.Random(seed), 0.0, list(rates)
     total = sum(rates.values())
     while total and (at := at + draws.expovariate(total)) < seconds:
@@ -194,35 +223,36 @@ def random_faults(
 
 @dataclass
 class _State:
-    """The job at a time. `position`: seconds of steps done.
+    """State of the simulated job at a point in time. `position` is the seconds of steps done.
 
-    `segments`: of these since the last restart, from where, to where, with which part of the GPUs, and begun when.
+    `segments`: steps since the last restart, each segment as (begin position, end position, fraction of the GPUs, start
+    time).
     """
 
     job: SimulatedJob
     time: float = 0.0
     position: float = 0.0
     loaded: float = 0.0
-    """Position of the checkpoint from which the job went on last."""
+    """Position of the checkpoint from which the job last continued."""
     corrupt: float = math.inf
-    """Position at which corruption will be found."""
+    """Position at which silent corruption will be found."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     segments: list[tuple[float, float, float, float]] = field(default_factory=list)
     stalls: list[tuple[float, str]] = field(default_factory=list)
-    """Parts that the time goes to next, each with its end."""
+    """Parts of the wall time that follow next, each with its end."""
     back: dict[int, float] = field(default_factory=dict)
-    """When replicas that are away rejoin."""
+    """Times at which the absent replicas rejoin."""
     repairs: list[float] = field(default_factory=list)
     ready: float = 0.0
-    """When there are nodes for the whole job."""
+    """Time at which there are enough nodes for the whole job."""
 
     @property
     def starting(self) -> bool:
-        """Whether the whole job restarts."""
+        """Whether the whole job is restarting."""
         return any(part in ("startup", "planned") for _, part in self.stalls)
 
     def advance(self, until: float) -> None:
-        """Let time pass, in which nothing fails."""
+        """Let time pass without failures."""
         job = self.job
         while self.time < until:
             taking_part = job.replicas - len(self.back)
@@ -253,7 +283,7 @@ class _State:
         self.seconds["saves"] += passed - moved
 
     def _stall(self, *parts: tuple[float, str]) -> None:
-        """Replace what stalls the job."""
+        """Replace the current stalls of the job."""
         self.stalls, end = [], self.time
         for seconds, part in parts:
             if seconds > 0:
@@ -261,7 +291,7 @@ class _State:
                 self.stalls.append((end, part))
 
     def _lose(self, position: float) -> None:
-        """Go back to a position; what was done since will be repeated."""
+        """Go back to a position. The steps done since will be repeated."""
         while self.segments and self.segments[-1][1] > position:
             begin, end, part, began = self.segments.pop()
             lost = end - max(begin, position)
@@ -272,7 +302,10 @@ class _State:
         self.position = position
 
     def _restart(self, detection: float, waiting: float, *, corrupt: bool = False) -> None:
-        """Restart the whole job from its newest complete checkpoint; `corrupt`: what would be saved now is not."""
+        """Restart the whole job from its newest complete checkpoint.
+
+        With `corrupt`, checkpoints taken after the corruption began are not used.
+        """
         saves, speed = self.job.saves, self.job.speed
         for begin, end, _, began in reversed(self.segments):
             last = min(end, begin + (self.time - saves.duration - began) * speed)
@@ -290,7 +323,7 @@ class _State:
         self._stall((detection, "detection"), (waiting, "waiting"), (self.job.restart + saves.load, "startup"))
 
     def _spare(self) -> float:
-        """Seconds until a node replaces one that fails now."""
+        """Return the seconds until a node replaces one that fails now."""
         job = self.job
         if job.spares is None:
             return 0.0
@@ -299,7 +332,7 @@ class _State:
         return self.repairs[missing] - self.time if missing >= 0 else 0.0
 
     def fail(self, fault: Fault) -> None:
-        """Apply a failure: lose steps and replicas, and begin its recovery."""
+        """Apply a failure: lose steps and replicas, and begin the recovery."""
         job = self.job
         if fault.kind == "planned":
             if self.corrupt < math.inf:  # the save compares replicas
@@ -326,7 +359,7 @@ class _State:
         self.back[index] = max(self.back.get(index, 0.0), rejoins)
         if away:
             return
-        if len(self.back) == job.replicas:  # nobody has the state
+        if len(self.back) == job.replicas:  # no replica has the state
             self.back.clear()
             self._restart(fault.detection, waiting)
             return
@@ -335,7 +368,7 @@ class _State:
 
 
 def simulate(job: SimulatedJob, faults: Iterable[Fault], seconds: float) -> SimulatedOutcome:
-    """The first `seconds` of a job under `faults`, in order of time."""
+    """Return the outcome of the first `seconds` of a job under `faults`, which are in the order of time."""
     state, counts = _State(job), dict.fromkeys(KINDS, 0)
     for fault in faults:
         if fault.at >= seconds:
@@ -348,17 +381,18 @@ def simulate(job: SimulatedJob, faults: Iterable[Fault], seconds: float) -> Simu
 
 
 def _rollbacks(job: SimulatedJob, rates: Mapping[str, float]) -> float:
-    """Restarts of the whole job a second."""
+    """Return the restarts of the whole job per second."""
     return rates.get("job", 0.0) + rates.get("silent", 0.0) + (rates.get("node", 0.0) if job.replicas == 1 else 0.0)
 
 
 def expected_goodput(job: SimulatedJob, rates: Mapping[str, float], detection: float = 0.0) -> float:
-    """Goodput by formula: Daly's for restarts, to the first order for replicas, planned stops and silent corruption.
+    """Return the goodput by a closed formula.
 
-    Exact if failures are all of the job, there are spares, and saves complete at once.
+    Restarts follow Daly's formula; replicas, planned stops and silent corruption are terms of first order. The result
+    is exact if all failures are failures of the whole job, there are enough spares, and saves complete at once.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006: seconds for an
-    interval and its save are exp(r · restart) · (exp(r · (interval + stall)) - 1) / r with r restarts a second.
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006: an interval and its
+    save take exp(r · restart) · (exp(r · (interval + stall)) - 1) / r seconds, with r restarts per second.
     """
     rate, saves, node = _rollbacks(job, rates), job.saves, rates.get("node", 0.0) if job.replicas > 1 else 0.0
     goodput = job.speed
@@ -377,20 +411,20 @@ def expected_goodput(job: SimulatedJob, rates: Mapping[str, float], detection: f
 
 
 def young_interval(job: SimulatedJob, rates: Mapping[str, float]) -> float:
-    """J. W. Young's first-order best interval in seconds of steps, 1974: the root of 2 · stall / restarts a second."""
+    """Return J. W. Young's first-order best interval (1974) in seconds of steps: √(2 · stall / restarts per second)."""
     rate = _rollbacks(job, rates)
     return math.sqrt(2 * job.saves.stall / rate) if rate else math.inf
 
 
 def best_interval(job: SimulatedJob, rates: Mapping[str, float], detection: float = 0.0) -> int:
-    """Steps between saves with the highest `expected_goodput`; not less than a save takes."""
+    """Return the number of steps between saves with the highest `expected_goodput`, at least the duration of a save."""
     least = max(1, math.ceil(job.saves.duration / job.step))
     most = max(least, math.ceil(min(young_interval(job, rates), 1e7 * job.step) * 3 / job.step))
 
     def goodput(steps: int) -> float:
         return expected_goodput(replace(job, saves=replace(job.saves, interval=steps * job.step)), rates, detection)
 
-    while most - least > 2:  # it has one maximum
+    while most - least > 2:  # ternary search, because goodput has a single maximum
         third = (most - least) // 3
         left, right = least + third, most - third
         least, most = (left, most) if goodput(left) < goodput(right) else (least, right)
@@ -398,9 +432,12 @@ def best_interval(job: SimulatedJob, rates: Mapping[str, float], detection: floa
 
 
 def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
-    """Spare nodes that are enough for `part` of the time; the nodes in repair are Poisson-distributed."""
+    """Return the number of spare nodes that suffice for the fraction `part` of the time.
+
+    The number of nodes in repair is Poisson-distributed.
+    """
     mean = rate * repair
-    if mean > 500:  # where the sum underflows, a normal distribution is within a node
+    if mean > 500:  # the sum underflows, and a normal approximation is accurate to one node
         return math.ceil(mean + 3.1 * math.sqrt(mean))
     count, probability = 0, math.exp(-mean)
     total = probability
@@ -412,22 +449,27 @@ def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
 
 
 def state_bytes_of(outline: ModelOutline) -> int:
-    """Bytes of a checkpoint: weights, masters and moments of all parameters."""
+    """Return the bytes of a checkpoint: weights, masters and moments of all parameters."""
     config = outline.config
     each = ELEMENT[config.training.precision] + sum_bytes(config) + least_moment_bytes(config)
     return each * sum(x.in_model for layers in stages_of(config)[1] for x in outline.parameters(layers))
 
 
 def hang_detection(config: Config) -> float:
-    """Seconds until a hang is named, with up to two polls of the watch (docs/resilience.md); without it a timeout."""
+    """Return the seconds until a hang is reported.
+
+    With the hang watch, they include up to two polls (docs/resilience.md); without it, they are the timeout of
+    collectives.
+    """
     return 1.2 * config.hang_seconds or config.timeout_seconds
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Goodput of a config with one kind of recovery, at its best interval.
+    """Goodput of a config with one kind of recovery, at its best checkpoint interval.
 
-    `young`: steps by Young's formula; `configured`: expected goodput at the config's own interval, None without one.
+    `young`: interval in steps by Young's formula. `configured`: expected goodput at the config's own interval; None if
+    it has none.
     """
 
     gpus: int
@@ -443,6 +485,7 @@ class Forecast:
 
     @property
     def goodput(self) -> float:
+        """Simulated goodput."""
         return self.outcome.goodput
 
 
@@ -457,9 +500,17 @@ def forecasts(
     *,
     faults: int = 4000,
 ) -> list[Forecast]:
-    """Goodput of `config` with restarts from disk, from memory, and with `replicas` (number, least).
+    """Return the goodput of `config` with restarts from disk, with restarts from memory, and with replicas.
 
-    `step`: predicted seconds; `state`: bytes of a checkpoint; `faults`: failures to simulate.
+    Args:
+        config: Config of the run.
+        cluster: GPUs and links.
+        step: Predicted seconds per step.
+        state: Bytes of a checkpoint.
+        replicas: Number of replicas, and the minimum that train.
+        mtbf_gpu_hours: Mean time between unplanned failures. Default: the rate of Llama 3.
+        assumed: Assumptions that the config does not state.
+        faults: Number of failures to simulate.
     """
     gpus, rank_bytes = cluster.gpus, state / cluster.gpus
     rates = LLAMA3.per_second(gpus, mtbf_gpu_hours)
@@ -494,7 +545,7 @@ def forecasts(
             spares=spares,
             repair=assumed.repair,
         )
-        if saves is memory:  # those on disk are then rare
+        if saves is memory:  # saves on disk are then rare
             job = replace(job, also=(replace(disk, interval=assumed.disk_interval),))
         set_interval = config.checkpoint.interval if saves is disk else config.checkpoint.memory_interval
         configured = expected_goodput(job, rates, detection) if set_interval else None

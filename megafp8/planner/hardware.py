@@ -1,4 +1,4 @@
-"""Clusters of GPUs and the time of communication in them."""
+"""Clusters of GPUs and the time of communication within them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megafp8.host.gpus import Gpu
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` GPUs, `gpus_per_node` of them to a node: these have NVLink, the others a network adapter each."""
+    """`gpus` GPUs in nodes of `gpus_per_node`; NVLink within a node, one network adapter per GPU between nodes."""
 
     gpu: Gpu
     gpus: int
@@ -17,14 +17,15 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Bytes that the memory formula may fill."""
+        """Bytes of GPU memory that the memory formula may fill."""
         return self.gpu.memory - self.gpu.reserved
 
     def collective(self, size: int, stride: int, received: float) -> float:
-        """Seconds of an all-gather or reduce-scatter in which each of `size` ranks receives `received` bytes.
+        """Return the seconds of an all-gather or reduce-scatter in which each rank receives `received` bytes.
 
-        `stride`: distance of neighbors among the global ranks. The ranks of a node share their adapters: a group with
-        k ranks in each node moves k times the bandwidth of one adapter, at most that of NVLink.
+        `size` is the number of ranks, and `stride` the distance of neighbors among the global ranks. The ranks of a
+        node share their adapters: a group with k ranks in each node has k times the bandwidth of one adapter, up to the
+        bandwidth of NVLink.
         """
         if size == 1 or not received:
             return 0.0
@@ -35,10 +36,10 @@ class Cluster:
         return received / bandwidth + self.gpu.network_latency
 
     def all_to_all(self, size: int, stride: int, received: float) -> float:
-        """Seconds of an all-to-all in which each of `size` ranks receives `received` bytes, as many from each.
+        """Return the seconds of an all-to-all in which each of `size` ranks receives `received` bytes in total.
 
-        What comes from other nodes comes through the rank's own adapter: unlike in a gather, no two ranks of a node
-        receive the same.
+        Data from other nodes arrives through the rank's own adapter: unlike in a gather, no two ranks of a node receive
+        the same data.
         """
         here = self.ranks_of_node(size, stride)
         if size == 1 or here >= size:
@@ -47,11 +48,11 @@ class Cluster:
         return max(far / self.gpu.network, (received - far) / self.gpu.nvlink) + self.gpu.network_latency
 
     def ranks_of_node(self, size: int, stride: int) -> int:
-        """How many of a group's ranks are in one node, at least one."""
+        """Return the number of a group's ranks that are in one node, at least one."""
         return max(1, min(size, self.gpus_per_node // stride))
 
     def transfer(self, stride: int, sent: float) -> float:
-        """Seconds until `sent` bytes are at the rank `stride` further."""
+        """Return the seconds until `sent` bytes arrive at the rank that is `stride` ranks away."""
         near = stride < self.gpus_per_node
         bandwidth, latency = (
             (self.gpu.nvlink, self.gpu.nvlink_latency) if near else (self.gpu.network, self.gpu.network_latency)

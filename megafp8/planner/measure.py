@@ -1,7 +1,7 @@
-"""Rates of the GPU in this machine in place of recorded ones: copies, and GEMMs in bf16 and FP8.
+"""Measured rates of this machine's GPU, to replace recorded rates: copies, and GEMMs in bf16 and FP8.
 
-Runs of a rested GPU clock higher than training does. So one linear layer and one copy are timed as they were on H200,
-and H200's rates under load are scaled by the ratios.
+A short measurement on an idle GPU runs at a higher clock than training. Therefore one linear layer and one copy are
+timed the same way as they were on an H200, and the H200's rates under load are scaled by the ratios.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from megafp8.host.gpus import GPUS, Gpu
 
 SIZE = LinearSize(8192, 8192, 16384)
 ON_H200 = LinearSeconds(high_precision=9.455e-3, fp8=5.236e-3)
-"""Of `SIZE` under current scaling, forward and backward (2026-11-21-h200-gemms-and-graphs/sweep.txt)."""
+"""Seconds of a layer of `SIZE` under current scaling, forward and backward
+(2026-11-21-h200-gemms-and-graphs/sweep.txt)."""
 _COPIED = 2**30
 _BANDWIDTH_OF_COPY = 4.14e12
-"""Of H200, bytes read and written a second: 2026-11-21-h200-fp8-layers, "Casts"."""
+"""Bytes read and written per second on an H200: 2026-11-21-h200-fp8-layers, "Casts"."""
 
 
 def measured(gpu: Gpu, linear: Callable[[LinearSize], LinearSeconds], copy: Callable[[int], float]) -> Gpu:
-    """`gpu` with the rates of a device. `linear`: seconds of a layer; `copy`: seconds of a copy of so many bytes."""
+    """Return `gpu` with the measured rates of a device.
+
+    Args:
+        gpu: GPU with recorded rates.
+        linear: Function that returns the seconds of a linear layer.
+        copy: Function that returns the seconds to copy a number of bytes.
+    """
     seconds, base = linear(SIZE), GPUS["h200-141gb"].ceilings
     bf16_ratio, fp8_ratio = (before / now for before, now in zip(ON_H200, seconds, strict=True))
     bandwidth = 2 * _COPIED / copy(_COPIED) / _BANDWIDTH_OF_COPY
@@ -39,7 +46,7 @@ def measured(gpu: Gpu, linear: Callable[[LinearSize], LinearSeconds], copy: Call
 
 
 def on_cuda() -> tuple[Callable[[LinearSize], LinearSeconds], Callable[[int], float]]:
-    """The timers of `measured` on this machine's first GPU. ValueError without one."""
+    """Return the two timers for `measured` on this machine's first GPU. Raises ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("--measure: this machine has no GPU; leave it out to use recorded rates")
     device = torch.device("cuda")

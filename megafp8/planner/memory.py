@@ -1,23 +1,24 @@
 """Peak memory of each rank, from the config alone.
 
-In bytes of torch's allocator (`torch.cuda.max_memory_allocated`): what stays from step to step, and what is allocated
-at the point of the schedule where most is. CUDA's context and NCCL's buffers, one to three GB, come on top, and so does
-fragmentation.
+Memory is counted in bytes of PyTorch's allocator (`torch.cuda.max_memory_allocated`): bytes that persist from step to
+step, plus temporary bytes at the point of the schedule where they are highest. CUDA's context and NCCL's buffers add
+one to three GB, and fragmentation adds more.
 
-A micro-batch holds its activations between its forward and its backward, and the operands of its weight gradients
-between these, where the schedule separates them, and its backward. Backward frees what it has passed, so its peak is
-one of these:
+A micro-batch holds its activations between its forward and its backward. If the schedule separates weight gradients
+from backward, it holds their operands in between. Backward frees activations as it proceeds, so its peak is one of
+these:
 
 - the loss: all blocks' activations, the logits (their gradient overwrites them), and the output layer's input and its
   gradient;
-- the backward of block i: the activations of blocks up to i, those of i that are recomputed, and temporaries. Offloaded
-  blocks count where they are on the device: i and the one before.
+- the backward of block i: the activations of blocks up to i, the recomputed activations of block i, and temporaries.
+  Offloaded blocks count while they are on the device: block i and the one before.
 
-Under parallel.fsdp a rank holds its shard; gathered parameters are transient: two blocks' weights, as the next is
-prefetched; a block's whole gradients, and those of the blocks before that are being sent; FP8 copies of one layer. FP8
-weights have buffers for two blocks throughout. Torch keeps what it sent last until it sends again.
+Under parallel.fsdp, a rank holds its shard, and gathered parameters are transient: the weights of two blocks, because
+the next one is prefetched; the whole gradients of a block, and of preceding blocks that are being reduced; the FP8
+copies of one layer. FP8 weights have buffers for two blocks throughout. PyTorch keeps the last reduced gradients until
+the next reduction.
 
-What each layer keeps is its own answer (`layers.costs`).
+Each layer reports what it saves (`layers.costs`).
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Par
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks, layers_of_stages
 
 _WORKSPACES = 2 * 32 * 2**20
-"""cuBLAS's and cuBLASLt's on Hopper, one for each stream."""
+"""Workspaces of cuBLAS and cuBLASLt on Hopper, one for each stream."""
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes of parameters, and of what exists for each of them from the first step to the last, on a rank.
+    """Bytes of parameters and of their permanent state on a rank.
 
-    `weights`: FP8 data where fp8.param_gather leaves nothing else; `fp8_weights` are then the columnwise copies. With
-    parallel.fsdp the high-precision weights are the masters. `moments`: and the moving average of the weights.
+    `weights`: FP8 data if fp8.param_gather stores nothing else; `fp8_weights` are then the columnwise copies. With
+    parallel.fsdp, the high-precision weights are the masters. `moments` includes the moving average of the weights.
     """
 
     weights: int
@@ -59,10 +60,9 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Bytes of a rank at its peak. `host` is pinned memory of the host and not in the total.
+    """Bytes of a rank at its peak. `host` is pinned host memory and not part of the total.
 
-    `frozen`: weights of the frozen model that the loss compares with, and what that says of all micro-batches of a
-    step.
+    `frozen`: weights of the frozen model with which the loss compares, and its outputs for all micro-batches of a step.
     """
 
     fp8_weights: int = 0
@@ -77,13 +77,14 @@ class RankMemory(StateMemory):
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
 
 def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> StateMemory:
-    """State of `parameters` on one of `data` ranks that sum their gradients; under ZeRO the maximum.
+    """Return the state of `parameters` on one of `data` ranks that sum their gradients; under ZeRO, the maximum.
 
-    The gradients of experts' parameters are summed over as many ranks as hold the same experts.
+    Gradients of experts are summed over the ranks that hold the same experts.
     """
     others_plan, experts_plan = data_parallel_plans(config, data)
     trained = [x for x in parameters if x.trained]
@@ -99,14 +100,14 @@ def state_memory(config: Config, parameters: Sequence[Parameter], data: int) -> 
 
 
 def _weight_bytes(config: Config, parameters: Sequence[Parameter], data: int) -> int:
-    """Bytes of parameters that are not trained, on one of `data` ranks."""
+    """Return the bytes of untrained parameters on one of `data` ranks."""
     others_plan, experts_plan = data_parallel_plans(config, data)
     plans = ((x.elements, experts_plan if x.expert else others_plan) for x in parameters)
     return sum(-(-elements // plan.weight_shards) for elements, plan in plans) * ELEMENT[config.training.precision]
 
 
 def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataParallelPlan) -> StateMemory:
-    """`state_memory` of parameters whose gradients are summed over the same ranks."""
+    """Return the state of parameters if all their gradients are summed over the same ranks."""
     optimizer, dtype = config.optimizer, config.training.precision
     moments = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
     elements = plan.held(
@@ -125,23 +126,26 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataPar
 
 
 def sum_bytes(config: Config) -> int:
-    """Bytes of an element of gradients and masters."""
+    """Return the bytes per element of gradients and masters."""
     return sum_dtype(DTYPES[config.training.precision]).itemsize
 
 
 def state_bytes(config: Config, dtype: str) -> int:
-    """Bytes of an element of gradients or state whose dtype the config names."""
+    """Return the bytes per element of gradients or state with a dtype named in the config."""
     return state_dtype(dtype, DTYPES[config.training.precision]).itemsize
 
 
 def least_moment_bytes(config: Config) -> int:
-    """Bytes of moments, moving average and outer state of an element, at least."""
+    """Return a lower bound for the bytes per element of moments, moving average and outer state."""
     moments = min(len(config.optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True))
     return moments * state_bytes(config, config.optimizer.moments_dtype) + _kept_bytes(config)
 
 
 def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
-    """Bytes of the moments of tensors, given by the number of these and of elements, and of what is kept beside."""
+    """Return the bytes of moments, moving average and outer state.
+
+    `tensors` has the number of moments and the number of elements of each tensor.
+    """
     dtype, total = config.optimizer.moments_dtype, 0
     for moments, count in tensors:
         scales = -(-count // BLOCK) if dtype == "fp8" else 0
@@ -150,12 +154,15 @@ def _moments(config: Config, tensors: Iterable[tuple[int, int]]) -> int:
 
 
 def _kept_bytes(config: Config) -> int:
-    """Bytes of an element's moving average, and of its momentum and start in outer steps."""
+    """Return the bytes per element of the moving average, and of momentum and start weights of outer steps."""
     return sum_bytes(config) * ((config.optimizer.average_decay is not None) + 2 * (config.outer is not None))
 
 
 class BlockElements(NamedTuple):
-    """Elements of a block's parameters on a rank, of experts and others: those of FP8 data alone, and of values."""
+    """Number of elements of a block's parameters on a rank.
+
+    Experts and others are counted separately, each as FP8 data only (`_fp8`) or as values.
+    """
 
     experts_fp8: int
     experts: int
@@ -164,6 +171,8 @@ class BlockElements(NamedTuple):
 
 
 def block_elements(layer: LayerOutline) -> BlockElements:
+    """Return the number of elements of a layer's parameters, by their storage."""
+
     def count(*, expert: bool, only_fp8: bool) -> int:
         return sum(p.elements for p in layer.parameters if (p.expert, p.only_fp8) == (expert, only_fp8))
 
@@ -171,29 +180,29 @@ def block_elements(layer: LayerOutline) -> BlockElements:
 
 
 def _table(config: Config) -> int:
-    """Elements of a rank's shard of the embedding, or of the output layer."""
+    """Return the number of elements in a rank's shard of the embedding, or of the output layer."""
     return config.spec.stem.rows // config.parallel.tensor * config.spec.hidden_size
 
 
 def fp8_weight_bytes(outline: ModelOutline, layers: range) -> int:
-    """FP8 copies of the weights of `layers`: rowwise unless they are the weights, and columnwise for dgrad."""
+    """Return the bytes of FP8 weight copies: rowwise unless it is the weight itself, and columnwise for dgrad."""
     return sum(_fp8_copies(outline.batch, layer) for index in layers for layer in outline.layers[index].linears)
 
 
 def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
-    """Bytes of the FP8 copies of a layer's weight, and of its alike layers'."""
+    """Return the bytes of the FP8 copies of a layer's weight, including all identical layers."""
     (fprop, dgrad, _), k, n = layer.plan.gemms, layer.site.inputs, layer.site.outputs
     if fprop == dgrad == "high":
         return 0
     weight = batch.granularity(layer.plan.name, "weight")
-    if weight is BLOCK_16X16:  # both are views of one
+    if weight is BLOCK_16X16:  # both orientations are views of the same data
         return layer.copies * fp8_bytes(weight, n, k)
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
     return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
 
 
 def amax_history_bytes(outline: ModelOutline, layers: range) -> int:
-    """Amax histories of the operands of a stage's layers, fp32."""
+    """Return the bytes of the fp32 amax histories of all operands of `layers`."""
     count, fp8 = 0, outline.fp8
     for layer in (x for index in layers for x in outline.layers[index].linears if not x.site.high_precision):
         name = layer.plan.name
@@ -203,9 +212,9 @@ def amax_history_bytes(outline: ModelOutline, layers: range) -> int:
 
 
 def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actions: Sequence[Action]) -> RankMemory:
-    """Memory of a rank that has the layers `stages`, one range for each chunk, and takes `actions` in a step.
+    """Return the memory of a rank that holds the layers `stages` (one range per chunk) and takes `actions` in a step.
 
-    `data`: ranks that sum their gradients.
+    `data` is the number of ranks that sum their gradients.
     """
     config, p = outline.config, outline.config.parallel
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
@@ -228,10 +237,10 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
 
 
 class _Chunk(NamedTuple):
-    """Bytes of a micro-batch in a chunk.
+    """Bytes of one micro-batch in one chunk.
 
-    Saved on the device and on the host, deferred for weight gradients, and at the peak of its backward those of
-    activations, loss and backward.
+    `saved` and `offloaded`: activations on the device and on the host. `deferred`: operands of deferred weight
+    gradients. `peak`: activations, loss and temporaries at the peak of backward.
     """
 
     saved: int
@@ -241,7 +250,7 @@ class _Chunk(NamedTuple):
 
 
 def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action]) -> RankMemory:
-    """The rank's memory at the peak of a step."""
+    """Return the rank's memory at the peak of a step."""
     separate = split_backwards(actions)
     nbytes = offloaded = host = most = 0
     peak = (0, 0, 0)
@@ -264,7 +273,7 @@ def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action
 
 
 class _Gathered(NamedTuple):
-    """Under parallel.fsdp, bytes in the backward of each block, at the loss, and at the end of backward."""
+    """Bytes under parallel.fsdp in the backward of each block, at the loss, and at the end of backward."""
 
     blocks: list[int]
     loss: int
@@ -272,8 +281,14 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _Gathered:
-    """`data`: ranks that sum their gradients. `overlaps`: what is sent last of a micro-batch stays until the next one's
-    backward has begun."""
+    """Return the bytes of gathered parameters and unreduced gradients under parallel.fsdp.
+
+    Args:
+        outline: Model in its layout.
+        layers: Layers of the chunk.
+        data: Number of ranks that sum their gradients.
+        overlaps: Whether the last reduced gradients of a micro-batch stay until the next backward has begun.
+    """
     config = outline.config
     if not gathers_blocks(config):
         return _Gathered([0] * len(layers), 0, 0)
@@ -287,19 +302,19 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     values = [(count - fp8_count) * e for count, fp8_count in zip(elements, in_fp8)]
     experts_fp8 = [sum(p.elements for p in block if p.only_fp8 and p.expert and apart) for block in parameters]
     others_fp8 = [count - expert_count for count, expert_count in zip(in_fp8, experts_fp8)]
-    # Of FP8 weights, from the first block's forward on. Ranks that gather experts only have others.
+    # Buffers of FP8 weights exist from the first block's forward on. Experts gathered over other ranks have their own.
     buffers = 2 * (max(experts_fp8, default=0) + max(others_fp8, default=0))
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
     first, last = layers.start == 0, layers.stop == len(config.spec.layers)
     shared = config.spec.embeds_on_last_stage
     stays = table * e * (shared and (first or last))
-    summed = table * sent * (shared and last)  # from the backward of its last use to the end
+    summed = table * sent * (shared and last)  # from the backward pass of the last use to the end
     blocks = []
     for at, unit in enumerate(elements):
         following = elements[at + 1] if at + 1 < len(elements) else table * (last and not tied)
         here = values[at] + (values[at - 1] if at else 0) + copies[at] + (unit + max(unit, following)) * sent
         blocks.append(here + buffers + stays + summed)
-    end = table * (4 + sent)  # the embedding's gradient in fp32, and as it is sent
+    end = table * (4 + sent)  # the embedding's gradient in fp32, and in the reduced dtype
     ends_with_table = first or bool(stays)
     late = table * sent * (overlaps and ends_with_table)
     blocks[-1] += late * (not last)
@@ -308,13 +323,14 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
 
 
 def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _Chunk:
+    """Return the bytes of one micro-batch in the chunk `layers`."""
     config = outline.config
     gathered, h, e = _gathered(outline, layers, data, overlaps), config.spec.hidden_size, outline.batch.element
     memory = block_memory(config.parallel, len(layers))
     saved = [outline.saved(i, layer_memory) for i, layer_memory in zip(layers, memory)]
     on_device = [0 if layer_memory.offload else size for size, layer_memory in zip(saved, memory)]
     offloaded = [size if layer_memory.offload else 0 for size, layer_memory in zip(saved, memory)]
-    if layers.start == 0 and config.spec.stem.normalizes:  # its input and statistics
+    if layers.start == 0 and config.spec.stem.normalizes:  # input and statistics of the embedding's norm
         statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
@@ -329,7 +345,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
-        # The final norm's input; the output layer's, and its gradient; residual streams.
+        # Input of the final norm; input of the output layer, and its gradient; residual streams.
         ends = (outline.batch.own_tokens + 2 * predicted) * h * e
         ends += outline.batch.own_tokens * (config.spec.stream_width - h) * e
         ends += loss_memory(config, predicted).computed
@@ -343,10 +359,13 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
 def pipeline_memory(
     outline: ModelOutline, world_size: int, placement: StagePlacement, schedule: Schedule
 ) -> list[RankMemory]:
-    """Memory of one rank of each pipeline rank; `schedule` is that of a step on `world_size` ranks in all."""
+    """Return the memory of one rank of each pipeline rank.
+
+    `schedule` is the schedule of a step on `world_size` ranks in total.
+    """
     config, p = outline.config, outline.config.parallel
     layers = layers_of_stages(config, placement)
-    data = world_size // (p.tensor * p.pipeline)  # context-parallel ranks among them
+    data = world_size // (p.tensor * p.pipeline)  # includes context-parallel ranks
     frozen = _frozen_memory(outline, data, placement)
     return [
         replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=frozen_chunks)
@@ -355,7 +374,7 @@ def pipeline_memory(
 
 
 def _frozen_memory(outline: ModelOutline, data: int, placement: StagePlacement) -> list[int]:
-    """`RankMemory.frozen` of each pipeline rank."""
+    """Return `RankMemory.frozen` of each pipeline rank."""
     config, frozen, totals = outline.config, outline.frozen, [0] * len(placement.stages)
     if frozen is not None:
         layers = layers_of_stages(frozen.config, placement)
@@ -369,7 +388,7 @@ def _frozen_memory(outline: ModelOutline, data: int, placement: StagePlacement) 
 
 
 def memory_unit(sizes: Iterable[float]) -> tuple[str, int]:
-    """Return the unit in which sizes in bytes are printed, and its number of bytes: MiB if all are below 1 GiB."""
+    """Return the unit in which sizes are printed, and its bytes: MiB if all sizes are below 1 GiB, else GiB."""
     return ("GiB", 2**30) if max(sizes) >= 2**30 else ("MiB", 2**20)
 
 

@@ -1,8 +1,8 @@
-"""What a rank holds of a model: its parameters and linear layers, read from layers built on torch's meta device.
+"""Parameters and linear layers of a rank, read from layers that are built on PyTorch's meta device.
 
-The constructors of the model are the only list of its parameters and linear layers. Whatever needs these before the
-model exists (memory, time of a step, the names that FP8 patterns select) builds layers on the meta device, which takes
-milliseconds and no memory, and reads them here. Of layers that are alike one is built.
+The constructors of the model are the only list of its parameters and linear layers. Code that needs this list before
+the model exists (memory, step time, the names that FP8 patterns select) builds layers on the meta device, which takes
+milliseconds and no memory, and reads them here. Only one layer of each kind is built.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from megafp8.spec import ModelSpec
 
 
 class Parameter(NamedTuple):
-    """A parameter of a rank, and of how many elements over all ranks it is a part; 0 of those where it is a copy.
+    """Parameter of a rank.
 
-    `expert`: weights or biases of experts. `only_fp8`: between steps a rank that shares it has FP8 data alone.
-    `shared`: the embedding's weight where two pipeline stages use it. `matrices`: the shapes, over all ranks, of the
-    matrices of a block that it has parts of (`param_groups.is_hidden_matrix`).
+    `in_model`: number of elements in the whole model that this parameter is a part of; 0 if it is a copy. `expert`:
+    whether it belongs to experts. `only_fp8`: whether a rank stores only FP8 data between steps. `shared`: whether it
+    is an embedding weight that two pipeline stages use. `matrices`: global shapes of the block's matrices to which it
+    belongs (`param_groups.is_hidden_matrix`).
     """
 
     elements: int
@@ -50,7 +51,7 @@ class Parameter(NamedTuple):
 
 
 class LinearLayer(NamedTuple):
-    """A linear layer of a rank; of the alike layers of its experts the first, and how many these are."""
+    """Linear layer of a rank. Experts' identical layers appear once, and `copies` is their number."""
 
     site: LinearSite
     plan: LinearPlan
@@ -58,18 +59,18 @@ class LinearLayer(NamedTuple):
 
     @property
     def only_fp8(self) -> bool:
-        """Whether a rank that shares the weight has nothing but its FP8 data between steps."""
+        """Whether a rank stores only FP8 data of the weight between steps."""
         return self.plan.weight in ("zero fp8", "fsdp fp8")
 
     @property
     def weights(self) -> int:
-        """Elements of the weights of all copies."""
+        """Number of weight elements in all copies."""
         return self.copies * self.site.inputs * self.site.outputs
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOutline:
-    """A layer as a rank has it. `module`: a `Block` or `PredictionLayer` on the meta device."""
+    """Layer of a rank. `module` is a `Block` or `PredictionLayer` on the meta device."""
 
     module: Block | PredictionLayer
     parameters: tuple[Parameter, ...]
@@ -77,25 +78,25 @@ class LayerOutline:
 
     @property
     def block(self) -> Block:
-        """The layer's mixer and feed-forward network, with their norms."""
+        """Mixer and feed-forward network of the layer, with their norms."""
         return self.module.block
 
     @property
     def in_block(self) -> list[LinearLayer]:
-        """The linear layers that may be FP8, without those of experts."""
+        """Linear layers that may be FP8, except experts."""
         return [x for x in self.linears if not x.site.expert and not x.site.high_precision]
 
     @property
     def expert_layers(self) -> list[LinearLayer]:
-        """Those of experts: the first and the second; none where the layer has an MLP."""
+        """First and second linear layer of the experts; empty if the layer has an MLP."""
         return [x for x in self.linears if x.site.expert]
 
 
 class ModelOutline:
-    """A model in the layout of `config`, as the first rank of each stage has it.
+    """Model in the layout of `config`, as the first rank of each stage holds it.
 
-    `fp8`: which layers are FP8. `layers`: by index; those that are alike are one object. `frozen`: the frozen model
-    that its loss compares it with, if that is another one.
+    `fp8`: selection of FP8 layers. `layers`: layers by index; identical layers are one object. `frozen`: frozen model
+    with which the loss compares, if it is a different model.
     """
 
     def __init__(
@@ -110,19 +111,19 @@ class ModelOutline:
         self._saved: dict[tuple[LayerOutline, BlockMemory], int] = {}
 
     def batch_of(self, index: int) -> MicroBatch:
-        """A micro-batch in layer `index`, which in the decoder of T5 is another."""
+        """Return the micro-batch that layer `index` processes; T5's decoder has a different one."""
         if self._decoder_batch is None or not self.config.spec.layers[index].is_decoder:
             return self.batch
         return self._decoder_batch
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of a micro-batch that travel between stages: in T5 those of encoder and decoder."""
+        """Tokens of a micro-batch that are sent between stages; for T5, the tokens of encoder and decoder."""
         others = 0 if self._decoder_batch is None else self._decoder_batch.own_tokens
         return self.batch.own_tokens + others
 
     def saved(self, index: int, memory: BlockMemory) -> int:
-        """Bytes that layer `index` saves for its backward pass, offloaded or not."""
+        """Return the bytes that layer `index` saves for its backward pass, offloaded or not."""
         layer, batch = self.layers[index], self.batch_of(index)
         if (layer, memory) not in self._saved:
             tensors = layer.module.input_bytes(batch) if memory.full else layer.module.saved(batch)
@@ -130,8 +131,10 @@ class ModelOutline:
         return self._saved[layer, memory]
 
     def deferred_wgrad(self, index: int) -> int:
-        """Bytes of the operands of the weight gradients of layer `index`, for schedules that compute these separately:
-        of each linear layer the input and the output's gradient, columnwise in FP8."""
+        """Return the bytes of the operands of the weight gradients of layer `index`, for schedules that defer these.
+
+        The operands of a linear layer are its input and its output gradient, columnwise in FP8.
+        """
         layer, batch, total = self.layers[index], self.batch_of(index), 0
         for site, plan, _ in layer.linears:
             if not site.high_precision:
@@ -140,22 +143,25 @@ class ModelOutline:
         return total
 
     def paired_wgrad(self, index: int) -> int:
-        """Bytes of the operands of its experts' FP8 weight gradients that layer `index` keeps for the next micro-batch
-        (fp8.paired_wgrad). Rows of each expert are padded to a multiple of 128."""
+        """Return the bytes that fp8.paired_wgrad keeps in layer `index` for the next micro-batch.
+
+        They are the FP8 operands of the weight gradients of experts. The rows of each expert are padded to a multiple
+        of 128.
+        """
         layer, batch = self.layers[index], self.batch_of(index)
         fp8 = [x for x in layer.expert_layers if x.plan.gemms[2] != "high"]
         rows = [layer.block.ffn.reserved_rows(batch) + 127 * x.copies for x in fp8]
         return sum(tokens * (x.site.inputs + x.site.outputs) for tokens, x in zip(rows, fp8))
 
     def parameters(self, layers: range) -> list[Parameter]:
-        """Those of a stage of `layers`, in the order of its constructor."""
+        """Return the parameters of a stage with `layers`, in the order of its constructor."""
         if layers not in self._ends:
             self._ends[layers] = self._ends_of(layers)
         before, after = self._ends[layers]
         return [*before, *(x for index in layers for x in self.layers[index].parameters), *after]
 
     def _ends_of(self, layers: range) -> tuple[list[Parameter], list[Parameter]]:
-        """The parameters of a stage before and after those of its blocks."""
+        """Return the parameters of a stage before and after the parameters of its blocks."""
         config, context = self.config, planning_context(self.config, self.fp8.unbuilt())
         stage = build_stage(config.spec, context, layers=layers, positions=config.position_rows, blocks=False)
         stem = [x for x in (stage.embedding, stage.per_layer_embedding) if x is not None]
@@ -167,9 +173,9 @@ class ModelOutline:
 
 
 class ModelOutlines:
-    """Outlines of one model and selection of FP8 layers in several layouts: what these have in common is built once.
+    """Outlines of one model and one selection of FP8 layers in several layouts. Shared parts are built once.
 
-    `teacher`: of `frozen_run`.
+    `teacher` is the argument of `frozen_run`.
     """
 
     def __init__(self, config: Config, fp8: Fp8Manager, teacher: ModelSpec | None = None) -> None:
@@ -182,13 +188,13 @@ class ModelOutlines:
         for name, _ in linear_sites(config):
             names.setdefault(int(name.split(".")[1]), []).append(name)
         for index in config.spec.indices:
-            # Of experts, the first stands for all.
+            # The first expert represents all experts.
             selected = [x for x in names[index] if ".experts." not in x or ".experts.0." in x]
             how = tuple((fp8.selects(x), fp8.recipe and fp8.recipe.operands(x)) for x in selected)
             self._alike[index] = (config.spec.kinds[index], how)
 
     def outline(self, config: Config) -> ModelOutline:
-        """The model in the layout of `config`."""
+        """Return the model in the layout of `config`."""
         p, t = config.parallel, config.training
         layout: tuple[Any, ...] = (p.tensor, p.sequence_parallel, p.context, p.expert, p.expert_tensor)
         layout += (p.expert_dispatch, p.overlap_tensor, weight_storage(config), config.fp8.param_gather)
@@ -207,12 +213,18 @@ class ModelOutlines:
 
 
 def model_outline(config: Config, fp8: Fp8Manager, teacher: ModelSpec | None = None) -> ModelOutline:
-    """The model of `config`. `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`."""
+    """Return the outline of the model of `config`.
+
+    Args:
+        config: Config of the run.
+        fp8: Selection of FP8 layers, as the config specifies it.
+        teacher: Network of the teacher, for `frozen_run`.
+    """
     return ModelOutlines(config, fp8, teacher).outline(config)
 
 
 def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemory) -> LayerOutline:
-    """Layer `index` in the layout of `config`, planned as `fp8` plans layers."""
+    """Return layer `index` in the layout of `config`, with the plans that `fp8` makes."""
     planned = fp8.unbuilt()
     module = build_layer(config.spec, planning_context(config, planned), index, memory)
     if config.lora is not None:
@@ -234,11 +246,11 @@ def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemo
 
 
 def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
-    """Names and places of all linear layers of the model's layers that an FP8 pattern can select.
+    """Yield the name and the place of all linear layers that an FP8 pattern can select.
 
-    Sizes are those of tensor-parallel ranks; the place has the name of an alike layer.
+    Sizes are per tensor-parallel rank. The place has the name of the first layer of the same kind.
     """
-    # The first rank of one expert-parallel rank has all experts.
+    # With expert-parallel size 1, the first rank has all experts.
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 1})})
     by_kind: dict[int, tuple[int, list[LinearSite]]] = {}
     for index in config.spec.indices:
@@ -254,8 +266,8 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
 
 
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:
-    spec, shapes = spec_of(param), tuple(piece.global_shape for piece in spec_of(param).shards)
-    ranks = config.parallel.expert if spec.expert else 1  # each has other experts
+    spec, shapes = spec_of(param), tuple(shard.global_shape for shard in spec_of(param).shards)
+    ranks = config.parallel.expert if spec.expert else 1  # each rank has different experts
     in_model = 0 if spec.is_copy else ranks * sum(map(math.prod, shapes))
     matrices = shapes if is_hidden_matrix(spec) else ()
     return Parameter(param.numel(), in_model, spec.expert, param.requires_grad, only_fp8, shared, matrices)

@@ -1,8 +1,9 @@
-"""Predicted step time and memory of a config on a cluster: a sum of terms, each of which can be printed.
+"""Predicted step time and memory of a config on a cluster, as a sum of terms that can each be printed.
 
-A step is the pipeline (a simulation of its schedule with the times of each stage's blocks, from `block_time`), then
-what of the gradients' reduction is not beside the last backward, the optimizer, and what of the gather of parameters is
-not beside the next forward. Without CUDA graphs it is at least the host's time.
+The step time is the sum of: the pipeline (a simulation of its schedule with the times of each stage's blocks, from
+`block_time`), the part of the gradient reduction that does not overlap with the last backward, the optimizer, and the
+part of the parameter gather that does not overlap with the next forward. Without CUDA graphs, a step takes at least as
+long as the host needs to launch it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from megafp8.planner.outline import LayerOutline, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, stages_of
 
 _SIMULATED = 3
-"""Micro-batches that are simulated, times the ranks; further ones take as long each as those of the last third did."""
+"""Number of simulated micro-batches per pipeline rank. The time of the last third is extrapolated to further ones."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a step: `seconds`, `terms` that add up to it, and memory by pipeline rank.
+    """Prediction of a step: `seconds`, `terms` that add up to them, and memory by pipeline rank.
 
-    Terms of stages are means over the pipeline ranks; "bubble" is what is left of the schedule's time, waiting for
-    fuller stages included.
+    Terms of stages are means over the pipeline ranks. "bubble" is the rest of the schedule's time, including the time
+    spent waiting for slower stages.
     """
 
     seconds: float
@@ -48,25 +49,25 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes of the rank that needs most memory."""
         return max(memory.total for memory in self.memory)
 
 
 def micro_batches(config: Config, gpus: int) -> int:
-    """Number of micro-batches of each data-parallel rank in a step."""
+    """Return the number of micro-batches of each data-parallel rank in a step."""
     p, t = config.parallel, config.training
     return t.global_batch_size * p.tensor * p.pipeline * p.context // (t.micro_batch_size * gpus)
 
 
 def predict(outline: ModelOutline, cluster: Cluster) -> Prediction:
-    """Step time and memory of a model whose config passed `check_layout` on `cluster.gpus` ranks.
+    """Return the step time and memory of a model on `cluster.gpus` ranks. Its config must have passed `check_layout`.
 
-    ValueError for LoRA, and for recipes with blocks of Blackwell only.
+    Raises ValueError for LoRA, and for recipes with block scales that only Blackwell supports.
     """
     memory = predicted_memory(outline, cluster)
     training = outline.config.training
@@ -75,14 +76,14 @@ def predict(outline: ModelOutline, cluster: Cluster) -> Prediction:
 
 
 def predicted_memory(outline: ModelOutline, cluster: Cluster) -> Sequence[RankMemory]:
-    """Memory of a rank of each pipeline rank, at the peak of a step."""
+    """Return the memory of one rank of each pipeline rank, at the peak of a step."""
     placement, _ = stages_of(outline.config)
     schedule = short_schedule(outline.config, placement, cluster.gpus)
     return pipeline_memory(outline, cluster.gpus, placement, schedule)
 
 
 def short_schedule(config: Config, placement: StagePlacement, gpus: int) -> Schedule:
-    """The schedule of as many of a step's micro-batches as make a difference to its start and end."""
+    """Return the schedule with only those micro-batches of a step that affect its start and end."""
     return _schedule(config.parallel.schedule, placement, min(micro_batches(config, gpus), _simulated(placement)))
 
 
@@ -92,14 +93,14 @@ def _simulated(placement: StagePlacement) -> int:
 
 @lru_cache(maxsize=256)
 def _schedule(source: str, placement: StagePlacement, count: int) -> Schedule:
-    if source in SCHEDULES:  # which need no check
+    if source in SCHEDULES:  # built-in schedules need no check
         return SCHEDULES[source].build(placement, count)
     return training_schedule(source, placement, count)
 
 
 @lru_cache(maxsize=256)
 def most_in_flight(source: str, placement: StagePlacement, count: int) -> int:
-    """Most micro-batches, times stages, that a rank holds for their backward."""
+    """Return the maximum number of micro-batches, times stages, that a rank holds for their backward."""
     most = 0
     for actions in _schedule(source, placement, min(count, _simulated(placement))):
         in_flight = 0
@@ -110,7 +111,7 @@ def most_in_flight(source: str, placement: StagePlacement, count: int) -> int:
 
 
 def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
-    """Seconds of each stage for one micro-batch, by term."""
+    """Return the seconds of each stage for one micro-batch, by term."""
     config = outline.config
     if config.lora is not None:
         raise ValueError("lora: the time of steps that train adapters is not predicted; leave the section lora out")
@@ -133,7 +134,7 @@ def stage_costs(outline: ModelOutline, cluster: Cluster) -> list[Costs]:
 def _pipeline_seconds(
     config: Config, placement: StagePlacement, times: Sequence[StageTimes], count: int, busiest: float
 ) -> float:
-    """Seconds of `count` micro-batches; `busiest`: of one on the rank with most work."""
+    """Return the seconds of `count` micro-batches. `busiest` is the time of one on the rank with most work."""
     source, simulated = config.parallel.schedule, min(count, _simulated(placement))
     whole = simulate(_schedule(source, placement, simulated), placement, times).duration
     if count == simulated:
@@ -144,7 +145,7 @@ def _pipeline_seconds(
 
 
 def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
-    """Seconds of the forward passes of a step through a frozen model."""
+    """Return the seconds of a step's forward passes through a frozen model."""
     config, (placement, _) = frozen.config, stages_of(frozen.config)
     count = micro_batches(config, cluster.gpus)
     times = [sum(stage.values(), Phases()).forward for stage in stage_costs(frozen, cluster)]
@@ -160,7 +161,7 @@ def frozen_seconds(frozen: ModelOutline, cluster: Cluster) -> float:
 
 
 def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and their terms."""
+    """Return the seconds of a step, and their terms."""
     config = outline.config
     placement, layers = stages_of(config)
     p, gpu = config.parallel, cluster.gpu
@@ -197,8 +198,11 @@ def step_terms(outline: ModelOutline, cluster: Cluster) -> tuple[float, dict[str
 
 
 class Held(NamedTuple):
-    """What a rank holds: elements of parameters, those of experts apart, bytes that casts of weights move, and FLOPs of
-    the optimizer for the whole matrices of its layers, of which it has parts."""
+    """Contents of a rank.
+
+    `others`, `experts`: elements of parameters. `casts`: bytes that casts of weights move. `update_flops`: FLOPs of the
+    optimizer for the whole matrices of the rank's layers; the rank holds a part of these matrices.
+    """
 
     others: float
     experts: float
@@ -207,23 +211,23 @@ class Held(NamedTuple):
 
 
 def held(outline: ModelOutline, stages: Sequence[range]) -> Held:
-    """What a rank with the layers `stages` holds, one range for each stage."""
+    """Return the contents of a rank with the layers `stages`, one range for each stage."""
     config = outline.config
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     experts = sum(x.elements for x in parameters if x.expert)
     layers = [outline.layers[index] for stage_layers in stages for index in stage_layers]
     update = config.optimizer.update(hidden_matrix=True)
     flops = sum(update_flops(update, layer, config.parallel.expert) for layer in layers)
-    # Read in training.precision, written rowwise and columnwise.
+    # A cast reads in training.precision, and writes rowwise and columnwise.
     element = ELEMENT[config.training.precision] + 2
     casts = element * sum(x.weights for layer in layers for x in layer.linears if x.plan.fp8)
     return Held(sum(x.elements for x in parameters) - experts, experts, casts, flops)
 
 
 def update_flops(update: Update, layer: LayerOutline, expert_parallel: int) -> int:
-    """FLOPs of an update of the whole matrices of a layer; fused ones are several matrices (decision 8).
+    """Return the FLOPs to update all whole matrices of a layer. A fused weight is several matrices (decision 8).
 
-    `expert_parallel`: ranks between which the experts are divided.
+    `expert_parallel` is the number of ranks over which the experts are divided.
     """
     return sum(
         update.flops(shape) * (expert_parallel if parameter.expert else 1)
@@ -233,7 +237,10 @@ def update_flops(update: Update, layer: LayerOutline, expert_parallel: int) -> i
 
 
 def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) -> dict[str, float]:
-    """Seconds of what a rank does once a step; `micro_batch`: its work for one."""
+    """Return the seconds of the work that a rank does once per step, by term.
+
+    `micro_batch` is the rank's work for one micro-batch, which can hide communication.
+    """
     p, optimizer, gpu = config.parallel, config.optimizer, cluster.gpu
     data = cluster.gpus // (p.tensor * p.pipeline)
     plans, element = data_parallel_plans(config, data), ELEMENT[config.training.precision]
@@ -241,7 +248,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     stored = ELEMENT[optimizer.moments_dtype]
     moment_bytes = 2 * stored if stored > 1 else gpu.fp8_moment
     moments = len(optimizer.update(hidden_matrix=False).moments) * moment_bytes
-    # With FP8 weights about nine tenths of the parameters travel as FP8.
+    # With FP8 weights, about nine tenths of the parameters are gathered in FP8.
     gathered = element - 0.9 * (element - 1) * config.fp8.param_gather
     reduce = gather = tail = owned = 0.0
     for plan, count in zip(plans, (rank.others, rank.experts), strict=True):
@@ -249,7 +256,7 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         owned += count / plan.state_shards
         reduce += cluster.collective(*group, received * sent) * plan.reductions
         gather += cluster.collective(*group, received * gathered) * plan.gathers
-        if not plan.gathers_blocks:  # what is complete at the end of backward only
+        if not plan.gathers_blocks:  # the last bucket is complete only at the end of backward
             tail = max(tail, cluster.collective(*group, min(count, plan.bucket_elements) * sent))
     costs = {
         "gradient reduction": _beside(
@@ -257,12 +264,13 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
         ),
         "parameter gather": _beside(gather, micro_batch.forward if p.overlap_param_gather else 0.0, gpu.hidden, 0.0),
     }
-    # Gradients are read for their norm and for the update, by FSDP zeroed; masters and moments read and written.
+    # Gradients are read for their norm and for the update, and zeroed under FSDP. Masters and moments are read and
+    # written.
     average = 12 if optimizer.average_decay is not None else 0
     zeroed = (rank.others + rank.experts) / data if plans[0].gathers_blocks else 0.0
     moved = owned * (8 + 8 + moments + element + average) + 4 * zeroed
     costs["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
-    if rank.update_flops > 0:  # its ranks share the work, and each sends its parts and receives them again
+    if rank.update_flops > 0:  # the ranks share the work; each sends its parts and receives the updated parts
         stage_gpus = cluster.gpus // p.pipeline
         exchanged = 2 * ELEMENT["bf16"] * (rank.others + rank.experts) / stage_gpus
         costs["matrix updates"] = rank.update_flops / stage_gpus / (gpu.ceilings.bf16 * gpu.load_bf16)
@@ -273,6 +281,6 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
 
 
 def _beside(communication: float, computation: float, cost: float, tail: float) -> float:
-    """Seconds that communication beside so much computation adds, `tail` of it at least in any case."""
+    """Return the seconds that communication adds to overlapping computation; at least `tail` of it is exposed."""
     exposed = max(communication - computation, min(tail, communication))
     return exposed + cost * (communication - exposed)

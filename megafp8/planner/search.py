@@ -1,11 +1,12 @@
-"""Search of layouts: the fastest that fit a cluster, and why the others lose.
+"""Search for the fastest layouts that fit a cluster, with reasons why the others lose.
 
-All combinations of tensor, pipeline, context and expert parallelism, schedule, micro-batch size, recompute and ZeRO
-stage or FSDP are bounded cheaply, then predicted whole in the order of their bounds until none that is left can be
-among the best. Bounds of time are a rank's mean work, the bubble of a schedule with equal stages, and the end of the
-step; of memory, parameters with optimizer state, and saved activations. What can run, `check_layout` knows.
+The search covers all combinations of tensor, pipeline, context and expert parallelism, schedule, micro-batch size,
+recomputation, and ZeRO stage or FSDP. It first computes cheap lower bounds, then makes full predictions in the order of
+the bounds, until no remaining layout can be among the best. The time bound of a layout is a rank's mean work, the
+bubble of a schedule with equal stages, and the end of the step. The memory bound is the parameters with their optimizer
+state, and the saved activations. `check_layout` decides which layouts can run.
 
-The global batch, the model, the recipe and every other key stay as the config has them.
+The global batch, the model, the recipe and all other keys keep the values of the config.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from megafp8.spec import ModelSpec
 _CHUNKS = (2, 4)
 _MICRO_BATCHES = (1, 2, 4, 8)
 _SHORTEST = 4096
-"""Tokens of a sequence on a rank below which context parallelism is not tried."""
+"""Sequence length per rank, in tokens, below which context parallelism is not tried."""
 _TRIES_OF_GROUP = 2
 _GROUPS_EXPLAINED = 8
 
@@ -54,7 +55,7 @@ _Predict = Callable[["CandidateLayout"], "Candidate | Misfit | None"]
 
 
 class CandidateLayout(NamedTuple):
-    """What is searched, by keys of the config."""
+    """Layout to try, by the searched config keys."""
 
     tensor: int
     pipeline: int
@@ -70,7 +71,7 @@ class CandidateLayout(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The sizes, which one line about losers stands for."""
+        """Sizes of the parallel axes, such as "TP2·PP4". The list of losers has one line per group."""
         names = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
         sizes = (f"{short}{getattr(self, key)}" for key, short in names.items() if getattr(self, key) > 1)
         return "·".join(sizes) or "DP"
@@ -78,7 +79,7 @@ class CandidateLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, with its prediction."""
+    """Layout that fits, with its prediction."""
 
     layout: CandidateLayout
     config: Config
@@ -87,14 +88,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A layout that needs so many bytes too many."""
+    """Layout that needs `excess` bytes more than available."""
 
     excess: int
 
 
 @dataclass
 class Found:
-    """`best`: those that fit, fastest first. `losers`: sizes and why the best of them loses, nearest first."""
+    """Result of a search.
+
+    `best`: layouts that fit, fastest first. `losers`: other sizes, and the reason why the best layout with these sizes
+    loses, nearest first.
+    """
 
     best: list[Candidate] = field(default_factory=list)
     losers: list[tuple[str, str]] = field(default_factory=list)
@@ -114,7 +119,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def layouts(config: Config, cluster: Cluster) -> Iterator[CandidateLayout]:
-    """All combinations that ranks and heads can be divided into; `check_layout` knows which of them run."""
+    """Yield all combinations into which ranks and heads can be divided. `check_layout` decides which can run."""
     model, t = config.spec, config.training
     counts = [record.num_experts for record in model.expert_records]
     widths = [*split_widths(config.model).values()]
@@ -138,7 +143,7 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[CandidateLayout]:
 def _options(
     config: Config, cluster: Cluster, tensor: int, pipeline: int, data: int, context: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Schedules, micro-batch sizes, recompute and sharding."""
+    """Yield the combinations of schedule, micro-batch size, recomputation and sharding."""
     rank_batch, rest = divmod(config.training.global_batch_size, data)
     if rest:
         return
@@ -163,7 +168,7 @@ def _options(
 
 
 def applied(config: Config, layout: CandidateLayout, gpus: int) -> Config:
-    """`config` in `layout`."""
+    """Return `config` with the keys of `layout`."""
     changes = layout._asdict()
     size = changes.pop("micro_batch_size")
     alone = gpus == layout.tensor * layout.pipeline
@@ -182,7 +187,7 @@ def applied(config: Config, layout: CandidateLayout, gpus: int) -> Config:
 
 
 def changed_keys(before: Config, after: Config) -> dict[str, dict[str, Any]]:
-    """The keys of `after` that differ, by section."""
+    """Return the keys of `after` that differ from `before`, by section."""
     changes: dict[str, dict[str, Any]] = {}
     for section in ("parallel", "training", "fp8"):
         old, new = getattr(before, section), getattr(after, section)
@@ -193,15 +198,19 @@ def changed_keys(before: Config, after: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Bound(NamedTuple):
-    """At least these seconds, and at least this memory."""
+    """Lower bounds of time and memory."""
 
     seconds: float
     memory: float
 
 
 class _Work(NamedTuple):
-    """Cost of a micro-batch on all stages: seconds, those of the blocks alone, and bytes that blocks save; of a frozen
-    model its seconds, and elements on a tensor-parallel rank, or its share of them under FSDP."""
+    """Cost of a micro-batch on all stages.
+
+    `phases`: seconds. `blocks`: seconds of the blocks alone. `saved`: bytes that blocks save. `frozen`,
+    `frozen_elements`: seconds of the frozen model, and its elements on a tensor-parallel rank (under FSDP, in its
+    shard).
+    """
 
     phases: Phases
     blocks: float
@@ -216,7 +225,7 @@ def _on_one_stage(config: Config) -> Config:
 
 
 class _Search:
-    """Bounds and predictions of one search, with what is common to several layouts computed once."""
+    """Bounds and predictions of one search. Results that several layouts share are computed once."""
 
     def __init__(self, config: Config, fp8: Fp8Manager, cluster: Cluster, teacher: ModelSpec | None) -> None:
         self.config, self.cluster, self.teacher = config, cluster, teacher
@@ -226,10 +235,11 @@ class _Search:
 
     @cached_property
     def element(self) -> int:
+        """Bytes of an element in `training.precision`."""
         return ELEMENT[self.config.training.precision]
 
     def bound(self, layout: CandidateLayout) -> _Bound:
-        """ConfigError for most layouts that cannot run."""
+        """Return the lower bounds of a layout. Raises ConfigError for most layouts that cannot run."""
         p, config = layout, applied(self.config, layout, self.cluster.gpus)
         key: tuple[Any, ...] = (p.tensor, p.context, p.expert, p.expert_tensor, p.micro_batch_size, p.recompute, p.fsdp)
         key += (p.fsdp_replicas, p.pipeline) if p.fsdp else ()
@@ -244,8 +254,8 @@ class _Search:
         share = 1 / p.pipeline
         mine = Held(*(part * share for part in self._held[size]))
         count = micro_batches(config, self.cluster.gpus)
-        # Some rank has the blocks that are left over. The last rank waits for the first micro-batch, and the first one
-        # for its gradient where backwards are not split; unequal stages may wait a little less.
+        # One rank has the remaining blocks of an uneven division. The last rank waits for the first micro-batch. The
+        # first rank waits for its gradient unless backward is split. Unequal stages may wait a little less.
         blocks = config.spec.num_blocks
         busiest = max(share * work.total, -(-blocks // p.pipeline) / blocks * block_work)
         before = work.forward if SCHEDULES[p.schedule].splits_wgrad else work.total
@@ -263,7 +273,7 @@ class _Search:
 
     def _work(self, config: Config) -> _Work:
         one, ranks = _on_one_stage(config), self.cluster.gpus // config.parallel.pipeline
-        # As many ranks as a stage has shard its parameters.
+        # The parameters are sharded over the ranks of one stage.
         outline, near = self.outlines.outline(one), Cluster(self.cluster.gpu, ranks, self.cluster.gpus_per_node)
         work = sum(summed(stage_costs(outline, near)).values(), Phases())
         ends = sum(ends_costs(outline, near, first=True, last=True).values(), Phases())
@@ -276,7 +286,7 @@ class _Search:
         return _Work(work, work.total - ends.total, self._saved(outline), frozen, elements)
 
     def _saved(self, outline: ModelOutline) -> float:
-        """Bytes that all blocks save of a micro-batch."""
+        """Return the bytes that all blocks save for one micro-batch."""
         layers = outline.config.spec.indices
         memory = block_memory(outline.config.parallel, len(layers))
         return sum(outline.saved(index, layer_memory) for index, layer_memory in zip(layers, memory, strict=True))
@@ -288,16 +298,16 @@ class _Search:
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
             between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
-            replica_ranks = max(1, plan.ranks // plan.replicas)  # which share the optimizer's state, if any ranks do
+            replica_ranks = max(1, plan.ranks // plan.replicas)  # ranks that may share the optimizer state
             total += elements * (between_uses / plan.weight_shards + state / replica_ranks)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
-        # A stage has its part of the blocks, or one fewer where they do not divide evenly.
+        # A stage has an equal part of the blocks, or one block fewer if they do not divide evenly.
         blocks = config.spec.num_blocks
         stage_fraction = max(1, blocks // placement.num_stages - 1) / blocks if placement.num_stages > 1 else 1.0
         return total + saved * stage_fraction * most_in_flight(layout.schedule, placement, count)
 
     def predict(self, layout: CandidateLayout) -> Candidate | Misfit | None:
-        """None where the layout cannot run."""
+        """Return the candidate with its prediction, a misfit, or None if the layout cannot run."""
         config = applied(self.config, layout, self.cluster.gpus)
         try:
             self._check(config)
@@ -314,10 +324,16 @@ class _Search:
 
 
 def search(config: Config, fp8: Fp8Manager, cluster: Cluster, keep: int = 5, teacher: ModelSpec | None = None) -> Found:
-    """The `keep` fastest layouts of `config` that fit `cluster`, and why others lose.
+    """Return the `keep` fastest layouts of `config` that fit `cluster`, and the reasons why others lose.
 
-    `fp8`: which layers are FP8, as the config says. `teacher`: of `frozen_run`. ValueError for LoRA, and for
-    recipes with blocks of Blackwell only.
+    Raises ValueError for LoRA, and for recipes with block scales that only Blackwell supports.
+
+    Args:
+        config: Config of the run.
+        fp8: Selection of FP8 layers, as the config specifies it.
+        cluster: GPUs and links.
+        keep: Number of layouts to return.
+        teacher: Network of the teacher, for `frozen_run`.
     """
     searched = _Search(config, fp8, cluster, teacher)
     bounds: dict[CandidateLayout, _Bound] = {}
@@ -355,7 +371,7 @@ def _losers(
     prediction: _Predict,
     limit: int,
 ) -> Iterator[tuple[str, str]]:
-    """Other divisions of the ranks and why they lose, those with the smallest bounds first."""
+    """Yield other divisions of the ranks and the reasons why they lose, in the order of their bounds."""
     winner, groups = best[0], dict[str, list[CandidateLayout]]()
     for layout in order:
         groups.setdefault(layout.group, []).append(layout)
@@ -372,7 +388,7 @@ def _losers(
         if fits:
             nearest = min(fits, key=lambda p: p.seconds)
             why = why_slower(nearest, winner.prediction)
-            if excesses:  # others of the same sizes, between these and the leanest, may fit too
+            if excesses:  # others of the same sizes may fit, too
                 why = f"its fastest need {size_text(min(excesses))} too much; one that fits is {why}"
             slower.append((nearest.seconds, name, why))
         elif excesses:

@@ -1,4 +1,4 @@
-"""Placement of the pipeline stages, the layers of each, and data parallelism, as the config says."""
+"""Placement of the pipeline stages, the layers of each stage, and data-parallel plans, as the config specifies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megafp8.planner.flops import output_layer_in_blocks
 
 
 def layers_of_stages(config: Config, placement: StagePlacement) -> list[range]:
-    """The last stage also has the layers of multi-token prediction."""
+    """Return the layers of each stage. The last stage also has the layers of multi-token prediction."""
     layers, counts = config.spec.num_blocks, config.parallel.layers_per_stage
     if counts is None:
         counts = even(layers, placement.num_stages)
@@ -22,16 +22,16 @@ def layers_of_stages(config: Config, placement: StagePlacement) -> list[range]:
 
 
 def stages_of(config: Config) -> tuple[StagePlacement, list[range]]:
-    """The placement of the stages, and the layers of each."""
+    """Return the placement of the stages, and the layers of each stage."""
     p = config.parallel
     placement = place_stages(p.schedule, p.pipeline, p.virtual_pipeline, p.placement)
     return placement, layers_of_stages(config, placement)
 
 
 def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, DataParallelPlan]:
-    """The plans of parameters whose gradients `data` ranks sum, and of those of experts.
+    """Return the plan of parameters with gradients that `data` ranks sum, and the plan of experts' parameters.
 
-    Experts of which FSDP would give one rank all rows are not sharded.
+    If FSDP would give one rank all rows of the experts, the experts are not sharded.
     """
     p = config.parallel
     bucket_elements, expert_data = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
@@ -44,5 +44,5 @@ def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, Da
 
 
 def gathers_blocks(config: Config) -> bool:
-    """Whether weights are gathered for each block and micro-batch."""
+    """Return whether weights are gathered for each block and micro-batch."""
     return plan_type(config.parallel.zero, config.parallel.fsdp).gathers_blocks

@@ -1,4 +1,4 @@
-"""Certificates of configs: a row for each check of a proof, as a table and as JSON."""
+"""Certificates of configs: one row for each check of a proof, printed as a table and saved as JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megafp8 import __version__
 from megafp8.prove.shrink import Change
 
 Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
-"""`within`: not equal, as rounding differs, and below a bound."""
+"""Outcome of a check. `within`: not equal because of rounding, but below a bound."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check. `difference`: the largest that was found, relative as `how` says, `where`: at which tensor, step, sample
-    or rank; or why the check failed or was skipped.
-    `details`: reports of the ranks of a check that failed."""
+    """Outcome of one check.
+
+    `difference`: largest difference, relative as `how` describes. `where`: tensor, step, sample or rank of the
+    difference, or the reason why the check failed or was skipped. `details`: reports of the ranks if the check failed.
+    """
 
     check: str
     how: str
@@ -31,12 +33,17 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
+        """Whether the check did not fail."""
         return self.status in ("equal", "within", "skipped")
 
 
 @dataclass
 class Certificate:
-    """All rows. `ranks`: of the config, and of its small copy; `cpu_seconds`: of this process and the ranks."""
+    """All rows of a proof.
+
+    `ranks`: ranks of the config and of its small copy. `config`: the small config. `cpu_seconds`: CPU time of this
+    process and of the ranks.
+    """
 
     name: str
     ranks: tuple[int, int]
@@ -48,17 +55,17 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """Whether there are checks and none of them failed."""
         return bool(self.rows) and all(row.passed for row in self.rows)
 
     def as_json(self) -> str:
-        """`config` is the small one."""
+        """Return the certificate as JSON. Its `config` is the small one."""
         content = {"megafp8_version": __version__, "passed": self.passed, **asdict(self)}
         return json.dumps(_finite(content), indent=2) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """`value` without numbers that JSON does not have."""
+    """Return `value` with every number that JSON does not support replaced by text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -67,7 +74,7 @@ def _finite(value: Any) -> Any:
 
 
 def describe_changes(changes: Iterable[Change]) -> list[str]:
-    """Lines of `key before -> after`, those with the same reason together."""
+    """Return lines of `key before -> after`, one for each reason."""
     by_reason: dict[str, list[str]] = {}
     for change in changes:
         by_reason.setdefault(change.reason, []).append(
@@ -82,7 +89,7 @@ def _short(value: Any) -> str:
 
 
 def row_line(row: CheckResult) -> str:
-    """A row of the table."""
+    """Return a row of the table as text."""
     difference = "" if row.difference is None else f"{row.difference:.1e}"
     where = f"  {row.where}" if row.where else ""
     return f"{row.check:<22} {row.status:<10} {difference:>8} {row.seconds:>6.1f} s  {row.how}{where}"

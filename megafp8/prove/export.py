@@ -1,4 +1,4 @@
-"""The export of a checkpoint to Hugging Face, run by `transformers`."""
+"""Export of a checkpoint to Hugging Face, compared with the same model run by `transformers`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ SEQUENCES = 2
 
 
 def why_not(config: Config) -> str | None:
-    """Why nothing is compared with `transformers`, as far as it is known without an attempt."""
+    """Return the known reason why nothing can be compared with `transformers`, or None."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     if config.lora is not None:
-        return "adapters are exported to PEFT, whose base this run does not have"
+        return "adapters are exported to PEFT, and this run has no base model for them"
     return None
 
 
 def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
-    """Export the checkpoint in `run` to `folder`: the difference of the logits of `transformers`, relative to the
-    largest; or why there is nothing to compare. On one rank."""
+    """Export the checkpoint in `run` to `folder` and compare its logits with the logits of `transformers`, on one rank.
+
+    Return the largest difference relative to the largest logit, or the reason why there is nothing to compare.
+    """
     import transformers
 
     to, path = FORMATS["hf"], reader_of(run).path
     selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
     sparse, length = config.model.sparse_attention, config.training.seq_length
-    if sparse is not None:  # few heads of an indexer give equal scores, among which the choice is anybody's
+    if sparse is not None:  # an indexer with few heads gives equal scores, and any choice among them is valid
         all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": length})}
         config = config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
         selected.model = config.spec
@@ -51,7 +53,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
     sink.publish()
     (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if not hasattr(transformers, architecture):
-        return f"transformers has no {architecture}, whose code is in the model's own repository"
+        return f"transformers has no {architecture}; its code is in the model's own repository"
     size = config.spec.stem.vocab_size
     assert size is not None
     generator = torch.Generator().manual_seed(config.seed)
@@ -68,7 +70,7 @@ def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
 
 @torch.no_grad()
 def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | None) -> Tensor:
-    """`[b, s, v]`, or those of the decoder."""
+    """Return our logits, `[b, s, v]`; for T5, the decoder's logits."""
     loaded = TrialRun(config, begin(config))
     loaded.load(reader_of(run))
     loaded.trainer.strategy.wait()

@@ -1,4 +1,4 @@
-"""A few layers of a deep model: every kind, in pipeline stages that have different numbers of layers where they did."""
+"""Selection of a few layers of a deep model: every kind, and stages of different sizes if the model has them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _NUMBER = re.compile(r"(?<=layers\.)\d+")
 
 
 class Kept(NamedTuple):
-    """Numbers of the layers that are kept, in order, and how many each stage has."""
+    """Indices of the layers to keep, in order, and their number in each stage."""
 
     layers: list[int]
     per_stage: list[int]
 
     def number(self, layer: int) -> int:
-        """The new number of a layer that is kept."""
+        """Return the new index of a kept layer."""
         return self.layers.index(layer)
 
 
 def patterns_of(config: Config) -> list[str]:
-    """Patterns over names of layers and weights, which may name layers by number."""
+    """Return the patterns over names of layers and weights, which may contain layer indices."""
     f = config.fp8
     patterns = [*f.include, *f.exclude, *f.static_amax, *(rule.layers for rule in f.custom)]
     return [*patterns, *(pattern for group in config.optimizer.groups for pattern in group.match)]
 
 
 def renumbered(pattern: str, kept: Kept) -> str:
-    """A pattern with the new numbers of layers."""
+    """Return a pattern with the new layer indices."""
     return _NUMBER.sub(lambda match: str(kept.number(int(match[0]))), pattern)
 
 
 def keep_layers(config: Config, stages: int) -> Kept:
-    """The layers to keep in `stages` stages.
+    """Return the layers to keep in `stages` stages.
 
-    Stages are the first, the last and some between them, and if stages of the config have different numbers of layers,
-    two of these do. A stage keeps the shortest run of its layers that has all its kinds; the only stage one in which
-    each kind follows all kinds that it follows in the config.
+    The stages are the first one, the last one and some in between; if stages of the config have different numbers of
+    layers, two of the kept stages do, too. Each stage keeps the shortest run of its layers that contains all its kinds.
+    A single stage keeps the shortest run in which each kind follows all kinds that it follows in the config.
     """
     model = config.spec
     _, ranges = stages_of(config)
@@ -66,13 +66,13 @@ def keep_layers(config: Config, stages: int) -> Kept:
             stage = max(s for s, layers in enumerate(chosen) if layers.start <= i)
             kept[stage].add(i)
             have.add(kind)
-    for numbers in kept:  # whose keys and values others read
+    for numbers in kept:  # add layers that provide keys and values for others
         numbers |= {source for source in (_kv_layer(model, i) for i in numbers) if source is not None}
     return Kept(sorted(set[int]().union(*kept)), [len(numbers) for numbers in kept])
 
 
 def _keeps_high_precision(config: Config, layer: int) -> bool:
-    """Whether a layer is one of the first or last ones, which have no FP8."""
+    """Return whether a layer is one of the first or last layers that stay in high precision."""
     f = config.fp8
     return layer < f.first_blocks_bf16 or layer >= config.spec.num_blocks - f.last_blocks_bf16
 
@@ -82,7 +82,7 @@ def _kv_layer(model: ModelSpec, layer: int) -> int | None:
 
 
 def _spread(ranges: Sequence[range], stages: int) -> list[range]:
-    """`stages` of the stages, from the first to the last, with different lengths where there are."""
+    """Return `stages` of the stages, from the first to the last, with different lengths if there are any."""
     if stages == 1:
         return [range(ranges[0].start, ranges[-1].stop)]
     chosen = [round(i * (len(ranges) - 1) / (stages - 1)) for i in range(stages)]
@@ -96,7 +96,7 @@ def _spread(ranges: Sequence[range], stages: int) -> list[range]:
 
 
 def _window(kinds: Sequence[Hashable], least: int, pairs: bool) -> range:
-    """The shortest run of at least `least` elements, the first of equals, that has all kinds, or all pairs too."""
+    """Return the first shortest run of at least `least` elements that has all kinds, and with `pairs` all pairs."""
 
     def content(part: Sequence[Hashable]) -> set[Hashable]:
         return {*part, *pairwise(part)} if pairs else {*part}
@@ -107,7 +107,7 @@ def _window(kinds: Sequence[Hashable], least: int, pairs: bool) -> range:
 
 
 def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
-    """Keys of the config, with dots, that say of which kinds the kept layers are and where they are."""
+    """Yield the dotted config keys that describe the kinds and the placement of the kept layers."""
     model, p = config.model, config.parallel
     layers, blocks = kept.layers, len(kept.layers)
     decoder = sum(config.spec.layers[i].is_decoder for i in layers)
@@ -115,7 +115,7 @@ def layer_keys(config: Config, kept: Kept) -> Iterator[tuple[str, Any]]:
     if decoder and (model.num_decoder_layers is not None or 2 * decoder != blocks):
         yield "model.num_decoder_layers", decoder
     if model.pattern:
-        names = [kind_name(model, i) for i in layers]  # of kinds that are equal one may be left
+        names = [kind_name(model, i) for i in layers]  # only one of several equal kinds may be kept
         yield "model.pattern", names
         kinds = model.model_dump(mode="json")["layer_kinds"]
         yield "model.layer_kinds", {name: kind for name, kind in kinds.items() if name in names}

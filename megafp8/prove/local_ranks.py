@@ -1,9 +1,10 @@
-"""Real ranks on this machine: processes that are started once and run many functions, each in a gloo group of its own.
+"""Ranks as processes on this machine, started once to run many functions, each in its own gloo group.
 
-A rank is a fork of a server process that has imported torch and the package, which takes milliseconds. Each call joins
-a new group over as many ranks as it asks for, and finds torch and the environment as a new process has them. A rank
-that failed, died or did not finish in time is killed with all ranks of that call, and is started afresh for the next;
-the error shows the stack of each, causes first: who died, who hung, then exceptions, those of lost connections last.
+A rank is a fork of a server process that has already imported torch and the package, so it starts within milliseconds.
+Each call creates a new group over the ranks that it needs, and finds torch and the environment as they are in a new
+process. If a rank fails, dies or does not finish in time, all ranks of the call are killed, and new ones are started
+for the next call. The error shows the stack of each rank, causes first: ranks that died, ranks that hung, other
+exceptions, and finally lost connections.
 
     def work(parallel_size):             # module level, so that it can be pickled; runs on every rank
         ... return value
@@ -35,8 +36,10 @@ _DIED = "process died"
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
-    """A rank's loop: receive a call, run it, send (whether it succeeded, result or traceback, CPU seconds). None
-    ends it."""
+    """Run the loop of a rank: receive a call, run it, and send the result. A call of None ends the loop.
+
+    The result is: whether the call succeeded, its return value or traceback, and its CPU seconds.
+    """
     import torch.distributed as dist
 
     environment = dict(os.environ)
@@ -59,20 +62,20 @@ def _serve(pipe: Connection, stack_path: str) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
             pipe.send((*result, time.process_time() - begin))
-    if dist.is_initialized():  # NCCL warns of groups that a process leaves behind
+    if dist.is_initialized():  # NCCL warns about groups that are not destroyed
         dist.destroy_process_group()
 
 
 def _reset(environment: dict[str, str]) -> None:
-    """Undo what the call before may have changed: groups, environment variables, torch's settings and random state."""
+    """Undo changes of the previous call: groups, environment variables, torch's settings and random state."""
     import torch
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from megafp8.parallel.parallel_state import destroy_model_parallel
 
-    # Not right after that call: other ranks may still have been connecting to its groups.
+    # Groups are not destroyed right after their call, because other ranks may still be connecting to them.
     destroy_model_parallel()
-    # Device meshes of the same ranks are equal, so what these caches return has the groups that were just destroyed.
+    # Device meshes of the same ranks are equal, so these caches would return the groups that were just destroyed.
     _clear_sharding_prop_cache()
     os.environ.clear()
     os.environ.update(environment)
@@ -85,7 +88,7 @@ def _reset(environment: dict[str, str]) -> None:
 
 
 class RanksFailed(AssertionError):
-    """A call failed. `hung`: the ranks that did not finish in time."""
+    """Failure of a call. `hung` are the ranks that did not finish in time."""
 
     def __init__(self, text: str, hung: list[int]) -> None:
         super().__init__(text)
@@ -93,14 +96,14 @@ class RanksFailed(AssertionError):
 
     @property
     def cause(self) -> str:
-        """The failure in one line: the ranks that did not finish, or the last line of the report."""
+        """Failure in one line: the ranks that did not finish, or the last line of the report."""
         if self.hung:
             return f"ranks {', '.join(map(str, self.hung))} did not finish"
         return [line for line in str(self).splitlines() if line][-1]
 
 
 class _Rank:
-    """A rank of `LocalRanks`: its process, the pipe to it, and the file that its stack is written to if it hangs."""
+    """Rank of `LocalRanks`: its process, the pipe to it, and the file for its stack in case it hangs."""
 
     def __init__(self, stack_path: Path, context: BaseContext) -> None:
         self.stack_path = stack_path
@@ -112,13 +115,13 @@ class _Rank:
         theirs.close()
 
     def send(self, task: tuple[Any, ...]) -> None:
-        """Start a call. What the rank prints goes to where this process' output goes now, where it may be captured."""
+        """Start a call. The rank's output goes to the current output of this process, which may be captured."""
         self.pipe.send(task)
         for descriptor in _STDOUT_STDERR:
             send_handle(self.pipe, descriptor, self.process.pid)
 
     def receive(self) -> tuple[bool, Any, float]:
-        """The result of the call, which has arrived or never will, and its CPU seconds."""
+        """Return the result of the call and its CPU seconds. The result has arrived, or the process has died."""
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -126,15 +129,19 @@ class _Rank:
             return False, f"{_DIED}, exit code {self.process.exitcode}\n{self.stack_path.read_text()}", 0.0
 
     def kill(self) -> None:
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 class LocalRanks:
-    """The processes, each started when a call first needs it. `preloaded`: further modules for the server to import,
-    if it has not been started yet. `on_gpus`: ranks may use GPUs and have NCCL beside gloo; they are no forks, which a
-    module that asks for GPUs while it is imported would keep from using these. `cpu_seconds`: of all calls."""
+    """Processes that run functions as ranks. Each starts when a call first needs it.
+
+    `preloaded`: additional modules for the server to import, if it has not started yet. `on_gpus`: ranks may use GPUs
+    and have NCCL in addition to gloo. They are then not forked, because a module that queries GPUs while it is imported
+    would keep forks from using them. `cpu_seconds`: CPU time of all calls.
+    """
 
     def __init__(self, preloaded: Sequence[str] = (), *, on_gpus: bool = False) -> None:
         self._context = mp.get_context("spawn" if on_gpus else "forkserver")
@@ -151,7 +158,7 @@ class LocalRanks:
         self.close()
 
     def close(self) -> None:
-        """End the processes, by themselves where they can, and remove what they left."""
+        """End the processes, gracefully if possible, and remove their files."""
         for rank in self._ranks.values():
             rank.pipe.send(None)
         deadline = time.monotonic() + 30
@@ -162,7 +169,10 @@ class LocalRanks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float) -> list[Any]:
-        """Run `function(*args)` on the first `ranks` processes and return what each returned, by rank."""
+        """Run `function(*args)` on the first `ranks` processes, and return the results by rank.
+
+        Raises RanksFailed if a rank fails or does not finish within `timeout` seconds.
+        """
         self._calls += 1
         store = str(self.folder / f"store-{self._calls}")
         for i in range(ranks):
@@ -176,11 +186,11 @@ class LocalRanks:
             raise
         hung = sorted(set(range(ranks)) - answers.keys())
         failed = {i: value for i, (succeeded, value) in sorted(answers.items()) if not succeeded}
-        if hung or failed:  # all ranks of the call may hang in a collective with these
+        if hung or failed:  # the other ranks may hang in a collective with these
             report = [(_order(value), f"rank {i} failed:\n{value}") for i, value in failed.items()]
             for i in hung:
                 stack = self._ranks[i].stack_path.read_text()
-                report.append((1, f"rank {i} did not finish within {timeout} s; it stood at:\n{stack}"))
+                report.append((1, f"rank {i} did not finish within {timeout} s; its stack was:\n{stack}"))
             self._kill(ranks)
             raise RanksFailed("\n".join(text for _, text in sorted(report)), hung)
         return [answers[i][1] for i in range(ranks)]
@@ -190,7 +200,7 @@ class LocalRanks:
             self._ranks.pop(i).kill()
 
     def _answers(self, ranks: int, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """Results by rank, of those that answer in time. After a failure the others have 2 more seconds."""
+        """Return the results of the ranks that answer in time. After a failure, the other ranks have 2 more seconds."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {self._ranks[i].pipe: i for i in range(ranks)}
@@ -206,7 +216,10 @@ class LocalRanks:
 
 
 def _order(failure: str) -> int:
-    """Where a report shows a failure: a dead rank is the cause of the connections that other ranks lost."""
+    """Return the position of a failure in a report.
+
+    A dead rank comes first, because it causes the lost connections of other ranks.
+    """
     if failure.startswith(_DIED):
         return 0
     return 3 if "gloo" in failure.splitlines()[-1] else 2

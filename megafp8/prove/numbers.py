@@ -1,4 +1,4 @@
-"""Small numbers in proportion to large ones: equal, larger and divisible where those are."""
+"""Small numbers that preserve how large numbers relate: equality, order and divisibility."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 
 
 def in_proportion(values: Collection[int], units: Mapping[int, int], least: int) -> dict[int, int]:
-    """By value, a small number instead of it; 1 stays 1.
+    """Return a small number for each value; 1 stays 1.
 
-    Of two values the larger one has the larger number, and a value is a multiple of another one if and only if its
-    number is. That of a value is at least `least` and a multiple of its entry in `units`. Where no number can keep a
-    value from being a multiple of another one, since units make it so, it is one. A value whose number would be larger
-    than itself stays.
+    A larger value gets a larger number, and a value is a multiple of another value if and only if its number is. Each
+    number is at least `least` and a multiple of the value's entry in `units`. If the units force a number to be a
+    multiple of another one, it is a multiple although the values are not. A value whose number would be larger than the
+    value itself stays unchanged.
     """
     small = {value: 1 for value in values if value == 1}
     for value in sorted({*values} - {1}):

@@ -1,10 +1,10 @@
-"""The small config on GPUs, in its own precision and with its own kernels, against one CPU rank in float64.
+"""Proof of the small config on GPUs, in its own precision and with its own kernels, against one CPU rank in float64.
 
-Rounding makes sums differ, so differences are root mean squares, of a tensor relative to that of the reference, and
-have a bound for each precision (`BOUNDS`), or where a network multiplies rounding errors a multiple of those of one CPU
-rank in the same precision (`MARGIN`). The reference begins with the same weights, rounded to the precision, reads the
-same data, and quantizes by the same recipe: what it does not share is how values and sums are rounded, the kernels,
-CUDA graphs, and NCCL. A recipe of FP8 is a second run, so that its rounding hides no fault of the rest.
+Sums differ by rounding, so differences are root mean squares relative to the reference tensor. Their bound depends on
+the precision (`BOUNDS`). If a network amplifies rounding errors, the bound is a multiple of the errors of one CPU rank
+in the same precision (`MARGIN`). The reference begins with the same weights, rounded to the precision, reads the same
+data, and quantizes with the same recipe. Only the rounding of values and sums, the kernels, CUDA graphs, and NCCL
+differ. An FP8 recipe is proven in a second run, so that its rounding does not hide other faults.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ from megafp8.training.cuda_graphs import describe
 from megafp8.training.state import tensors, weights
 
 ROUNDING = 1e-12
-"""Gradients whose root mean square is below this share of the largest are zero but for rounding."""
+"""Fraction of the largest gradient below which a gradient's root mean square counts as a rounding error of zero."""
 INITIAL = "initial.pt"
-"""File of the weights that the reference begins with, beside those of `runs`."""
+"""File with the initial weights of the reference, next to the files of `runs`."""
 
 
 class Squares(NamedTuple):
-    """A tensor that a rank holds parts of: `scale`, the mean square of the reference, or of what the differences are
-    held to, and for each part (offset, shape) the sum of squared differences from the reference."""
+    """Comparison of the parts of a tensor that a rank holds.
+
+    `scale`: mean square of the reference, or of the change to which differences are relative. `parts`: sum of squared
+    differences from the reference for each part (offset, shape).
+    """
 
     shape: Shape
     scale: float
@@ -54,7 +57,7 @@ class Squares(NamedTuple):
 
 @dataclass
 class GpuRunResult:
-    """What a rank hands back of its run. `graphs`: whether steps were replayed; `memory`: GiB of its GPU, at most."""
+    """Result of a run on one rank. `graphs`: whether steps were replayed. `memory`: peak memory of its GPU in GiB."""
 
     steps: list[Step] = field(default_factory=list)
     initial: Mapping[str, Squares] = field(default_factory=dict)
@@ -67,8 +70,10 @@ class GpuRunResult:
 def squares(
     held: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None
 ) -> dict[str, Squares]:
-    """What this rank holds, with the whole tensors of the same names. `before`: those from which these have changed;
-    differences are then held to the change."""
+    """Compare the tensors on this rank with the whole tensors of the same names.
+
+    If `before` is given, differences are relative to the change of the reference since these tensors.
+    """
     compared = {}
     for name, rectangles in as_rectangles(held).items():
         if name not in expected:
@@ -85,7 +90,7 @@ def squares(
 
 
 def reference(config: Config, folder: Path, precision: str, threads: int = 1) -> list[Step]:
-    """One rank trains in float64 from weights that are rounded to `precision`, and saves what others compare with."""
+    """Train on one rank in float64 from weights rounded to `precision`, and save the results for comparison."""
     torch.set_num_threads(threads)
     run = TrialRun(config, begin(config))
     with torch.no_grad():
@@ -98,7 +103,7 @@ def reference(config: Config, folder: Path, precision: str, threads: int = 1) ->
 
 
 def compared(config: Config, folder: Path, around: Context = nullcontext, threads: int = 1) -> GpuRunResult:
-    """The ranks train as `config` says, and compare with what the reference saved in `folder`."""
+    """Train on all ranks as `config` specifies, and compare with the files that the reference saved in `folder`."""
     torch.set_num_threads(threads)
     record = GpuRunResult()
     with around():
@@ -118,7 +123,7 @@ def compared(config: Config, folder: Path, around: Context = nullcontext, thread
 
 
 def _masters(run: TrialRun) -> dict[str, Rectangles | Tensor]:
-    """This rank's parts of the weights as the optimizer has them, under the names of weights."""
+    """Return this rank's parts of the optimizer's master weights, under the names of the weights."""
     state, prefix = tensors(run.trainer), "optimizer.master."
     if DTYPES[run.config.training.precision].itemsize > 2:
         prefix = "model."
@@ -126,8 +131,11 @@ def _masters(run: TrialRun) -> dict[str, Rectangles | Tensor]:
 
 
 def relative(records: Iterable[Mapping[str, Squares]], names: Iterable[str]) -> dict[str, float]:
-    """By name, the root mean square of a tensor's differences on all ranks, relative to the reference's; infinite where
-    ranks do not hold all of it. Of copies the one that differs most counts."""
+    """Return the root mean square of each tensor's differences on all ranks, relative to the reference, by name.
+
+    The value is infinite if the ranks do not hold the whole tensor. If several ranks hold a copy, the one that differs
+    most counts.
+    """
     squares: dict[str, Squares] = {}
     for record in records:
         for name, x in record.items():
@@ -138,7 +146,7 @@ def relative(records: Iterable[Mapping[str, Squares]], names: Iterable[str]) -> 
 
 
 def noise_of(gradients: Iterable[Mapping[str, Squares]]) -> set[str]:
-    """The weights whose gradients, of the reference, are zero but for rounding, such as the biases of keys."""
+    """Return the weights with reference gradients that are rounding errors of zero, such as the biases of keys."""
     scales = {name: x.scale for record in gradients for name, x in record.items()}
     return {name for name, scale in scales.items() if scale <= ROUNDING**2 * max(scales.values())}
 
@@ -154,8 +162,11 @@ def _relative(x: Squares) -> float:
 
 
 class Bounds(NamedTuple):
-    """Largest differences that rounding may give: of losses and norms, and in root mean square of a tensor's gradient,
-    and of a weight relative to its change."""
+    """Largest differences that rounding may cause.
+
+    `losses`: of losses and norms. `gradients`: root mean square of a gradient tensor. `weights`: root mean square of a
+    weight, relative to its change.
+    """
 
     losses: float
     gradients: float
@@ -170,22 +181,23 @@ BOUNDS = {
     ("fp8", False): Bounds(4e-2, 0.4, 0.7),
     ("fp8", True): Bounds(4e-2, 0.48, 0.8),
 }
-"""By what is rounded to, and whether tokens choose: of nearly equal experts or keys rounding chooses others."""
+"""Bounds by rounding precision, and by whether tokens make choices: rounding changes a choice between similar experts
+or keys."""
 MARGIN = 2.0
-"""How much more than one CPU rank in the same precision a tensor may differ, where that is above its bound."""
+"""Allowed multiple of the difference of one CPU rank in the same precision, if that is above the bound."""
 SAME = 1e-3
-"""Largest difference of initial weights: on GPUs a logarithm may differ in its last bit, and so the rounded weight."""
+"""Largest difference of initial weights: on GPUs, the last bit of a logarithm may differ, and so the rounded weight."""
 
 
 def bounds_of(config: Config) -> Bounds:
-    """fp16 rounds less than bf16, whose bounds it has."""
+    """Return the bounds of a config. fp16 uses the bounds of bf16, although it rounds less."""
     precision = "bf16" if DTYPES[config.training.precision].itemsize == 2 else "fp32"
     chooses = config.spec.has_experts or config.spec.has_indexers
     return BOUNDS["fp8" if config.fp8.recipe != "none" else precision, chooses]
 
 
 def shrunk(config: Config, ranks: int | None = None) -> Small:
-    """The small config of `config`, on as many of the GPUs that are here as its layout takes. Raises ConfigError."""
+    """Return the small config of `config` on as many of this machine's GPUs as its layout needs. Raises ConfigError."""
     gpus = torch.cuda.device_count()
     if not gpus:
         raise ConfigError(
@@ -202,14 +214,16 @@ def checks(
     timeout: float = 600.0,
     around: Context = nullcontext,
 ) -> Iterator[CheckResult]:
-    """Rows of the certificate, each when it is there; options as of `proof.checks`."""
+    """Yield the rows of the certificate as soon as they are known. See `proof.checks` for the options."""
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
         yield from rows(shrunk(config, ranks), Path(folder), local_ranks, timeout, around)
 
 
 def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, around: Context) -> Iterator[CheckResult]:
-    """All checks of a small config on its device, each when it is done: without FP8, and then with its recipe.
-    `folder`: an empty one, for files."""
+    """Run all checks of a small config on its device, first without FP8 and then with its recipe, and yield their rows.
+
+    `folder` is an empty folder for files.
+    """
     config = small.config
     assert config.spec.stem.vocab_size is not None
     samples = STEPS * config.training.global_batch_size
@@ -224,7 +238,7 @@ def rows(small: Small, folder: Path, local_ranks: LocalRanks, timeout: float, ar
 
 
 class _Comparison:
-    """The checks of a config, which has `ranks` ranks, with what one CPU rank computes."""
+    """Checks of a config on `ranks` ranks against the results of one CPU rank."""
 
     def __init__(
         self, config: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float, around: Context
@@ -249,7 +263,10 @@ class _Comparison:
     def _within(
         self, check: str, how: str, bound: float, differences: Mapping[str, float], rounding: Mapping[str, float]
     ) -> CheckResult:
-        """`differences`: by name. Each is at most `bound`, or `MARGIN` times that of one CPU rank, `rounding`."""
+        """Return the row of a check with a bound.
+
+        Each of `differences` (by name) may be at most `bound`, or `MARGIN` times the `rounding` of one CPU rank.
+        """
         bounds = {name: max(bound, MARGIN * rounding.get(name, 0.0)) for name in differences}
         names = sorted(differences, key=lambda name: -differences[name] / bounds[name])
         beyond = [name for name in names if not differences[name] <= bounds[name]]
@@ -263,7 +280,7 @@ class _Comparison:
         return self._row(check, how, status, differences[names[0]], where or names[0])
 
     def rows(self) -> Iterator[CheckResult]:
-        """All checks, each when it is done."""
+        """Run all checks and yield each row when it is known."""
         config, folder, precision = self._config, self._folder, self._config.training.precision
         rounded, bounds = f"{precision}{self._kind}", bounds_of(config)
         threads = min(16, len(os.sched_getaffinity(0))) if config.device == "cuda" else 1
@@ -293,18 +310,20 @@ class _Comparison:
                            _steps([on_cpu] * self._ranks, expected))  # fmt: skip
         noise = noise_of(x.gradients for x in results)
         trained = [name for name in read_tensors(folder / GRADIENTS) if name not in noise]
-        without = f"; without {', '.join(sorted(noise))}, whose gradients are zero but for rounding" if noise else ""
+        without = (
+            f"; without {', '.join(sorted(noise))}, with gradients that are zero except for rounding" if noise else ""
+        )
         how = f"of the first step, root mean square of a tensor{without}"
         gradients, cast = (relative([x.gradients for x in records], trained) for records in (results, [on_cpu]))
         yield self._within("gradients", how, bounds.gradients, gradients, cast)
-        how = f"after {STEPS} steps, root mean square, relative to that of a tensor's change"
+        how = f"after {STEPS} steps, root mean square, relative to the change of a tensor"
         names = [f"model.{name}" for name in trained]
         change, cast = (relative([x.state for x in records], names) for records in (results, [on_cpu]))
         yield self._within("weights", how, bounds.weights, change, cast)
 
 
 def _steps(found: Sequence[GpuRunResult], expected: Sequence[Step]) -> dict[str, float]:
-    """Relative differences of losses and norms of all ranks, by name."""
+    """Return the relative differences of the losses and norms of all ranks, by name."""
     return {
         f"{name} {number} of rank {rank}": (abs(a - b) / abs(b) if b else abs(a)) if math.isfinite(a) else math.inf
         for number, step in enumerate(expected)

@@ -1,4 +1,4 @@
-"""`prove`: a config, shrunk, in its layout on local ranks, against one rank."""
+"""Proof of a config: its small copy, in its layout on local ranks, against one rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megafp8.prove.shrink import SPECIAL_TOKENS, STEPS, one_rank, shrink
 from megafp8.training.fp8_config import build_fp8
 
 EXACT = 1e-10
-"""Largest difference of what is summed in float64 in two orders, relative to a tensor's largest value."""
+"""Largest difference between float64 sums in two orders, relative to a tensor's largest value."""
 IN_FP32 = 1e-4
-"""Largest difference of logits that are computed in fp32, relative to the largest."""
+"""Largest difference of logits computed in fp32, relative to the largest logit."""
 LEAST_SHARE = 1e-4
-"""Tensors whose largest value is below this share of that of all of their kind are held to it: gradients that are zero
-but for rounding."""
+"""Smallest scale of relative differences, as a fraction of the largest value of all tensors of the same kind. It
+applies to gradients that are zero except for rounding."""
 EXPERTS = f"*.{MoeFfnConfig.tensor_prefix}.experts.*"
-"""Names of the linear layers of experts."""
+"""Pattern of the names of experts' linear layers."""
 RELATIVE = f"to {EXACT:g} of a tensor's largest value"
 
 
@@ -46,12 +46,20 @@ def prove(
     local_ranks: LocalRanks | None = None,
     **options: Any,
 ) -> Certificate:
-    """The certificate of `config` on `ranks` ranks, by default the fewest with data parallelism.
+    """Return the certificate of `config` on `ranks` ranks.
 
-    `device`: cpu for the layout in float64 (`checks`), cuda for the GPUs that are here, in the config's precision
-    (`on_gpus`). `begun` gets the certificate before the first check, `show` each row when it is there. `local_ranks`:
-    processes to use, instead of new ones. `options`: of `checks`. Raises ConfigError if the config cannot run on
-    `ranks`, or there are no GPUs.
+    Args:
+        config: Config to prove.
+        ranks: Number of ranks. Default: the fewest with data parallelism.
+        device: cpu to prove the layout in float64 (`checks`); cuda to prove it on this machine's GPUs, in the config's
+            precision (`on_gpus`).
+        begun: Called with the certificate before the first check.
+        show: Called with each row when it is known.
+        local_ranks: Processes to use instead of new ones.
+        **options: Options of `checks`.
+
+    Raises:
+        ConfigError: The config cannot run on `ranks` ranks, or there are no GPUs.
     """
     start, cpu = time.monotonic(), time.process_time()
     small = on_gpus.shrunk(config, ranks) if device == "cuda" else shrink(config, ranks)
@@ -82,10 +90,15 @@ def checks(
     around: Context = nullcontext,
     checkpoints: bool = True,
 ) -> Iterator[CheckResult]:
-    """Rows of the certificate, each when it is there; not all of them need be taken.
+    """Yield the rows of the certificate as soon as they are known. The caller need not consume all of them.
 
-    A run on all ranks that takes longer than `timeout` seconds is ended. `around`: makes what the layout's runs take
-    place in; tests plant faults so. `checkpoints`: also the rows of checkpoints, and of the export of one.
+    Args:
+        config: Config to prove.
+        ranks: Number of ranks. Default: the fewest with data parallelism.
+        local_ranks: Processes to use.
+        timeout: Seconds after which a run on all ranks is ended.
+        around: Makes the context in which the layout's runs take place. Tests use it to inject faults.
+        checkpoints: Also check checkpoints, and the export of one.
     """
     small = shrink(config, ranks)
     with tempfile.TemporaryDirectory(prefix="megafp8-prove-") as folder:
@@ -93,7 +106,10 @@ def checks(
 
 
 class Fp8Subject(NamedTuple):
-    """A config whose FP8 recipe computes the same on `ranks` ranks as on one; `notes`: what it took for that."""
+    """Config with an FP8 recipe that computes the same on `ranks` ranks as on one.
+
+    `notes` lists the changes that were necessary.
+    """
 
     config: Config
     ranks: int
@@ -101,30 +117,30 @@ class Fp8Subject(NamedTuple):
 
 
 def _capabilities(config: Config) -> list[Capabilities]:
-    """Those of the recipes of all operands; none without FP8."""
+    """Return the capabilities of the recipes of all operands; an empty list without FP8."""
     recipe = build_fp8(config, None).recipe
     combinations = () if recipe is None else recipe.combinations
     return [operand.capabilities for operands in combinations for operand in operands]
 
 
 def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
-    """`config` on `ranks` ranks without what makes scales those of a rank's part of a tensor."""
+    """Return `config` on `ranks` ranks, without the axes on which a scale belongs to only a rank's part of a tensor."""
     p, notes = config.parallel, list[str]()
     capabilities = _capabilities(config)
     assert capabilities
     axes = {}
     if not all(x.per_tensor for x in capabilities) and p.tensor > 1:
         axes["tensor"] = 1
-        notes.append("without tensor parallelism, which cuts what has one scale")
+        notes.append("without tensor parallelism, which cuts blocks that share a scale")
     if not all(x.per_tensor for x in capabilities) and p.expert_tensor > 1:
         axes["expert_tensor"] = 1
-        notes.append("without expert tensor parallelism, which cuts what has one scale")
+        notes.append("without expert tensor parallelism, which cuts blocks that share a scale")
     if any(x.shard_alignment != 1 for x in capabilities) and p.context > 1:
         axes["context"] = 1
-        notes.append("without context parallelism, which cuts what has one scale")
+        notes.append("without context parallelism, which cuts blocks that share a scale")
     parallel, fp8 = p.model_copy(update=axes), config.fp8
     ranks //= p.tensor * p.context // (parallel.tensor * parallel.context)
-    ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # experts were on ranks of these axes
+    ranks = p.pipeline * math.lcm(ranks // p.pipeline, parallel.expert_ranks)  # the experts used ranks of these axes
     divides_experts = (parallel.tensor * parallel.context) % parallel.expert_ranks > 0
     has_experts = config.spec.has_experts
     if has_experts and divides_experts and EXPERTS not in fp8.exclude:
@@ -139,7 +155,7 @@ def comparable_fp8(config: Config, ranks: int) -> Fp8Subject:
 
 
 def _without_experts(config: Config) -> dict[str, float]:
-    """The entries of `fp8.static_amax` that are of other tensors than those of experts, too."""
+    """Return the entries of `fp8.static_amax` that also match tensors outside experts."""
     layers = [name for name, _ in linear_sites(config) if not fnmatchcase(name, EXPERTS)]
     tensors = [f"{name}.{operand}" for name in layers for operand in OPERANDS]
     static_amax = config.fp8.static_amax
@@ -147,8 +163,11 @@ def _without_experts(config: Config) -> dict[str, float]:
 
 
 def with_experts_of_one_microbatch(config: Config) -> Config | None:
-    """`config` with its experts on tensor-parallel ranks and no data parallelism; None where it cannot run so, or has
-    scales that tensor parallelism cuts."""
+    """Return `config` with its experts on tensor-parallel ranks and without data parallelism.
+
+    Return None if it cannot run in this layout, or if tensor parallelism would cut a block of elements that share a
+    scale.
+    """
     capabilities = _capabilities(config)
     if not capabilities or not all(x.per_tensor for x in capabilities):
         return None
@@ -163,17 +182,18 @@ def with_experts_of_one_microbatch(config: Config) -> Config | None:
 
 
 class Difference(NamedTuple):
-    """The largest one, and where it is; if there are several, the largest of them."""
+    """Largest difference, and its place; several differences are reduced to the largest one."""
 
     value: float
     where: str
 
     def status(self, limit: float) -> Status:
+        """Return whether the difference is within `limit`, as a status."""
         return "equal" if self.value <= limit else "DIFFERENT"
 
 
 class _Proof:
-    """The checks of a small config, which has `ranks` ranks."""
+    """Checks of a small config on `ranks` ranks."""
 
     def __init__(
         self, small: Config, ranks: int, folder: Path, processes: LocalRanks, timeout: float, around: Context
@@ -196,7 +216,7 @@ class _Proof:
         return CheckResult(check, how, status, difference, where, seconds, details)
 
     def _compared(self, check: str, how: str, limit: float, *differences: Difference) -> CheckResult:
-        """`differences`: of which each names where it is, if it is above `limit`."""
+        """Return the row of a comparison. It names the place of each difference above `limit`."""
         largest = max(differences, key=lambda x: x.value)
         named = dict.fromkeys(x.where for x in differences if x.value > limit)
         return self._row(check, how, largest.status(limit), largest.value, "; ".join(named) or largest.where)
@@ -205,7 +225,7 @@ class _Proof:
         return self._row(check, how, "FAILED", None, error.cause, str(error))
 
     def rows(self, checkpoints: bool) -> Iterator[CheckResult]:
-        """All checks, each when it is done; without `checkpoints` those of training."""
+        """Run all checks and yield each row when it is known. Without `checkpoints`, only check training."""
         small, folder = self._small, self._folder
         plain = small.model_copy(update={"fp8": type(small.fp8)()})
         has_fp8 = small.fp8.recipe != "none"
@@ -228,10 +248,10 @@ class _Proof:
         yield self._data_order("data order", results, expected.batches)
         gradients = worst([x.gradients for x in results], runs.read_tensors(alone / runs.GRADIENTS))
         first = steps_apart(results, expected.steps[:1])
-        yield self._compared("loss and gradients", f"a step, of one rank, {RELATIVE}", EXACT, first, gradients)
+        yield self._compared("loss and gradients", f"one step, equal to one rank's {RELATIVE}", EXACT, first, gradients)
         state = worst([x.state for x in results], runs.read_tensors(alone / runs.STATE))
         curve = steps_apart(results, expected.steps[: runs.STEPS])
-        how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state of one rank, {RELATIVE}"
+        how = f"{runs.STEPS} steps: losses, norms, weights and optimizer state equal to one rank's {RELATIVE}"
         yield self._compared("optimizer steps", how, EXACT, curve, state)
         if has_fp8:
             yield from self._fp8()
@@ -249,23 +269,26 @@ class _Proof:
     def _data_order(
         self, check: str, found: Sequence[RunResult], expected: Sequence[Sequence[Microbatch]], first: int = 0
     ) -> CheckResult:
-        """`first`: number of the first step."""
+        """Return the row that compares the micro-batches of all ranks with the micro-batches of one rank.
+
+        `first` is the index of the first step.
+        """
         how = "micro-batches of one rank: each sample once, in its place"
         copies = {x.data_rank: x for x in found}
         for rank, record in enumerate(found):
             if record.batches != copies[record.data_rank].batches:
                 return self._row(
-                    check, how, "DIFFERENT", None, f"rank {rank} reads other samples than its model's others"
+                    check, how, "DIFFERENT", None, f"rank {rank} reads different samples than other ranks of its model"
                 )
         for step, (read, wanted) in enumerate(zip(runs.microbatches(found), expected), first):
             for microbatch, wanted_microbatch in zip(read, wanted, strict=True):
                 if microbatch != wanted_microbatch:
-                    where = f"step {step}: samples {microbatch[0]} in place of {wanted_microbatch[0]}"
+                    where = f"step {step}: samples {microbatch[0]} instead of {wanted_microbatch[0]}"
                     return self._row(check, how, "DIFFERENT", None, where)
         return self._row(check, how, "equal")
 
     def _fp8(self) -> Iterator[CheckResult]:
-        """The recipe, in the layout or the part of it in which it computes what one rank computes."""
+        """Yield the rows of the recipe, in the part of the layout in which it computes the same as one rank."""
         small, name = self._small, self._small.fp8.recipe
         subject = comparable_fp8(small, self._ranks)
         yield self._fp8_row(f"FP8, {name}", *subject)
@@ -277,7 +300,7 @@ class _Proof:
             yield self._fp8_row(f"FP8 experts, {name}", experts, p.tensor * p.pipeline, notes)
 
     def _fp8_row(self, check: str, config: Config, ranks: int, notes: Sequence[str]) -> CheckResult:
-        how = f"{runs.STEPS} steps with float64 sums: all that is compared above, and scales"
+        how = f"{runs.STEPS} steps with float64 sums: all comparisons above, and scales"
         how, folder = "; ".join([how, *notes]), self._folder / check
         try:
             (expected,) = self._run(runs.reference, one_rank(config), folder, ranks=1)
@@ -293,10 +316,17 @@ class _Proof:
     def _checkpoints(
         self, own: Path, found: Sequence[RunResult], expected: RunResult, has_fp8: bool
     ) -> Iterator[CheckResult]:
-        """`found`: of the layout's run that saved in `own`; `expected`: of one rank without FP8."""
+        """Yield the rows of saving and resuming.
+
+        Args:
+            own: Folder in which the layout's run saved its checkpoint.
+            found: Results of this run.
+            expected: Result of one rank without FP8.
+            has_fp8: Whether the config has an FP8 recipe.
+        """
         names, back = list(runs.reader_of(own).tensors), self._folder / "back"
         written = worst([x.saved for x in found], names)
-        how = "what ranks hold is what is saved; one rank loads it, bit for bit"
+        how = "the ranks' state equals the saved state; one rank loads it, bit for bit"
         try:
             ((alone,),) = self._run(runs.resume, one_rank(self._small), [own], back, ranks=1)
         except RanksFailed as error:
@@ -305,10 +335,10 @@ class _Proof:
         differences = [written, worst([alone.saved], names)]
         yield self._compared("checkpoint", how, 0.0, *differences)
         if not has_fp8 or comparable_fp8(self._small, self._ranks).config == self._small:
-            how = f"one rank goes on as the layout: losses and norms to {EXACT:g}"
+            how = f"one rank continues like the layout: losses and norms to {EXACT:g}"
             apart = steps_apart([alone], found[0].steps[runs.STEPS :])
             yield self._compared("resumed on one rank", how, EXACT, apart)
-        how = "the layout goes on as if it had not stopped, from its own checkpoint and from one rank's, bit for bit"
+        how = "the layout continues as if it had not stopped, from its own checkpoint and from one rank's, bit for bit"
         try:
             resumed = self._run(runs.resume, self._small, [own, back], None, self._around, ranks=self._ranks)
         except RanksFailed as error:
@@ -343,7 +373,10 @@ class _Proof:
 
 
 def steps_apart(found: Sequence[RunResult], expected: Sequence[Step]) -> Difference:
-    """The largest relative difference of losses and norms of all ranks, and the first that is no rounding error."""
+    """Return the largest relative difference of losses and norms on all ranks.
+
+    Its place is the first one that is larger than a rounding error.
+    """
     differences = [Difference(0.0, "")]
     for number, step in enumerate(expected):
         for rank, record in enumerate(found):
@@ -356,7 +389,10 @@ def steps_apart(found: Sequence[RunResult], expected: Sequence[Step]) -> Differe
 
 
 def _kind(name: str) -> str:
-    """The kind of a tensor, in which the largest value counts: weights, a moment, an operand's scales, gradients."""
+    """Return the kind of a tensor: weights, a moment, an operand's scales, or gradients.
+
+    The largest value of a kind is the scale for differences of its tensors.
+    """
     parts = name.split(".")
     if parts[0] == "fp8":
         return ".".join(parts[-2:])
@@ -364,7 +400,10 @@ def _kind(name: str) -> str:
 
 
 def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference:
-    """The tensor with the largest relative difference on any rank; `names`: of those that ranks must hold together."""
+    """Return the tensor with the largest relative difference on any rank.
+
+    The difference is infinite if the ranks together do not hold all of a tensor in `names`.
+    """
     differences, largest, covered = dict[str, float](), dict[str, float](), dict[str, torch.Tensor]()
     for comparison in comparisons:
         for name, x in comparison.items():
@@ -375,7 +414,7 @@ def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference
                 mask[tuple(slice(o, o + n) for o, n in zip(offset, shape))] = True
     for name in names:
         if name not in covered or not covered[name].all():
-            return Difference(math.inf, f"{name} is not, or not all of it, on any rank")
+            return Difference(math.inf, f"{name} is missing on the ranks, as a whole or in part")
     by_kind: dict[str, float] = {}
     for name, value in largest.items():
         by_kind[_kind(name)] = max(by_kind.get(_kind(name), 0.0), value)
@@ -387,7 +426,7 @@ def worst(comparisons: Iterable[Comparison], names: Iterable[str]) -> Difference
 
 
 def _named(relative: Mapping[str, float]) -> Difference:
-    """The largest, with its name and those of the largest besides where these are no rounding errors."""
+    """Return the largest difference. Its place names the tensor, and others that differ by more than rounding."""
     names = sorted(relative, key=lambda name: -relative[name])
     if not names:
         return Difference(0.0, "")

@@ -1,4 +1,4 @@
-"""Small data sets of random tokens, such as a config's objective wants."""
+"""Small data sets of random tokens that suit a config's objective."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EOD = 0
 
 
 def write_data(config: Config, folder: Path, vocabulary: int, samples: int) -> Config:
-    """Write the data sets of `config`, each with tokens for `samples` samples, and return it with their paths.
+    """Write the data sets of `config`, each with tokens for `samples` samples, and return the config with their paths.
 
     Documents are shorter and longer than a sample, end with token 0, and have ids below `vocabulary`. Tokens repeat
-    with a stride, so that there is something to learn. With a loss mask some tokens are answers; with `data.dpo` a
-    document is two halves, which fit into a sample.
+    with a stride, so that there is something to learn. With a loss mask, some tokens are answers. With `data.dpo`, a
+    document consists of two halves, which fit into a sample.
     """
     data = config.data
     for i, name in enumerate(data.train):

@@ -1,7 +1,7 @@
-"""What ranks do to prove a config: train a few steps, compare with one rank, save, resume, export.
+"""Functions that ranks run to prove a config: train a few steps, compare with one rank, save, resume, export.
 
-Functions here run on every rank (`local_ranks`) and return plain values. One rank writes its gradients and its state
-to files of whole tensors; the ranks of a layout compare the rectangles that they hold with these, wherever they are.
+They run on every rank (`local_ranks`) and return plain values. One rank writes its gradients and its state to files of
+whole tensors. The ranks of a layout compare the rectangles that they hold with these tensors.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megafp8.training.state import checkpoint_folder, load_state, save_state, te
 from megafp8.training.trainer import RankTrainer
 
 STEPS, CONTINUED = 3, 2
-"""Steps before the checkpoint, and after it."""
+"""Number of steps before the checkpoint, and after it."""
 
 GRADIENTS, STATE = "gradients.pt", "state.pt"
-"""Files of what one rank writes (`write_tensors`)."""
+"""Files that one rank writes (`write_tensors`)."""
 
 Context = Callable[[], AbstractContextManager[None]]
-"""Makes what a run takes place in: tests plant faults so."""
+"""Function that makes the context manager in which a run takes place. Tests use it to inject faults."""
 
 
 class Step(NamedTuple):
@@ -51,8 +51,11 @@ class Step(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A tensor that a rank holds parts of: their largest difference from the reference, of which `largest` is the
-    largest value in all, and where in the tensor they are. A difference is infinite where a value is not finite."""
+    """Comparison of the parts of a tensor that a rank holds.
+
+    `difference`: largest difference from the reference; infinite if a value is not finite. `largest`: largest magnitude
+    of the reference. `parts`: offset and shape of each part.
+    """
 
     difference: float
     largest: float
@@ -62,12 +65,12 @@ class Compared(NamedTuple):
 
 Comparison = Mapping[str, Compared]
 Microbatch = tuple[tuple[int, ...], str]
-"""The numbers of its samples, and a hash of its tensors."""
+"""Indices of the samples of a micro-batch, and a hash of its tensors."""
 
 
 @dataclass
 class RunResult:
-    """What a rank hands back of a run. `batches`: micro-batches by step."""
+    """Result of a run on one rank. `batches`: micro-batches by step."""
 
     data_rank: int
     steps: list[Step] = field(default_factory=list)
@@ -78,7 +81,7 @@ class RunResult:
 
 
 class TrialRun:
-    """A trainer on the ranks that are here, and what it reads."""
+    """Trainer on the ranks of this call, with its data."""
 
     def __init__(self, config: Config, parallel: ParallelState) -> None:
         self.config, self.parallel = config, parallel
@@ -92,7 +95,7 @@ class TrialRun:
         self._stream: Iterator[list[Batch]] | None = None
 
     def train(self, steps: int, after_first: Callable[[], object] = lambda: None) -> None:
-        """Steps from where the run is."""
+        """Train for a number of steps. Call `after_first` after the first step of the run."""
         for batches in self.read(steps):
             loss, result = self.trainer.train_step(self.step, batches)
             assert not result.skipped, f"gradients of step {self.step} are not finite"
@@ -102,7 +105,7 @@ class TrialRun:
             self.step += 1
 
     def read(self, steps: int) -> list[list[Batch]]:
-        """The micro-batches of the next steps."""
+        """Return the micro-batches of the next steps."""
         if self._stream is None:
             samples = self.history.samples_at(self.step, self.config)
             self._stream = self.inputs.batches(self.inputs.train, self.parallel, samples)
@@ -111,7 +114,7 @@ class TrialRun:
         return read_batches
 
     def gradients(self) -> dict[str, Rectangles]:
-        """Those of the latest step that this rank updates weights by, as they were clipped."""
+        """Return the clipped gradients of the latest step with which this rank updates weights."""
         shards, update = self.trainer.strategy.shards, self.trainer.update
         clip = 1.0 if update.max_norm is None or not update.optimizer.takes_factor else self._clip(update.max_norm)
         return collect_shards([(shard, gradient_of(shard) * clip) for shard in shards], "")
@@ -120,12 +123,13 @@ class TrialRun:
         return clip_factor(torch.tensor(self.record.steps[-1].norm), max_norm).item()
 
     def save(self, folder: Path) -> None:
+        """Save a checkpoint in `folder`. Collective."""
         samples = self.history.samples_at(self.step, self.config)
         save_state(self.trainer, folder, self.step, None, data=self.inputs.record(samples), history=self.history)
 
     @torch.no_grad()
     def load(self, reader: CheckpointReader) -> None:
-        """Resume from a checkpoint; what it lacks is NaN."""
+        """Resume from a checkpoint. Values that it lacks become NaN."""
         for rectangles in as_rectangles(tensors(self.trainer)).values():
             for part in rectangles.parts:
                 if part.view.is_floating_point():
@@ -142,25 +146,25 @@ def _described(batch: Batch) -> Microbatch:
 
 
 def begin(config: Config) -> ParallelState:
-    """The grid of the ranks that are here. Collective."""
+    """Return the parallel state of the ranks of this call. Collective."""
     return build_parallel(config, initialize_distributed(config.device))
 
 
 def reader_of(folder: Path) -> CheckpointReader:
-    """The checkpoint that a run saved in `folder`."""
+    """Return the checkpoint that a run saved in `folder`."""
     reader = newest_readable(checkpoint_folder(folder))
     assert reader is not None, f"no checkpoint in {folder}"
     return reader
 
 
 def saved_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Those of `names` that are in the checkpoint that a run saved in `folder`."""
+    """Return the tensors `names` that exist in the checkpoint that a run saved in `folder`."""
     reader = reader_of(folder)
     return {name: reader.read(name) for name in names if name in reader.tensors}
 
 
 def write_tensors(held: Mapping[str, Rectangles | Tensor], file: Path) -> None:
-    """Write the tensors of one rank, which holds all of them, to a file that ranks read faster than a checkpoint."""
+    """Write the tensors of one rank, which holds all of them, to a file that is faster to read than a checkpoint."""
     whole = {}
     for name, rectangles in as_rectangles(held).items():
         whole[name] = torch.zeros(rectangles.global_shape, dtype=rectangles.dtype)
@@ -171,12 +175,12 @@ def write_tensors(held: Mapping[str, Rectangles | Tensor], file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """What `write_tensors` has written."""
-    return torch.load(file, weights_only=False, mmap=True)  # this proof's own file, which the safe way reads slowly
+    """Return the tensors that `write_tensors` wrote."""
+    return torch.load(file, weights_only=False, mmap=True)  # this process wrote the file; safe loading is slow
 
 
 def compare(found: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Tensor]) -> Comparison:
-    """What this rank holds, with the whole tensors of the same names."""
+    """Compare the tensors on this rank with the whole tensors of the same names."""
     compared = {}
     for name, rectangles in as_rectangles(found).items():
         known = name in expected
@@ -191,21 +195,22 @@ def compare(found: Mapping[str, Rectangles | Tensor], expected: Mapping[str, Ten
 
 
 def _values(name: str, x: Tensor) -> Tensor:
-    """A tensor's values in float64; reciprocals of FP8 scales, in proportion to amaxes.
+    """Return a tensor's values in float64; for FP8 scales, their reciprocals, which are proportional to amaxes.
 
-    So scales of what is zero but for rounding, which may have any amax, are as small as it is.
+    Tensors that are zero except for rounding may have any amax. The reciprocals of their scales are as small as the
+    tensors themselves.
     """
     is_scale = name.startswith("fp8.") and name.endswith(".scale")
     return x.double().reciprocal() if is_scale else x.double()
 
 
 def _largest(x: Tensor) -> float:
-    """The largest magnitude; infinite if one is not finite."""
+    """Return the largest magnitude; infinite if a value is not finite."""
     return float(x.abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
 
 
 def reference(config: Config, folder: Path) -> RunResult:
-    """One rank trains, and writes gradients of the first step and the state after the last; reads what comes then."""
+    """Train on one rank, write the first gradients and the final state, and read the data of the next steps."""
     run = TrialRun(config, begin(config))
     run.train(STEPS, lambda: write_tensors(run.gradients(), folder / GRADIENTS))
     write_tensors(tensors(run.trainer), folder / STATE)
@@ -214,7 +219,10 @@ def reference(config: Config, folder: Path) -> RunResult:
 
 
 def layout(config: Config, one_rank: Path | None, own: Path | None, around: Context = nullcontext) -> RunResult:
-    """The ranks of a layout train, compare with what one rank wrote in `one_rank`, save in `own`, and go on."""
+    """Train on the ranks of a layout and compare with the files of one rank in `one_rank`.
+
+    If `own` is given, save a checkpoint there and continue training.
+    """
     with around():
         run = TrialRun(config, begin(config))
 
@@ -236,7 +244,10 @@ def layout(config: Config, one_rank: Path | None, own: Path | None, around: Cont
 def resume(
     config: Config, sources: Iterable[Path], back: Path | None, around: Context = nullcontext
 ) -> list[RunResult]:
-    """Resume from the checkpoint in each of `sources`, compare with it bit for bit, save it in `back`, and go on."""
+    """Resume from the checkpoint in each of `sources`, compare with it bit for bit, and continue training.
+
+    If `back` is given, save a checkpoint there before continuing.
+    """
     records = []
     with around():
         parallel = begin(config)
@@ -253,7 +264,7 @@ def resume(
 
 
 def microbatches(records: Sequence[RunResult]) -> list[list[Microbatch]]:
-    """By step, the micro-batches of all data-parallel ranks in the order of the samples."""
+    """Return the micro-batches of all data-parallel ranks by step, in the order of the samples."""
     ranks = {record.data_rank: record.batches for record in records}
     steps = zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)
     return [list(itertools.chain.from_iterable(zip(*step, strict=True))) for step in steps]

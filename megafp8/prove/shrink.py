@@ -1,10 +1,10 @@
-"""A small config with everything of a large one but its size, as a pure function.
+"""A small config with all features of a large one, computed by a pure function.
 
-What stays: every kind of layer, pipeline stages with different numbers of layers, every axis of the layout, every
-option. What shrinks: numbers, in proportion (`numbers`) to others of the same quantity, which their declaration names
-(`megafp8.section.Quantity`); layers (`layers`); the layout (`layout`); batches, to as many micro-batches as the
-pipeline needs to be full. What a CPU does not have, what rounds, and what other files hold is replaced. All of it is
-said: each change has a reason.
+The small config keeps every kind of layer, pipeline stages with different numbers of layers, every axis of the layout,
+and every option. Numbers shrink in proportion (`numbers`) to other numbers of the same quantity, which their
+declaration names (`megafp8.section.Quantity`). Layers (`layers`), the layout (`layout`) and batches shrink, too: a step
+has as many micro-batches as fill the pipeline. Features that a CPU does not have, sources of rounding, and contents of
+other files are replaced. Each change is recorded with its reason.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from megafp8.training.fp8_config import check_recipe
 from megafp8.training.pipeline import num_microbatches, plan_pipeline
 
 STEPS = 8
-"""Steps of the run, of which the first ones are made."""
+"""Number of steps of the run; only the first ones are executed."""
 UNKNOWN_VOCABULARY = 2**15
-"""Size of a vocabulary that only the tokenizer knows."""
+"""Assumed size of a vocabulary that only the tokenizer knows."""
 SPECIAL_TOKENS = 16
-"""Last ids of the vocabulary, which the data does not contain."""
+"""Number of ids at the end of the vocabulary that the data does not contain."""
 
 
 class Sizes(NamedTuple):
-    """How small a config becomes: numbers are about as large as these, or as in the config if that is less.
+    """Target sizes of a small config. Numbers become about as large as these, unless they are smaller in the config.
 
-    `unit`: channels are multiples of it, times the ranks that divide them. `kept`: channels up to this number stay, as
-    kernels are compiled for them. `chosen`: tokens that are chosen of many.
+    `unit`: channels are multiples of this, times the ranks that divide them. `kept`: channels up to this number stay
+    unchanged, because kernels are compiled for them. `tokens`: tokens of a sample. `chosen`: tokens selected out of
+    many. `vocabulary`: size of the vocabulary.
     """
 
     unit: int
@@ -49,12 +50,12 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cpu": Sizes(4, 0, 32, 3, 96), "cuda": Sizes(128, 512, 256, 64, 512)}
-"""By device. Kernels of GPUs want widths of their tiles, and sequences of several of these."""
+"""Target sizes by device. GPU kernels need widths that are multiples of their tiles, and sequences of several tiles."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key of the config with its value, and that in the small config."""
+    """Changed key of the config, with its value before and after, and the reason."""
 
     key: str
     before: Any
@@ -63,7 +64,7 @@ class Change:
 
 
 class Small(NamedTuple):
-    """A small config, the ranks that it and the original run on, and what is different in it."""
+    """Small config, the number of ranks for it and for the original, and the changes."""
 
     config: Config
     ranks: int
@@ -72,7 +73,7 @@ class Small(NamedTuple):
 
 
 class Number(NamedTuple):
-    """An integer of a config: its key, with dots, quantity and value."""
+    """Integer of a config: its dotted key, quantity and value."""
 
     key: str
     quantity: Quantity
@@ -82,16 +83,22 @@ class Number(NamedTuple):
 def shrink(
     config: Config, ranks: int | None = None, most_ranks: int = MOST_RANKS, device: Literal["cpu", "cuda"] = "cpu"
 ) -> Small:
-    """The small config of `config`, on up to `most_ranks` of its `ranks`.
+    """Return the small config of `config`.
 
-    `ranks` defaults to the fewest that it runs on, or twice as many if data parallelism would have one rank only.
-    `device`: cpu for sums in float64; cuda for the precision, kernels and CUDA graphs of the config. Raises ConfigError
-    if the config cannot run on them.
+    Args:
+        config: Config to shrink.
+        ranks: Number of ranks of the config. Default: the fewest on which it runs, or twice as many if data parallelism
+            would have only one rank.
+        most_ranks: Maximum number of ranks of the small config.
+        device: cpu for sums in float64; cuda for the precision, kernels and CUDA graphs of the config.
+
+    Raises:
+        ConfigError: The config cannot run on `ranks` ranks.
     """
     ranks = ranks or default_ranks(config)
     check_layout(config, ranks)
     check_recipe(config, config.name)
-    if config.spec.stem.vocab_size is None:  # the tokenizer's, which need not be here
+    if config.spec.stem.vocab_size is None:  # only the tokenizer knows it, which need not be available
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": UNKNOWN_VOCABULARY})})
     original, sizes = ProvedLayout.from_config(config, ranks), SIZES[device]
     layout = fold(original, most_ranks, keeps_pipeline=_is_file(config.parallel.schedule) and device == "cpu")
@@ -115,19 +122,19 @@ def shrink(
             plan_pipeline(small, num_microbatches(small, layout.ranks))
             return Small(small, layout.ranks, original.ranks, edit.changes(original, layout))
         except ConfigError:
-            # Numbers that are products or fractions of others: a part of a head, groups of groups.
+            # Larger numbers allow products and fractions of others: a part of a head, groups of groups.
             if scale == 16:
                 raise
             scale *= 2
 
 
 def _is_file(schedule: str) -> bool:
-    """Whether it is a table for one number of ranks and micro-batches."""
+    """Return whether a schedule is a table, which is for one number of ranks and micro-batches."""
     return schedule.endswith(".csv")
 
 
 def default_ranks(config: Config) -> int:
-    """Ranks of a run of `config`, which does not say how many there are."""
+    """Return the number of ranks for a config if none is given."""
     ranks = fewest_ranks([config])
     if ProvedLayout.from_config(config, ranks).data == 1:
         try:
@@ -139,7 +146,7 @@ def default_ranks(config: Config) -> int:
 
 
 class _Edit:
-    """A config being changed: `set` replaces values, and remembers why."""
+    """Config that is being changed. `set` replaces a value and records the reason."""
 
     def __init__(self, config: Config) -> None:
         self.before = config
@@ -148,7 +155,7 @@ class _Edit:
         self._reasons: dict[str, str] = {}
 
     def set(self, key: str, value: Any, reason: str, *, default: Any = None) -> None:
-        """`default`: the value of a key that the config does not write."""
+        """Set a key. `default` is its value before, if the config does not write the key."""
         self._original.setdefault(key, default)
         *sections, name = key.split(".")
         section = self._tree
@@ -158,19 +165,23 @@ class _Edit:
         self._reasons[key] = reason
 
     def set_all(self, values: Mapping[str, Any], reason: str) -> None:
+        """Set several keys for the same reason."""
         for key, value in values.items():
             self.set(key, value, reason)
 
     def get(self, key: str) -> Any:
+        """Return the current value of a dotted key, or None."""
         value: Any = self._tree
         for part in key.split("."):
             value = None if value is None else value.get(part)
         return value
 
     def config(self) -> Config:
+        """Return the changed config."""
         return Config.model_validate(self._tree)
 
     def changes(self, original: ProvedLayout, layout: ProvedLayout) -> list[Change]:
+        """Return the keys that changed, with reasons."""
         now = dict(_leaves(self._tree))
         changes = [
             Change(key, self._original.get(key), now.get(key), self._reason(key))
@@ -187,7 +198,7 @@ class _Edit:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys, with dots, and values that are no sections."""
+    """Yield dotted keys and values of a tree, without sections."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value and not prefix.startswith("data.train"):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -195,31 +206,31 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-# --- what is not a number --------------------------------------------------------------------------------------------
+# --- keys that are not numbers ---------------------------------------------------------------------------------------
 
 
 def in_float64(config: Config) -> Config:
-    """The same computation on CPUs in float64."""
+    """Return a config of the same computation on CPUs in float64."""
     edit = _Edit(config)
     _in_float64(edit)
     return edit.config()
 
 
 def on_cpus(config: Config) -> Config:
-    """The same computation on CPUs in the config's precision."""
+    """Return a config of the same computation on CPUs in the config's precision."""
     edit = _Edit(config)
     _on_cpus(edit)
     return edit.config()
 
 
 def one_rank(config: Config) -> Config:
-    """The same computation without a layout: the ordinary path of one rank."""
+    """Return a config of the same computation on one rank."""
     fp8 = config.fp8.model_copy(update={"param_gather": False})
     return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
 
 
 def _on_cpus(edit: _Edit) -> None:
-    """What a CPU does not have."""
+    """Replace features that a CPU does not have."""
     edit.set("device", "cpu", "the ranks are processes on CPUs")
     edit.set_all({"training.cuda_graphs": False, "fp8.gemm_backend": "auto", "fp8.gemm_autotune": None}, _GPUS)
     if edit.before.parallel.overlap_tensor == "symmetric":
@@ -227,32 +238,32 @@ def _on_cpus(edit: _Edit) -> None:
 
 
 def _in_float64(edit: _Edit) -> None:
-    """What a CPU does not have, and what rounds."""
+    """Replace features that a CPU does not have, and sources of rounding."""
     config = edit.before
     _on_cpus(edit)
-    edit.set("training.precision", "fp64", "sums are the same in every order to 1e-10")
+    edit.set("training.precision", "fp64", "sums in any order are equal to 1e-10")
     why = "it is for precisions of 16 bits"
     edit.set("training.loss_scale", _defaults(config.training.loss_scale), why)
     edit.set("optimizer.store_param_remainders", False, why)
-    edit.set("optimizer.reduce_dtype", "fp32", "sums that are rounded depend on their order")
+    edit.set("optimizer.reduce_dtype", "fp32", "rounded sums depend on their order")
     if config.optimizer.moments_dtype == "fp8":
         edit.set("optimizer.moments_dtype", "fp32", "the noise of FP8 moments depends on how they are sharded")
 
 
 def _execution(edit: _Edit) -> None:
-    """What depends on speed or on the layout, and what does not bear on what is computed."""
+    """Turn off features that depend on speed or on the layout, or that do not affect the computation."""
     config = edit.before
-    edit.set("fp8.auto_filter", "none", "it chooses by the speed of a GPU, or measures that")
+    edit.set("fp8.auto_filter", "none", "it selects layers by the speed of a GPU")
     drops = any(record.capacity_factor is not None for record in config.spec.expert_records)
     if drops and config.parallel.tensor * config.parallel.context > 1:
-        reason = "the capacity of an expert is counted over a rank's tokens, so which are dropped depends on the layout"
+        reason = "the capacity of an expert applies to a rank's tokens, so token dropping depends on the layout"
         edit.set("model.moe.capacity_factor", None, reason)
     watching: dict[str, Any] = {
         "logging": _defaults(config.logging), "resilience": _defaults(config.resilience), "profile": None,
         "training.eval_interval": 0, "training.evaluate": None, "data.validation": {},
         "data.validation_by_source": False,
     }  # fmt: skip
-    edit.set_all(watching, "it watches a run, and changes nothing that is computed")
+    edit.set_all(watching, "it only watches a run and does not change the computation")
     edit.set("stages", [], "one stage of a run is proven at a time")
     places = {"checkpoint": _defaults(config.checkpoint), "run_dir": "runs"}
     edit.set_all(places, "checkpoints are in a temporary folder, and weights are random")
@@ -266,7 +277,7 @@ def _defaults(section: Section) -> dict[str, Any]:
 
 
 def _data(layout: ProvedLayout, sizes: Sizes, edit: _Edit) -> None:
-    """Random tokens of a small vocabulary, in as many data sets, up to three."""
+    """Replace the data by random tokens of a small vocabulary, with up to three data sets."""
     config, reason = edit.before, "the data is random, of a small vocabulary"
     data, model = config.data, config.model
     multiple = max(8, sizes.unit) * layout.tensor
@@ -288,10 +299,10 @@ def _data(layout: ProvedLayout, sizes: Sizes, edit: _Edit) -> None:
     if model.architecture == "t5":
         ids["sentinels"] = special[:3:-1]
     edit.set("data.special_tokens", _defaults(data.special_tokens) | ids, reason)
-    edit.set("training.decoder_seq_length", None, "as many tokens as the spans need")
-    edit.set("data.masked_lm.whole_words", False, "a tokenizer says where words begin")
+    edit.set("training.decoder_seq_length", None, "the spans determine the number of tokens")
+    edit.set("data.masked_lm.whole_words", False, "only a tokenizer knows where words begin")
     edit.set("data.distillation", None, "a teacher is another model")
-    edit.set("data.grpo", None, "texts that a model samples are no data")
+    edit.set("data.grpo", None, "sampled texts are not in a data set")
     if data.dpo is not None:
         edit.set("data.dpo.reference", "live", "the data is new")
     if data.fill_in_the_middle is not None:
@@ -300,6 +311,7 @@ def _data(layout: ProvedLayout, sizes: Sizes, edit: _Edit) -> None:
 
 
 def _layout(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
+    """Set the sizes of the parallel axes."""
     names = {"tensor": "tensor", "context": "context", "pipeline": "pipeline", "expert": "expert",
              "expert_tensor": "expert_tensor", "fsdp_replicas": "replicas"}  # fmt: skip
     lost = any(getattr(layout, name) == 1 < getattr(original, name) for name in names.values())
@@ -313,18 +325,22 @@ def _layout(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
 
 
 def _batch(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
-    """Two micro-batches more than fill the pipeline, a multiple of its ranks where these have several stages."""
+    """Set the batch to two micro-batches more than fill the pipeline.
+
+    If ranks have several stages, the number of micro-batches is a multiple of the pipeline's ranks.
+    """
     t = edit.before.training
     count = t.global_batch_size // (t.micro_batch_size * original.data)
     factor = 2 if edit.before.parallel.virtual_pipeline == 1 and layout.pipeline > 1 else layout.pipeline
     few = max(2, layout.pipeline + (factor if count > original.pipeline else 0))
     small = count if _is_file(edit.before.parallel.schedule) else min(count, few)
-    size, reason = min(2, t.micro_batch_size), "as many micro-batches as fill the pipeline"
+    size, reason = min(2, t.micro_batch_size), "just enough micro-batches to fill the pipeline"
     edit.set("training.micro_batch_size", size, reason)
     edit.set("training.global_batch_size", small * size * layout.data, reason)
 
 
 def _layers(layout: ProvedLayout, edit: _Edit) -> None:
+    """Keep a few layers, and renumber the keys that refer to layers."""
     config = edit.before
     kept = keep_layers(config, layout.pipeline * min(2, config.parallel.virtual_pipeline))
     reason = f"layers {', '.join(map(str, kept.layers))} of {config.spec.num_blocks}: every kind, in uneven stages too"
@@ -338,7 +354,7 @@ def _layers(layout: ProvedLayout, edit: _Edit) -> None:
 
 
 def _renumber(edit: _Edit, new: Callable[[str], str], reason: str) -> None:
-    """Patterns that name layers by number."""
+    """Renumber the patterns that refer to layers by index."""
     f = edit.before.fp8
     edit.set("fp8.include", [*map(new, f.include)], reason)
     edit.set("fp8.exclude", [*map(new, f.exclude)], reason)
@@ -352,7 +368,7 @@ def _renumber(edit: _Edit, new: Callable[[str], str], reason: str) -> None:
 
 
 def quantity_of(annotation: Any, metadata: Any = ()) -> Quantity | None:
-    """The quantity that a field's type names."""
+    """Return the quantity that a field's type names, or None."""
     for annotated in (*metadata, *get_args(annotation)):
         if isinstance(annotated, Quantity):
             return annotated
@@ -362,7 +378,7 @@ def quantity_of(annotation: Any, metadata: Any = ()) -> Quantity | None:
 
 
 def numbers_of(config: Config) -> list[Number]:
-    """The numbers of a config that have a quantity; of records of layers' parts those that are their own."""
+    """Return the numbers of a config that have a quantity. Numbers that a layer part inherits are not repeated."""
 
     def walk(section: BaseModel, prefix: str) -> Iterator[Number]:
         resolved = section.resolved(config.model) if isinstance(section, PartRecord) else section
@@ -385,13 +401,13 @@ def numbers_of(config: Config) -> list[Number]:
 
 
 def _numbers(layout: ProvedLayout, sizes: Sizes, scale: int, edit: _Edit) -> None:
-    """`scale`: how much larger than necessary the numbers are."""
+    """Shrink the numbers in proportion. `scale` makes them larger than the minimum."""
     config = edit.before
     numbers = [x for x in numbers_of(config) if edit.get(x.key.rpartition(".")[0]) is not None]
     values = {quantity: sorted({x.value for x in numbers if x.quantity is quantity}) for quantity in Quantity}
     heads = _heads(values[Quantity.HEADS], config, layout)
     channels = _channels(values[Quantity.CHANNELS], config, layout, sizes, scale, heads)
-    if channels.get(config.spec.hidden_size, 0) >= config.spec.hidden_size:  # what stays is cut into as many heads
+    if channels.get(config.spec.hidden_size, 0) >= config.spec.hidden_size:  # an unchanged width keeps its heads
         heads = dict(zip(values[Quantity.HEADS], values[Quantity.HEADS]))
     small = {
         Quantity.HEADS: heads,
@@ -416,7 +432,7 @@ def _heads(values: list[int], config: Config, layout: ProvedLayout) -> dict[int,
 
 
 def _experts(values: list[int], config: Config, layout: ProvedLayout, scale: int) -> dict[int, int]:
-    """Ranks have several experts each where they do in the config."""
+    """Return small numbers of experts. Ranks have several experts each if they do in the config."""
     counts = {record.num_experts for record in config.spec.expert_records}
     units = {count: layout.expert * (1 + (count > config.parallel.expert)) for count in counts}
     return in_proportion(values, units, 2 * min(scale, 2))
@@ -426,7 +442,7 @@ def _channels(
     values: list[int], config: Config, layout: ProvedLayout, sizes: Sizes, scale: int, heads: Mapping[int, int]
 ) -> dict[int, int]:
     model, unit = config.model, sizes.unit * max(layout.tensor, layout.expert_tensor) * scale
-    if sizes.kept:  # larger ones are the next multiples: in order, and as small as that allows
+    if sizes.kept:  # larger values become the next multiples, in order
         large = [value for value in values if value > sizes.kept]
         return {value: (sizes.kept // unit + 1 + i) * unit for i, value in enumerate(large)}
     units = dict.fromkeys(values, unit)
@@ -436,7 +452,7 @@ def _channels(
 
 
 def _tokens(values: list[int], config: Config, layout: ProvedLayout, sizes: Sizes, scale: int) -> dict[int, int]:
-    """Those of a sample, which all axes can cut, and what is shorter or longer."""
+    """Return small lengths: a sample that all axes can divide, and shorter and longer lengths in proportion."""
     length, p = config.training.seq_length, config.parallel
     parts = 2 * layout.context * (layout.tensor if p.sequence_parallel else 1)
     small = -(-sizes.tokens * scale // parts) * parts
@@ -446,11 +462,11 @@ def _tokens(values: list[int], config: Config, layout: ProvedLayout, sizes: Size
 
 
 def _functions_of_widths(edit: _Edit) -> None:
-    """Keys that are no widths and follow from them."""
+    """Set keys that are not widths but depend on them."""
     model = edit.before.model
     hidden, heads = edit.get("model.hidden_size"), edit.get("model.num_attention_heads")
     if math.isclose(model.embedding_multiplier, math.sqrt(model.hidden_size), rel_tol=1e-4):
-        edit.set("model.embedding_multiplier", math.sqrt(hidden), "it is the root of model.hidden_size")
+        edit.set("model.embedding_multiplier", math.sqrt(hidden), "it is √model.hidden_size")
     if model.longrope is not None:
         pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
         longrope = model.longrope.with_pairs(pairs)

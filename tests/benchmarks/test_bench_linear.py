@@ -28,7 +28,7 @@ def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     ("options", "message"),
     [
         (["--m", "1k"], "--m: '1k' is no list of positive whole numbers"),
-        (["--predicted-only"], "the speeds of 'cpu' are not known, only those of NVIDIA H200"),
+        (["--predicted-only"], "the speeds of 'cpu' are not known; known are NVIDIA H200"),
     ],
 )
 def test_bad_arguments(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_metadata_that_cannot_be_written_are_refused_before_anything_is(
         ('{"format_version": 1, "step": 1e300}', "metadata.json is damaged: step: .* valid integer"),
         (f'{{"format_version": 1, "step": {10**400}}}', "metadata.json is damaged: step: .* less than"),
         (f'{{"format_version": 1, "step": 1{"0" * 5000}}}', "metadata.json is damaged: .*4300 digits"),
-        ('{"format_version": 1, "step": NaN}', "metadata.json is damaged: NaN is no JSON"),
+        ('{"format_version": 1, "step": NaN}', "metadata.json is damaged: NaN is not valid JSON"),
         (f'{{"format_version": 1, "step": {"[" * 10**5}', "metadata.json is damaged: it is nested too deeply"),
         ('{"format_version": 1, "step": 1, "config": []}', "metadata.json is damaged: config: .* valid dictionary"),
         ('{"format_version": 1, "step": 1, "fp8_left_out": [1]}', "damaged: fp8_left_out.0: .* valid string"),

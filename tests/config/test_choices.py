@@ -116,6 +116,6 @@ def test_stages_follow_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     assert (first.config.fp8.margin, late.config.fp8.margin, late.config.fp8.format) == (2, 0, "e4m3")
     check_recipe(late.config, late.source)
     assert caplog.messages == [
-        "run.yaml, stage late from step 5: left out, as fp8.recipe blockwise has no fp8.amax_history_len = 16, "
+        "run.yaml, stage late from step 5: left out, because fp8.recipe blockwise has no fp8.amax_history_len = 16, "
         "fp8.margin = 2"
     ]

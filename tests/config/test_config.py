@@ -70,7 +70,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("training.frobnicate=2", "training.frobnicate = 2: there is no such key; valid: steps, stop_after"),
         (
             "name=my run/1",
-            "name = 'my run/1': a name has letters, digits, '.', '_' and '-', and begins with a letter or "
+            "name = 'my run/1': a name consists of letters, digits, '.', '_' and '-', and begins with a letter or "
             "digit; try my-run-1",
         ),
         ("training.steps=ten", "training.steps = 'ten': input should be a valid integer"),
@@ -101,9 +101,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             "'mxfp8', 'nvfp4' or 'custom'",
         ),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: input should be"),
-        ("name=a/b", "name = 'a/b': a name has letters"),
+        ("name=a/b", "name = 'a/b': a name consists of letters"),
         ("data.train=[]", "data.train"),
-        ("parallel.tensor", "an override is key=value; for example parallel.tensor=2"),
+        ("parallel.tensor", "an override has the form key=value; for example parallel.tensor=2"),
         ("name.first=2", "name holds the value 'test', not a section"),
     ],
 )
@@ -225,7 +225,7 @@ def test_text_that_looks_like_another_yaml_type_must_be_quoted(tmp_path: Path) -
     for text in ("off", "no", "2024-01-01", "1e3", "010", '"123"', "0o17"):
         assert load(text, "[on, 2024-01-01]").name == text.strip('"')
     for text, shown in (("123", "123"), ("1.5", "1.5"), ("true", "True")):
-        said = f'name = {shown}: this key is text, and YAML reads this otherwise; quote it: "{text}"'
+        said = f'name = {shown}: this key is text, but YAML reads this value as another type; quote it: "{text}"'
         with pytest.raises(ConfigError) as error:
             load(text, "[a]")
         assert said in str(error.value)
@@ -317,9 +317,9 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
         f"a{i}: &a{i} [{'*a' + str(i - 1) if i else 'x'}, {'*a' + str(i - 1) if i else 'x'}]\n" for i in range(40)
     )
     (tmp_path / "aliases.yaml").write_text(doubling)
-    assert "its aliases make " in messages(tmp_path / "aliases.yaml")
+    assert "its aliases expand " in messages(tmp_path / "aliases.yaml")
     (tmp_path / "itself.yaml").write_text("model: &a [*a]\n")
-    assert "an alias inside of what it stands for" in messages(tmp_path / "itself.yaml")
+    assert "an alias inside the value that it refers to" in messages(tmp_path / "itself.yaml")
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_config(tmp_path / "bom.yaml") == load_config(path)
 
@@ -331,11 +331,11 @@ NET = "kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4"
 PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.pattern=[a]"], 1, "model.pattern = ['a']: there is no model.layer_kinds; give both, or neither"),
     (["model.layer_kinds={near: {}}", "model.pattern=[nar]"], 1,
-     "model.pattern = 'nar': none of model.layer_kinds (near), with a count or without; try near, or near * 3"),
-    (["model.layer_kinds={a: {}}", "model.pattern=[a * 0]"], 1, "model.pattern = 'a * 0': none of model.layer_kinds"),
+     "model.pattern = 'nar': this is none of model.layer_kinds (near), with or without a count; try near, or near * 3"),
+    (["model.layer_kinds={a: {}}", "model.pattern=[a * 0]"], 1, "model.pattern = 'a * 0': this is none of"),
     (["model.layer_kinds={a: {}, b: {}}", "model.pattern=[a]"], 1, "model.layer_kinds.b = 'given': model.pattern does"),
     (["model.layer_kinds={a: {}}", "model.pattern=[a]", "model.full_attention_layers=[0]", "model.sliding_window=8"], 1,
-     "model.full_attention_layers = [0]: model.pattern says which layers are of which kind; leave it out"),
+     "model.full_attention_layers = [0]: model.pattern already assigns a kind to each layer; leave it out"),
     (["model.layer_kinds={a: {ffn: {kind: moe}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.ffn.kind = 'moe': there is no section model.moe, and the number of experts is not given; "
      "give model.layer_kinds.a.ffn.num_experts, or model.moe"),
@@ -368,7 +368,7 @@ PATTERNS: list[tuple[list[str], int, str]] = [
       "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.num_key_heads = 3: model.layer_kinds.a.mixer.num_value_heads (4) is not a multiple"),
     (["model.layer_kinds={a: {mixer: none, ffn: none}}", "model.pattern=[a]"], 1,
-     "model.layer_kinds.a = 'mixer: none, ffn: none': neither a mixer nor a feed-forward network; give one of them"),
+     "model.layer_kinds.a = 'mixer: none, ffn: none': it has neither a mixer nor a feed-forward network; give"),
     (["model.moe={num_experts: 4, latent_size: 16}", "model.linear_bias=true"], 1,
      "model.moe.latent_size = 16: model.linear_bias is true, and latent projections have no biases; leave"),
     (["optimizer.qk_clip=100", "model.qk_norm=true"], 1,
@@ -410,7 +410,7 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     (["data.train=[s3:/bucket/data]"], 2,
      "data.train = 's3:/bucket/data': a URL has two slashes after its protocol; try s3://bucket/data"),
     (["checkpoint.folder=s4://bucket/data"], 2,
-     "checkpoint.folder = 's4://bucket/data': fsspec knows no protocol s4://; known are s3, gs, az, file, memory and"),
+     "checkpoint.folder = 's4://bucket/data': fsspec knows no protocol s4://; it knows s3, gs, az, file, memory and"),
     ([EIGHT, "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.sequence_parallel = False: parallel.tensor is 2, and without it each rank would send the same tokens"),
     ([EIGHT, "model.linear_bias=true", "parallel.expert_tensor=2"], 2, "parallel.expert_tensor = 2: model.linear_bias"),
@@ -418,18 +418,18 @@ EXPERTS: list[tuple[list[str], int, str]] = [
      "model.moe.ffn_hidden_size = 33: grouped GEMMs of experts need bf16 matrices with a multiple of 8 columns; try"),
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
      "parallel.fsdp_replicas = 2: the shards of parallel.fsdp are replicated over equal parts of 2 data-parallel "
-     "ranks, and those of experts over equal parts of the 1 that hold the same experts; try 1"),
+     "ranks, and the experts' shards over equal parts of the 1 that hold the same experts; try 1"),
     ([EIGHT, "parallel.expert=4", "training.cuda_graphs=true"], 4,
-     "tokens get to experts by all_to_all, and the host reads how many go to each rank, which a graph cannot"),
+     "all_to_all dispatch needs the host to read the number of tokens per rank, which a graph cannot"),
     ([EIGHT, "parallel.expert_tensor=3"], 3, "parallel.expert_tensor = 3: the width of an expert"),
     ([EIGHT, "parallel.expert=2", "parallel.expert_tensor=2"], 2,
      "parallel.expert = 2: it must divide the 1 data-, context- and tensor-parallel ranks of a pipeline stage over"),
     ([EIGHT, "parallel.expert_tensor=2", "parallel.expert_dispatch=all_to_all"], 2,
      "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts; try all_gather"),
     ([EIGHT, "training.precision=fp32", "training.cuda_graphs=true"], 1,
-     "the host reads how many tokens each expert has, which a graph cannot, but in bf16; try"),
+     "the host reads the number of tokens of each expert, which a graph cannot do, except in bf16; try"),
     (["model.attention_dropout=0.1", "training.precision=fp32", "training.cuda_graphs=true"], 1,
-     "the host chooses queries of attention with dropout, which a graph cannot, but in bf16 or fp16 with"),
+     "the host selects queries of attention with dropout, which a graph cannot do, except in bf16 or fp16 with"),
     (["model.hidden_dropout=1"], 1, "model.hidden_dropout"),
     ([f"model.vocab_size={2**62}"], 1, f"model.vocab_size = {2**62}: with model.hidden_size 64 a matrix has 2.95e+20 "
      "elements; a tensor has 1.15e+18 at most; try fewer"),
@@ -479,7 +479,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.latent_attention.value_head_dim = 13: wider than keys (nope_head_dim + rope_head_dim = 12), but values "
      "are padded to this width; try 12 or less"),
     ([LATENT, "parallel.context=2"], 2,
-     "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
+     "parallel.context = 2: its attention kernels need heads of a multiple of 8, at most 256, and "
      "model.latent_attention.nope_head_dim + rope_head_dim is 12; try parallel.context=1, or other widths"),
     ([LATENT, "model.rope_scaling={low_freq_factor: 4}"], 1,
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0)"),
@@ -493,7 +493,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "but 2 pairs of channels of a head are rotated; give 2 numbers"),
     ([LONGROPE, "model.max_position_embeddings=64"], 1, "model.max_position_embeddings = 64: not model.longrope's "
      "factor × original_max_position_embeddings (16384); try 16384"),
-    ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens attend"),
+    ([PREFIX, "model.sliding_window=4"], 1, "model.sliding_window = 4: data.prefix_lm is set, and all tokens must"),
     ([PREFIX, "model.attention_chunk=4"], 1, "model.attention_chunk = 4: data.prefix_lm is set, so all"),
     ([PREFIX, "model.attention_chunk=4", "model.layer_kinds={a: {mixer: {rope_theta: 100.0}}}", "model.pattern=[a]"], 1,
      "model.attention_chunk = 4: data.prefix_lm is set, so all"),
@@ -508,7 +508,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.zero_centered_gamma = True: model.norm_weights is false, and it says how weights are stored; try False"),
     ([PREFIX, "model.position_embedding=alibi"], 1, "model.position_embedding = 'alibi': data.prefix_lm is set, and"),
     ([PREFIX, "model.mtp_num_layers=1"], 1, "model.mtp_num_layers = 1: data.prefix_lm is set, and a token of the "
-     "prefix would see the embedding of a token that it is to predict; try 0, or leave data.prefix_lm out"),
+     "prefix would see the embedding of the token that it must predict; try 0, or leave data.prefix_lm out"),
     ([PREFIX, "model.architecture=bert"], 1, "model.architecture = 'bert': data.prefix_lm is set, and a prefix is for"),
     ([PREFIX, "data.reset_at_documents=true"], 1, "data.reset_at_documents = True: data.prefix_lm is set, and"),
     (["data.prefix_lm={max_length: 65}"], 1, "data.prefix_lm.max_length = 65: training.seq_length is 32, and a prefix"),
@@ -520,10 +520,10 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["checkpoint.allow_model_change=[latent_attention.qrank]"], 1, "did you mean latent_attention.q_rank?"),
 ]  # fmt: skip
 RESILIENCE = [
-    (["resilience.hang_seconds=600"], 1, "resilience.hang_seconds = 600.0: a collective fails after timeout_seconds "
-     "(600) already, without naming a rank; try 300"),
+    (["resilience.hang_seconds=600"], 1, "resilience.hang_seconds = 600.0: a collective already fails after "
+     "timeout_seconds (600), without naming a rank; try 300"),
     (["resilience.loss_spike={action: rewind}"], 1, "resilience.loss_spike.action = 'rewind': there are no checkpoint"),
-    (["parallel.fsdp=true", "resilience.recompute_interval=5"], 2, "resilience.recompute_interval = 5: with parallel."),
+    (["parallel.fsdp=true", "resilience.recompute_interval=5"], 2, "resilience.recompute_interval = 5: parallel."),
     (["resilience.inject=[{kind: kill, rank: 4, step: 1}]"], 4, "resilience.inject.0.rank = 4: the job has ranks 0 to"),
     (["resilience.inject=[{kind: flip_gradient, rank: 0, step: 1}]"], 1, "set resilience.recompute_interval"),
     (["resilience.recompute_interval=2", "resilience.inject=[{kind: flip_gradient, rank: 0, step: 9}]"], 1, "try 10"),
@@ -534,8 +534,8 @@ RESILIENCE = [
     (["resilience.replicas={count: 3, batch: shrink}", "training.global_batch_size=8", "training.micro_batch_size=1"],
      1, "each of 3 replicas has the same share of 8 micro-batches; try 9"),
     (["resilience.replicas={count: 2}", "checkpoint.memory_interval=1"], 1, "a replica copies its state from others"),
-    (["resilience.replicas={count: 2}", "checkpoint.resume=false"], 1, "goes on with the run; try true"),
-    (["resilience.replicas={count: 2}", "resilience.hang_seconds=100"], 1, "a rank may wait twice exchange_seconds"),
+    (["resilience.replicas={count: 2}", "checkpoint.resume=false"], 1, "a restarted replica must continue the run"),
+    (["resilience.replicas={count: 2}", "resilience.hang_seconds=100"], 1, "a rank may wait for other replicas"),
     (["resilience.replicas={count: 2}", "resilience.loss_spike={action: rewind}", "checkpoint.interval=5"], 1,
      "resilience.loss_spike.action = 'rewind': with resilience.replicas, replicas do not go back together; try skip"),
     (["checkpoint.interval=50", "checkpoint.memory_interval=60"], 1, "checkpoint.memory_interval = 60: the newest"),
@@ -552,10 +552,10 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.pipeline=8"], 8, "parallel.pipeline = 8: a stage would have no layers: model.num_layers is 4"),
     (["parallel.pipeline=2", "parallel.layers_per_stage=[4, 0]"], 2,
      "parallel.layers_per_stage = [4, 0]: stage 1 would have no layers; try [2, 2]"),
-    (["parallel.pipeline=2", "parallel.layers_per_stage=[2, 3]"], 2, "adds up to 5, model.num_layers is 4"),
+    (["parallel.pipeline=2", "parallel.layers_per_stage=[2, 3]"], 2, "it adds up to 5, but model.num_layers is 4"),
     (["parallel.pipeline=2", "parallel.layers_per_stage=[4]"], 2, "1 entries for parallel.pipeline = 2 stages"),
     (["parallel.pipeline=2", "parallel.virtual_pipeline=3", "parallel.schedule=interleaved"], 2,
-     "parallel.virtual_pipeline = 3: with parallel.pipeline = 2 that makes 6 stages, and a stage would have no "
+     "parallel.virtual_pipeline = 3: with parallel.pipeline = 2 this gives 6 stages, and a stage would have no "
      "layers: model.num_layers is 4; try 2 or less"),
     ([*TWO_BY_TWO, "parallel.schedule=interleaved", "parallel.layers_per_stage=[2, 2]"], 2,
      "2 entries for parallel.pipeline = 2 × parallel.virtual_pipeline = 2 stages; try [1, 1, 1, 1]"),
@@ -572,9 +572,9 @@ CASES: list[tuple[list[str], int, str]] = [
     ([*TWO_BY_TWO, "parallel.schedule=zb-v", "parallel.placement=loop"], 2,
      "parallel.placement = 'loop': parallel.schedule zb-v needs v; try parallel.placement=v, or leave it out"),
     (["parallel.pipeline=2", "parallel.schedule=mine.csv", "parallel.placement=v"], 2,
-     "parallel.placement = 'v': a V has two stages per rank, and parallel.virtual_pipeline is 1"),
+     "parallel.placement = 'v': v needs two stages per rank, and parallel.virtual_pipeline is 1"),
     (["parallel.virtual_pipeline=2", "parallel.schedule=interleaved"], 1,
-     "parallel.virtual_pipeline = 2: parallel.pipeline is 1, so there is no bubble to make smaller"),
+     "parallel.virtual_pipeline = 2: parallel.pipeline is 1, so there is no pipeline bubble to reduce"),
     (["parallel.tensor=2", "training.seq_length=33"], 2,
      "training.seq_length = 33: sequence parallelism splits it into parallel.tensor (2) equal parts; try 34"),
     (["parallel.context=2", "training.seq_length=34"], 2,
@@ -584,9 +584,9 @@ CASES: list[tuple[list[str], int, str]] = [
      "ranks, and sequence parallelism each rank's shard into parallel.tensor (2) equal parts; try 32"),
     (["model.full_attention_layers=[0]"], 1, "model.full_attention_layers = [0]: no layer has a window; set model."),
     (["model.sliding_window=8", "model.full_attention_layers=[1,0,900]"], 1,
-     "model.full_attention_layers = [1, 0, 900]: not some of the"),
+     "model.full_attention_layers = [1, 0, 900]: these are not indices of the"),
     (["parallel.context=2", "model.head_dim=12"], 2,
-     "parallel.context = 2: its attention kernels take heads of a multiple of 8, at most 256, and "
+     "parallel.context = 2: its attention kernels need heads of a multiple of 8, at most 256, and "
      "model.head_dim is 12; try parallel.context=1"),
     (["parallel.context=2", "parallel.tensor=2"], 6,
      "parallel = 'tensor 2 × pipeline 1 × context 2': the world has 6 ranks, not a multiple of 4; start 8"),
@@ -629,29 +629,29 @@ CASES: list[tuple[list[str], int, str]] = [
      "model.rope_scaling.high_freq_factor = 4.0: not above low_freq_factor (4.0), so there is no band"),
     (["fp8.recipe=custom"], 1, "fp8.custom = []: fp8.recipe custom needs a rule; try [{layers: "),
     (["fp8.recipe=current", "fp8.first_blocks_bf16=3", "fp8.last_blocks_bf16=1"], 1,
-     "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) all of model.num_layers (4): nothing is left for "
-     "FP8; try at most 3 blocks in both together"),
+     "fp8.first_blocks_bf16 = 3: with fp8.last_blocks_bf16 (1) it covers all of model.num_layers (4), so no block "
+     "is left for FP8; try at most 3 blocks in total"),
     (["parallel.overlap_tensor=symmetric", "device=cpu"], 1,
-     "parallel.overlap_tensor = 'symmetric': symmetric memory is that of GPUs, and device is cpu; try "
+     "parallel.overlap_tensor = 'symmetric': symmetric memory exists on GPUs only, and device is cpu; try "
      "parallel.overlap_tensor=auto, or device=cuda"),
     (["parallel.overlap_tensor=symmetric", "parallel.tensor=2", "parallel.sequence_parallel=false"], 2,
      "parallel.overlap_tensor = 'symmetric': parallel.sequence_parallel is false, so every rank has all tokens and "
      "none are gathered; try parallel.sequence_parallel=true, or parallel.overlap_tensor=none"),
-    (["training.cuda_graphs=true", "device=cpu"], 1, "training.cuda_graphs = True: device is cpu, which has no CUDA"),
+    (["training.cuda_graphs=true", "device=cpu"], 1, "training.cuda_graphs = True: device is cpu, and CUDA graphs"),
     (["optimizer.moments_dtype=bf16", "optimizer.beta2=0.999"], 1,
-     "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits, and a change of a moment by "
-     "0.001 of itself would be rounded away; try 0.95, or optimizer.moments_dtype=fp32"),
+     "optimizer.beta2 = 0.999: optimizer.moments_dtype is bf16, which has 8 bits of precision, so a change of a "
+     "moment by 0.001 of its value would be rounded away; try 0.95, or optimizer.moments_dtype=fp32"),
     (["optimizer.moments_dtype=fp8", "optimizer.beta1=0.995"], 1,
-     "optimizer.beta1 = 0.995: optimizer.moments_dtype is fp8, which uses stochastic rounding, whose noise adds "
-     "up if a moment changes by 0.005 of itself per step; try 0.95, or optimizer.moments_dtype=fp32"),
+     "optimizer.beta1 = 0.995: optimizer.moments_dtype is fp8, which uses stochastic rounding, and its noise adds "
+     "up if a moment changes by 0.005 of its value per step; try 0.95, or optimizer.moments_dtype=fp32"),
     (["optimizer.store_param_remainders=true", "training.precision=fp32"], 1,
      "optimizer.store_param_remainders = True: it is for bf16 weights, and training.precision is fp32; try "
      "training.precision=bf16, or optimizer.store_param_remainders=false"),
     (["optimizer.store_param_remainders=true", "parallel.fsdp=true"], 2,
-     "parallel.fsdp stores fp32 masters only, and no bf16 weights that would be half of them; try parallel.zero=1 "
-     "instead of parallel.fsdp"),
+     "parallel.fsdp stores fp32 masters only, without bf16 weights that would hold their upper half; try "
+     "parallel.zero=1 instead of parallel.fsdp"),
     (["optimizer.store_param_remainders=true", "parallel.zero=1", "fp8.param_gather=true", "fp8.recipe=delayed"], 2,
-     "fp8.param_gather stores FP8 data and fp32 masters, and no bf16 weights that would be half of these; try "
+     "fp8.param_gather stores FP8 data and fp32 masters, without bf16 weights that would hold their upper half; try "
      "fp8.param_gather=false"),
     (["fp8.paired_wgrad=true", "fp8.recipe=delayed"], 1,
      "fp8.paired_wgrad = True: it is for weight gradients of experts, and the model has none; try "
@@ -659,22 +659,22 @@ CASES: list[tuple[list[str], int, str]] = [
     (["optimizer.muon.momentum=0.9"], 1,
      "optimizer.muon = {'momentum': 0.9}: optimizer.name is adamw; leave it out, or try name: muon"),
     (["optimizer.name=muon", "optimizer.moments_dtype=bf16"], 1,
-     "optimizer.moments_dtype = 'bf16': optimizer.name is muon, whose state is stored in fp32"),
+     "optimizer.moments_dtype = 'bf16': optimizer.name is muon, which stores its state in fp32"),
     (["optimizer.name=muon", "optimizer.store_param_remainders=true"], 1,
      "optimizer.store_param_remainders = True: optimizer.name is muon, which stores fp32 masters"),
-    (["optimizer.name=muon", "lora.rank=4"], 1, "optimizer.name = 'muon': with lora, factors of matrices are trained"),
+    (["optimizer.name=muon", "lora.rank=4"], 1, "optimizer.name = 'muon': lora trains factors of matrices"),
     (["model.mup.base_hidden_size=16", "model.mtp_num_layers=1"], 1,
      "model.mup = {'base_hidden_size': 16}: the model has multi-token prediction (model.mtp_num_layers), for which"),
     (["model.mup.base_hidden_size=16", "model.moe.num_experts=4"], 1, "the model has experts (model.moe), for which"),
     (["model.mup.base_hidden_size=16", "model.architecture=t5"], 1, "model.architecture is t5, for which muP is not"),
     (["model.mup={base_hidden_size: 16, base_head_dim: 8}", "model.latent_attention={q_rank: null, kv_rank: 8}"], 1,
-     "model.mup.base_head_dim = 8: the model has latent attention, whose heads have several widths"),
+     "model.mup.base_head_dim = 8: the heads of latent attention have several widths"),
     (["model.mup.base_hidden_size=16", "model.mup.base_head_dim=8", "model.attention_scale=0.5"], 1,
      "model.mup.base_head_dim = 8: model.attention_scale is given"),
     (["parallel.recompute_blocks=2"], 1,
-     "parallel.recompute_blocks = 2: parallel.recompute is none, so no block is computed again; try"),
+     "parallel.recompute_blocks = 2: parallel.recompute is none, so no block is recomputed; try"),
     (["parallel.recompute=full", "parallel.recompute_ops=[norms]"], 1,
-     "parallel.recompute_ops = ['norms']: parallel.recompute is full, and only selective looks at it; try"),
+     "parallel.recompute_ops = ['norms']: parallel.recompute is full, and only selective uses it; try"),
     (["parallel.recompute=selective", "parallel.recompute_ops=[]"], 1, "and nothing is selected; try [norms,"),
     (["parallel.recompute=full", "parallel.recompute_blocks=3", "parallel.pipeline=2"], 2,
      "parallel.recompute_blocks = 3: no stage has more than 2 blocks; try 2 or less"),
@@ -684,7 +684,7 @@ CASES: list[tuple[list[str], int, str]] = [
        "keys; try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate")
       for more in ([], ["data.mask_eod_loss=true"], ["data.reset_at_documents=true"])),
     (["parallel.offload=true", "training.cuda_graphs=true"], 1,
-     "training.cuda_graphs = True: parallel.offload copies activations to memory of the host, which a graph cannot"),
+     "training.cuda_graphs = True: parallel.offload copies activations to host memory, which a graph cannot"),
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog
     path = write(tmp_path, "other.yaml", "name: other\nbase: base.yaml\nfp8: {recipe: current, amax_epsilon: 0.5}\n")
     fp8 = load_config(path).fp8
     assert (fp8.recipe, fp8.margin, fp8.amax_epsilon, len(fp8.exclude)) == ("current", 0, 0.5, 2)
-    assert caplog.messages == [f"{base}: left out, as fp8.recipe current has no fp8.margin = 2"]
+    assert caplog.messages == [f"{base}: left out, because fp8.recipe current has no fp8.margin = 2"]
     assert load_config(path, ["fp8.recipe=delayed"]).fp8.amax_epsilon == 0.0
 
 
@@ -72,7 +72,7 @@ def test_a_kind_leaves_out_options_of_the_base(base: str, tmp_path: Path, caplog
     ("text", "said"),
     [
         ("base: absent.yaml\nname: a\n", "line 1: base = '{folder}/absent.yaml': No such file or directory; "),
-        ("base: base.yaml\n", "name = None: not inherited from base, as each run has a folder of its own; add it"),
+        ("base: base.yaml\n", "name = None: not inherited from base, because each run has its own folder; add it"),
         ("name: a\nbase: 3\n", "line 2: base = 3: this is the path of another config; for example base: "),
         ("name: a\nbase: s3://bucket/a.yaml\n", "line 2: base = 's3://bucket/a.yaml': configs are read from local"),
         ("name: a\nbase: last.yaml\n", "line 2: base = 'last.yaml': a file cannot be its own base: {path} -> {path};"),
@@ -94,13 +94,13 @@ def test_mistakes_name_file_and_line(base: str, tmp_path: Path, text: str, said:
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("/dev/zero", "line 2: base = '/dev/zero': /dev/zero is no regular file; name the YAML file of a config"),
-        ("pipe", "pipe is no regular file"),
-        (".", " is no regular file"),
+        ("/dev/zero", "line 2: base = '/dev/zero': /dev/zero is not a regular file; name the YAML file of a config"),
+        ("pipe", "pipe is not a regular file"),
+        (".", " is not a regular file"),
         ('"a\\0b"', r"base = 'a\x00b': no file has a name with a NUL character"),
         ("x" * 5000, "no file has a path of 5,0"),
         ("y" * 300, "a name of 300: a name has at most 255 bytes"),
-        ("large", "large: 1 problem\n  (file) = '…': more than 1,048,576 bytes, and a config has at most that"),
+        ("large", "large: 1 problem\n  (file) = '…': it is larger than 1,048,576 bytes, the limit for a config"),
         ("secret.txt", "secret.txt: 1 problem\n  (file) = '…': the file must hold a mapping of sections"),
         (
             "secret.yaml",
@@ -125,11 +125,11 @@ def test_a_base_may_name_any_file(tmp_path: Path, named: str, said: str) -> None
 
 def test_a_path_of_a_config_that_no_file_can_have(tmp_path: Path) -> None:
     assert "no file has a path of 300 bytes with a name of 300" in error_of("x" * 300)
-    assert "more than 1,048,576 bytes" in error_of("/dev/zero")
+    assert "larger than 1,048,576 bytes" in error_of("/dev/zero")
 
 
 def test_a_base_is_named_in_a_file_only(base: str) -> None:
-    assert "base = 'x.yaml': a file names its base itself; give that file" in error_of(base, "base=x.yaml")
+    assert "base = 'x.yaml': only a file can name its base; give that file" in error_of(base, "base=x.yaml")
     assert f"{base}: 1 problem\n  fp8.marge = 1" in error_of(base, "fp8.marge=1")  # no line: it is an override
     with pytest.raises(ValueError, match="Only load_config reads a base"):
         Config.model_validate({**MINIMAL, "base": "x.yaml"})

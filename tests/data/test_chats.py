@@ -387,7 +387,8 @@ def test_chats_become_a_data_set_with_a_mask(
     printed = capsys.readouterr().out
     assert f"loss mask: {about['learned_tokens']:,} tokens of answers" in printed
     assert (
-        r"learned in ⟦ ⟧: <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n" in printed
+        r"learned tokens in ⟦ ⟧: <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+        in printed
     )
     assert "warning" not in printed
     settings = ["--tokenizer", "huggingface", "--tokenizer-path", str(tokenizer_path)]
@@ -468,11 +469,11 @@ def test_flags_that_say_nothing_are_refused(
     source.write_bytes(lines([{"messages": CHATS[0]}]))
     (tmp_path / "x.txt").write_text("x")
     mistakes: list[tuple[list[str], str]] = [
-        (["--chat-template", "x"], "--chat-template says nothing of --style text"),
-        (["--style", "chat", "--no-append-eod"], "--no-append-eod says nothing of --style chat"),
-        (["--style", "completion", "--split-sentences"], "--split-sentences says nothing of --style completion"),
-        (["--completion-key", "x"], "--completion-key says nothing of --style text"),
-        (["--style", "completion", "--chosen-key", "x"], "--chosen-key says nothing of --style completion"),
+        (["--chat-template", "x"], "--chat-template does not apply to --style text"),
+        (["--style", "chat", "--no-append-eod"], "--no-append-eod does not apply to --style chat"),
+        (["--style", "completion", "--split-sentences"], "--split-sentences does not apply to --style completion"),
+        (["--completion-key", "x"], "--completion-key does not apply to --style text"),
+        (["--style", "completion", "--chosen-key", "x"], "--chosen-key does not apply to --style completion"),
         (["--style", "chat", "--text-files"], "--text-files reads whole files as texts, but --style is chat"),
         (["--style", "chat", "--tokenizer", "bytes"], "chats need a tokenizer"),
         (["--style", "chat", "--input", str(tmp_path / "x.txt")], "x.txt: a plain text file has no keys"),

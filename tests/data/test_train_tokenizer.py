@@ -87,7 +87,7 @@ def test_failures_leave_no_files(
         return capsys.readouterr().err
 
     assert "sentencepiece could not train 300000 tokens" in refused(2, "--vocab-size", "300000")
-    assert "no text among the inputs" in refused(2, "--sample-bytes", "10")
+    assert "no text in the inputs" in refused(2, "--sample-bytes", "10")
     (tmp_path / "in" / "bad.jsonl").write_bytes(b'{"text": "ok"}\n\xff\n')
     said = refused(2)
     assert "bad.jsonl, line 2: not UTF-8 text: byte 0xff at position 0 (invalid start byte); --skip-errors" in said

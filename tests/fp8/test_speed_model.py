@@ -120,5 +120,5 @@ def test_blocks_of_blackwell_are_not_predicted(recipe: Fp8Recipe) -> None:
 
 def test_an_unknown_device() -> None:
     assert ceilings_of("NVIDIA H200") is H200
-    with pytest.raises(ValueError, match="the speeds of 'cpu' are not known, only those of NVIDIA H200"):
+    with pytest.raises(ValueError, match="the speeds of 'cpu' are not known; known are NVIDIA H200"):
         ceilings_of(device_name(torch.device("cpu")))

@@ -73,7 +73,7 @@ def test_launch_has_options_of_torchrun_with_their_defaults() -> None:
          "parallel.tensor=2; see megafp8 prove --help"),
         ("prove", ["x.yaml", "--parallel.tensor=2"], "--parallel.tensor: keys of the config are given without "
          "dashes; did you mean parallel.tensor=2?"),
-        ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is no port; ports are 0 to 65535"),
+        ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is not a port; ports are 0 to 65535"),
         ("serve", ["runs/a", "--port", "web"], "--port: 'web' is no number; see megafp8 serve --help"),
         ("convert", ["--load", "a", "--save", "b", "--to", "hff"], "--to: invalid choice: 'hff' (choose from "),
         ("generate", ["runs/a", "x", "--file", "y"], "give a prompt or --file, not both"),

@@ -21,7 +21,7 @@ def test_json_is_read() -> None:
         ("[" * 101 + "]" * 101, "nested too deeply"),
         ("[" * 200_000, "nested too deeply"),
         ('{"a":' * 500 + "1" + "}" * 500, "nested too deeply"),
-        ("[NaN]", "NaN is no JSON"),
+        ("[NaN]", "NaN is not valid JSON"),
         ("[1e999]", "the number 1e999 is too large"),
         ("9" * 5000, "integer string conversion"),
         ("[1", "delimiter"),

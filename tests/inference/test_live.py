@@ -163,10 +163,10 @@ def _scores_of(run: str, tasks: str) -> float:
 
 
 WRONG = {
-    "prompts": (EVALUATE[:1], "training.evaluate = 'set': has neither prompts nor tasks"),
+    "prompts": (EVALUATE[:1], "training.evaluate = 'set': it has neither prompts nor tasks"),
     "limit": ([*EVALUATE, "training.evaluate.limit=3"], "training.evaluate.limit = 3: there are no tasks"),
-    "interval": (["data.validation={code: data/code}", "training.eval_interval=0"], "nothing says when to compute"),
-    "sources": (["data.validation_by_source=true", "training.eval_interval=0"], "nothing says when to compute losses"),
+    "interval": (["data.validation={code: data/code}", "training.eval_interval=0"], "no interval for its evaluation"),
+    "sources": (["data.validation_by_source=true", "training.eval_interval=0"], "there is no interval for evaluations"),
 }
 
 

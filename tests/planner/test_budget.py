@@ -33,5 +33,5 @@ def test_numbers_of_tokens() -> None:
     texts = {"15T": 15 * 10**12, "1.5b": 1_500_000_000, "300M": 300_000_000, "2e12": 2 * 10**12, "1_000": 1000, "7": 7}
     assert {text: number_of_tokens(text) for text in texts} == texts
     for wrong in ("", "T", "15X", "-1", "0", "nan", "1e30", "1.5.2", "15 T B"):
-        with pytest.raises(ValueError, match="is no number of tokens, such as 15T"):
+        with pytest.raises(ValueError, match="is not a number of tokens, such as 15T"):
             number_of_tokens(wrong)

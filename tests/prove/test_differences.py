@@ -30,8 +30,8 @@ def test_three_names_and_how_many_more() -> None:
 
 
 def test_what_no_rank_holds_is_named() -> None:
-    assert worst([of_rank(0, a=0.0)], ["a"]) == Difference(math.inf, "a is not, or not all of it, on any rank")
-    assert worst([of_rank(0, a=0.0), of_rank(1, a=0.0)], ["a", "b"]).where.startswith("b is not")
+    assert worst([of_rank(0, a=0.0)], ["a"]) == Difference(math.inf, "a is missing on the ranks, as a whole or in part")
+    assert worst([of_rank(0, a=0.0), of_rank(1, a=0.0)], ["a", "b"]).where.startswith("b is missing")
 
 
 def test_values_that_are_not_finite() -> None:

@@ -66,7 +66,7 @@ CASES = [
     ("wrong_expert_offset", MOE | DP2 | EP2, "loss and gradients", r"mlp\.(experts|router)|loss 0"),
     ("tied_gradient_skipped", TIED | PP2, "loss and gradients", r"embedding\.word\.weight"),
     ("amax_of_one_rank", DELAYED | DP2, "FP8, delayed", r"fp8\.|loss"),
-    ("sampler_shifted_on_resume", DP2, "data after resuming", r"step 3: samples \(13,\) in place of \(12,\)"),
+    ("sampler_shifted_on_resume", DP2, "data after resuming", r"step 3: samples \(13,\) instead of \(12,\)"),
 ]
 QUICK = [CASES[0], CASES[1], CASES[9]]
 

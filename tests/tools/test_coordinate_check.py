@@ -45,6 +45,6 @@ def test_bad_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for widths in ("40", "40,x"):
         with pytest.raises(SystemExit, match="2"):
             coordinate_check.main([str(config), "--widths", widths])
-        assert f"error: --widths: '{widths}' are no widths; give at least two" in capsys.readouterr().err
+        assert f"error: --widths: '{widths}' is not a list of widths; give at least two" in capsys.readouterr().err
     assert coordinate_check.main([str(config), "--widths", "36,64"]) == 2
     assert "--widths 36: model.num_attention_heads 4 · 36 / 32 is not a whole" in capsys.readouterr().err

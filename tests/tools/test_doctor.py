@@ -51,14 +51,14 @@ def test_a_machine_without_gpu_is_usable(capsys: pytest.CaptureFixture[str], wit
     code, lines = said(capsys)
     assert code == 0
     assert lines["extra gpu"].startswith("pass"), "nothing that needs a GPU is missed"
-    assert lines["extra gpu"].endswith("not installed, and of use on GPUs only")
+    assert lines["extra gpu"].endswith("not installed, and useful on GPUs only")
     assert lines["extra recurrent"].startswith("pass")
-    assert lines["extra recurrent"].endswith("not installed, and of use on Hopper GPUs only")
+    assert lines["extra recurrent"].endswith("not installed, and useful on Hopper GPUs only")
     assert lines["torch"] == f"pass  {'torch':<{lines['torch'].index(torch.__version__) - 6}}{torch.__version__}, " + (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     )
     assert lines["GPUs"].startswith("warn")
-    assert "differs from the same in bf16 by 3." in lines["FP8 layer"]
+    assert "differs from bf16 by 3." in lines["FP8 layer"]
 
 
 def test_missing_packages_are_named_with_what_installs_them(

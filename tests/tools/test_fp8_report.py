@@ -182,7 +182,7 @@ def test_heat_map(records: list[Fp8Record], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere; give that of a run" in refused(capsys, tmp_path / "nowhere")
+    assert "nowhere; give a run" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "run").mkdir()
     assert "switch it on with fp8.report_interval=100" in refused(capsys, tmp_path / "run")
     folder = run_folder(tmp_path / "run", [], recipe="current")

@@ -74,7 +74,7 @@ def test_a_schema_of_another_version_is_replaced(capsys: pytest.CaptureFixture[s
     assert main(["quickstart", "second.yaml"]) == 0
     assert Path(SCHEMA).read_text() == content
     assert main(["quickstart", "third.yaml"]) == 0
-    assert f"{SCHEMA}: is there already" in capsys.readouterr().out
+    assert f"{SCHEMA}: exists already" in capsys.readouterr().out
 
 
 def test_launch_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_launch_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("configs/llama3-8b.yaml", "megafp8 init llama3-8b writes the shipped one"),
+        ("configs/llama3-8b.yaml", "megafp8 init llama3-8b writes the shipped config"),
         ("lama3-8b", "did you mean llama3-8b?"),
         ("mime.yaml", "did you mean mine.yaml?"),
         ("zzz.yaml", "there is: mine.yaml"),

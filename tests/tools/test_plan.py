@@ -127,13 +127,13 @@ def test_errors_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "several numbers are for --goodput" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*COMMAND, "--gpu", "a100"])
-    assert "'a100' is not known; there are h200-141gb, h100-80gb" in capsys.readouterr().err
+    assert "'a100' is not known; known are h200-141gb, h100-80gb" in capsys.readouterr().err
     for flag, said in (
-        ("--tokens", "'x' is no number of tokens, such as 15T"),
-        ("--price", "'x' is no price, such"),
-        ("--replicas", "'x' is not number:least, such as 8:6"),
-        ("--mtbf-gpu-hours", "'x' is no number of hours"),
-        ("--gpus", "'x' is no whole number, nor several"),
+        ("--tokens", "'x' is not a number of tokens, such as 15T"),
+        ("--price", "'x' is not a price, such"),
+        ("--replicas", "'x' is not NUMBER:MINIMUM, such as 8:6"),
+        ("--mtbf-gpu-hours", "'x' is not a number of hours"),
+        ("--gpus", "'x' is neither a whole number nor a list"),
     ):
         with pytest.raises(SystemExit):
             main([*COMMAND, flag, "x"])

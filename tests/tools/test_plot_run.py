@@ -222,7 +222,7 @@ def test_the_picture_and_several_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plot_run.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "--html FILE" in capsys.readouterr().err
     assert plot_run.main([str(tmp_path / "missing")]) == 2
-    assert "missing; give that of a run" in capsys.readouterr().err
+    assert "missing; give a run" in capsys.readouterr().err
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

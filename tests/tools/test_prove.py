@@ -67,7 +67,7 @@ def test_numbers_that_json_does_not_have() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "other.json"], "other.json exists and is no certificate"),
+        (["--out", "other.json"], "other.json exists and is not a certificate"),
         (["--out", "nowhere/x.json"], "there is no folder nowhere"),
         (["--ranks", "3"], "not a multiple"),
         (["--stage", "later"], "no stages"),

@@ -46,7 +46,7 @@ def test_the_steps_that_are_left_to_do(
         checkpoint, took, *done, following = capsys.readouterr().out.splitlines()[-4 if again else -3 :]
         assert checkpoint == "checkpoint: out/mine/checkpoints/step_00000100"
         assert took.startswith("quickstart took ")
-        assert done == ["the run was done before; to train another one: megafp8 quickstart name=another"] * again
+        assert done == ["the run was already done; to train another one: megafp8 quickstart name=another"] * again
         assert following == 'next: megafp8 generate out/mine "def main("; megafp8 plot-run out/mine --html run.html'
 
 

@@ -56,7 +56,7 @@ def test_values() -> None:
     assert sweep.values_of("1e-4..1e-2:5:log") == ["0.0001", "0.000316228", "0.001", "0.00316228", "0.01"]
     assert sweep.values_of("-1..1.5:2") == ["-1", "1.5"]
     for wrong in ("1..2:1", "0..1:3:log"):
-        with pytest.raises(ValueError, match="a range has 2 to 1000 values, and with :log positive ends"):
+        with pytest.raises(ValueError, match="a range has 2 to 1000 values, and positive ends with :log"):
             sweep.values_of(wrong)
 
 
@@ -119,7 +119,7 @@ def test_failures_end_no_other_run_and_done_ones_are_left_out(
         (["seed=1"], "no key has several values: give one as optimizer.learning_rate=1e-4,3e-4"),
         (["sed=1,2"], "sed = 1: there is no such key; did you mean seed?"),
         (["seed=1,x"], "seed = 'x': input should be a valid integer"),
-        (["name=a,b"], "name cannot be swept: each run has a folder of its own by its values"),
+        (["name=a,b"], "name cannot be swept: each run gets its own folder, named by its values"),
         (["seed=1..900:900", "optimizer.eps=1,2"], "1,800 combinations; a sweep has at most 1,000"),
         (["seed=1,2", "--slurm", ""], "there is no launch/slurm.sbatch here; start the sweep in the folder that has"),
     ],

@@ -205,7 +205,7 @@ def test_the_log_names_layers_and_reasons() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "fp8.auto_filter = predicted: the speeds of 'cpu' are not known, only those of NVIDIA H200; try measured"),
+        ([], "fp8.auto_filter = predicted: the speeds of 'cpu' are not known; known are NVIDIA H200; try measured"),
         (["fp8.gemm_backend=emulated"], "predicted: the speed of fp8.gemm_backend = emulated is not known; try"),
         (["fp8.recipe=mxfp8"], "predicted: .* try measured or none"),
     ],
@@ -218,7 +218,7 @@ def test_what_cannot_be_predicted_is_refused(overrides: list[str], message: str)
 
 def test_predictions_are_of_bf16() -> None:
     config = load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=fp32"])
-    with pytest.raises(ValueError, match=r"predicts FP8 against bf16, and training.precision is fp32"):
+    with pytest.raises(ValueError, match=r"it compares FP8 with bf16, and training.precision is fp32"):
         check_layout(config, 1)
     check_layout(load_config(CONFIG, [*SMALL, *ONE_RANK, *PREDICTED, "training.precision=bf16"]), 1)
 

@@ -87,9 +87,9 @@ def test_a_picture_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "has no expert_load.jsonl: runs with model.moe and" in capsys.readouterr().err
     _write(tmp_path / "expert_load.jsonl", 2, 4)
     assert plot_expert_load.main([*command, "--step", "3"]) == 2
-    assert "--step 3: recorded are 2 steps from 2 to 4" in capsys.readouterr().err
+    assert "--step 3: the run recorded 2 steps from 2 to 4" in capsys.readouterr().err
     assert plot_expert_load.main(command) == 0
-    assert capsys.readouterr().out.startswith("step 4: in layer 3 one expert has 2.40 times the mean;")
+    assert capsys.readouterr().out.startswith("step 4: in layer 3 one expert has 2.40 times the mean load;")
     assert png.read_bytes().startswith(b"\x89PNG")
 
 

@@ -132,8 +132,8 @@ def test_the_amaxes_of_all_weights_take_one_collective(
         (ZERO | BLOCKWISE, {}, "finer scales for weights"),
         (ZERO | ROWWISE, {}, "finer scales for weights"),
         (ZERO | CUSTOM, {"custom": MIXED[:1]}, "finer scales for weights"),
-        (ZERO | CURRENT | FPROP_BF16, {}, "weight's values"),
-        (ZERO | STATIC, {"calibration_steps": 2}, "layers that calibrate"),
+        (ZERO | CURRENT | FPROP_BF16, {}, "needs the weight in high precision"),
+        (ZERO | STATIC, {"calibration_steps": 2}, "while they calibrate"),
     ],
 )
 def test_what_needs_values_is_refused(preset: Preset, fp8: dict[str, Any], message: str) -> None:

@@ -79,8 +79,8 @@ def test_the_log_says_where_replicas_are(world4: World) -> None:
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        (ZERO, "stage 3, which shares out all that stage 1 does"),
-        (PP2 | ZB_H1, "leaves weight gradients for later"),
+        (ZERO, "stage 3, which already shards everything"),
+        (PP2 | ZB_H1, "delays weight gradients"),
         (ROWWISE | FP8_GATHER, "finer scales for weights"),
     ],
 )

@@ -485,21 +485,21 @@ def test_another_group_size_does_not_resume(world2: World, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"data": {"loss_on": "answers"}}, "data.loss_on = 'answers': data.grpo is set, and its loss is on sampled"),
-        ({"data": {"packing": "concatenate"}}, "data.packing = 'concatenate': data.grpo is set, and texts are whole"),
+        ({"data": {"loss_on": "answers"}}, "data.loss_on = 'answers': data.grpo is set, and its loss is computed"),
+        ({"data": {"packing": "concatenate"}}, "data.packing = 'concatenate': data.grpo is set, and a sample holds"),
         ({"data": {"tokenizer": None}}, "data.tokenizer = None: data.grpo is set, and prompts are texts"),
-        ({"data": {"train": ["a.jsonl", "b.jsonl"]}}, "data.grpo is set, and prompts are of one entry"),
-        ({"data": {"train": ["prefix"]}}, "data.grpo is set, and prefix names no files of JSON lines"),
+        ({"data": {"train": ["a.jsonl", "b.jsonl"]}}, "data.grpo is set, and all prompts come from one entry"),
+        ({"data": {"train": ["prefix"]}}, "data.grpo is set, and prefix does not name JSON-lines files"),
         ({"data": {"validation": {"a": "b.jsonl"}}}, "data.validation = .'a'.: data.grpo is set"),
         ({"data": {"dpo": {}}}, "a model has one objective, and data.dpo and data.grpo are set"),
-        ({"training": {"global_batch_size": 3}}, "training.global_batch_size = 3: data.grpo is set, and it is a"),
+        ({"training": {"global_batch_size": 3}}, "training.global_batch_size = 3: data.grpo is set, and it counts"),
         ({"training": {"seq_length": 12}}, "data.grpo.max_tokens = 12: leaves no room for a prompt"),
         ({"training": {"eval_interval": 2}}, "training.eval_interval = 2: data.grpo is set, and prompts have no loss"),
         ({"training": {"cuda_graphs": True}, "device": "cuda"}, "training.cuda_graphs = True: texts are sampled bef"),
         ({"training": {"z_loss": 0.1}}, "training.z_loss = 0.1: data.grpo is set"),
         ({"model": {"mtp_num_layers": 1}}, "model.mtp_num_layers = 1: data.grpo is set"),
         ({"parallel": {"schedule": "mine.csv"}}, "parallel.schedule = 'mine.csv': data.grpo is set"),
-        ({"resilience": {"loss_spike": {}}}, "resilience.loss_spike = 'set': data.grpo is set, and its loss says"),
+        ({"resilience": {"loss_spike": {}}}, "resilience.loss_spike = 'set': data.grpo is set, and its loss cannot"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], error: str) -> None:
@@ -510,8 +510,8 @@ def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], error: str)
 @pytest.mark.parametrize(
     ("grpo", "error"),
     [
-        ({"reward_command": ["a"]}, "texts get their rewards from either of"),
-        ({"reward": None}, "texts get their rewards from either of"),
+        ({"reward_command": ["a"]}, "exactly one of data.grpo.reward"),
+        ({"reward": None}, "exactly one of data.grpo.reward"),
         ({"reward": "rewards.py"}, "data.grpo.reward = 'rewards.py': names no function"),
     ],
 )

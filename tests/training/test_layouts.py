@@ -291,10 +291,10 @@ REFUSED = {
         ("remainders", name): "it is for bf16 weights, and training.precision is fp64"
         for name in ("delayed", "current", "blockwise", "fp8-gather")
     },
-    **{("hsdp", name): "it leaves weight gradients for later" for name in ("zb-h1", "zb-v", "dualpipev")},
+    **{("hsdp", name): "it delays weight gradients" for name in ("zb-h1", "zb-v", "dualpipev")},
     ("hsdp", "remainders"): "parallel.fsdp stores fp32 masters only",
     ("tensor", "tensor-overlap"): "parallel.sequence_parallel is false, so every rank has all tokens",
-    ("graphs", "offload"): "parallel.offload copies activations to memory of the host, which a graph cannot allocate",
+    ("graphs", "offload"): "parallel.offload copies activations to host memory, which a graph cannot allocate",
     ("blockwise", "fp8-gather"): "fp8.recipe blockwise has finer scales for weights than one per tensor",
 }
 REASONS = {frozenset(pair): reason for pair, reason in REFUSED.items()}
@@ -344,7 +344,7 @@ def test_what_cannot_work_is_refused_before_any_process_group() -> None:
 
 
 def test_graphs_on_a_cpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="device is cpu, which has no CUDA graphs"):
+    with pytest.raises(ConfigError, match="device is cpu, and CUDA graphs need a GPU"):
         check_layout(config_of(GRAPHS), 1)
 
 

@@ -195,7 +195,7 @@ REFUSED: list[tuple[Preset, str]] = [
         LORA_GATE | GELU,
         "lora.targets = ['gate']: the model has no gate that can be adapted; try [q, k, v, proj, up,",
     ),
-    (LORA_Q_DOWN | MOE, "no down that can be adapted; adapters of experts are not offered; try [q]"),
+    (LORA_Q_DOWN | MOE, "no down that can be adapted; adapters of experts are not supported; try [q]"),
     (LORA_Q_DOWN | DEEPSEEK, "the model has no down, q that can be adapted"),
     (LORA | MTP, "lora = 'set': the model has model.mtp_num_layers"),
     (LORA | BERT, "lora = 'set': model.architecture is bert"),

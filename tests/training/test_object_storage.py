@@ -81,7 +81,7 @@ def test_what_cannot_work_fails_before_the_first_group(
         check("data.train=[s3://bucket/none]", cache)
     with pytest.raises(ConfigError, match=r"checkpoint\.folder.*cannot be written to s3://nobucket/quickstart"):
         check("checkpoint.folder=s3://nobucket")
-    with pytest.raises(ConfigError, match=r"data\.object_cache\.limit_gib.*room for fewer than 64 blocks of 4 MiB"):
+    with pytest.raises(ConfigError, match=r"data\.object_cache\.limit_gib.*it holds fewer than 64 blocks of 4 MiB"):
         check("data.object_cache.limit_gib=0.1")
     with pytest.raises(ConfigError, match=r"resilience\.inject\.0\.kind.*only a checkpoint in the run folder"):
         check(f"checkpoint.folder={s3.folder()}", "resilience.inject=[{kind: damage_checkpoint, rank: 0, step: 1}]")

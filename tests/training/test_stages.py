@@ -322,7 +322,7 @@ BAD: list[tuple[list[dict[str, Any]], str]] = [
     ([{"begin": 3}, {"begin": 3}], "stages.1.begin = 3: stage s0, listed before it, begins at step 3"),
     ([{"begin": 40}], "stages.0.begin = 40: the run has only training.steps = 11"),
     ([{"begin": 3, "overrides": {"training.steps": 8}}], "training.steps = 8: it is the length of the run"),
-    ([{"begin": 3, "overrides": {"seed": 8}}], "seed = 8: a stage overrides keys of the sections model, parallel"),
+    ([{"begin": 3, "overrides": {"seed": 8}}], "seed = 8: a stage can only override keys of the sections model"),
     ([{"begin": 3, "overrides": {"parallel.tensor": 2}}], "the world has 1 ranks, not a multiple of 2"),
     ([{"begin": 3, "overrides": {"training.precision": "bf16"}}],
      "the checkpoint of step 3 was saved with training.precision = fp32, this run has bf16"),

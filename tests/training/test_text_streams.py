@@ -171,10 +171,10 @@ def test_what_does_not_work_with_text_is_refused(quickstart_data: QuickstartData
     assert "data.loss_on = 'all': data.train, " in refused(*best_fit, "data.loss_on=all")
     assert "data.tokenizer = None: data.train, " in refused("data.tokenizer=null")
     assert "a list is weighted by numbers of tokens" in refused(f"data.train=[{text}/a.jsonl, data/x]")
-    assert "of which data.split takes no documents; give data.validation" in refused("data.validation={}")
+    assert "so data.split takes no documents from it; give data.validation" in refused("data.validation={}")
     assert "not a multiple of training.micro_batch_size" in refused("data.streams.canonical_streams=12", ranks=8)
     no_text = ["data.train=[data/x]", "data.validation={}", "data.streams.skip_errors=true"]
-    assert "data.streams = 'set': it is about text" in refused(*no_text)
+    assert "data.streams = 'set': it applies to text" in refused(*no_text)
 
 
 def test_dry_runs_describe_text_and_say_what_is_missing(quickstart_data: QuickstartData, text: Path) -> None:

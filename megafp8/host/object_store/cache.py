@@ -1,26 +1,28 @@
-"""A cache of objects on local disk, shared by all processes of a node: small ones whole, large ones in blocks.
+"""Cache of objects on local disk, shared by all processes of a node.
 
-    <folder>/whole/<key>             an object of which all is needed, such as the index of a data set
-    <folder>/folders/<key>/          hard links to such objects: a copy of all that have a common prefix
+Small objects are stored whole, large objects in blocks.
+
+    <folder>/whole/<key>             an object that is needed as a whole, such as the index of a data set
+    <folder>/folders/<key>/          hard links to whole objects: a copy of all objects with a common prefix
     <folder>/blocks/<key>.<number>   bytes [number · block size, ...) of an object, then the CRC-32 of these bytes
-    <folder>/.size                   bytes of all blocks; held by `flock` while blocks are added or deleted
-    <folder>/locks/                  held by `flock` while something is downloaded
+    <folder>/.size                   bytes of all blocks; locked by `flock` while blocks are added or deleted
+    <folder>/locks/                  locked by `flock` while something is downloaded
 
 `key` is a hash of URL, size and version (ETag), so blocks of two versions of an object are never mixed. After a block
-is downloaded the object's version is looked up again: one that changed meanwhile raises ObjectChanged.
+is downloaded, the object's version is read again. If it has changed meanwhile, ObjectChanged is raised.
 
-Several processes. A file is written under a temporary name and renamed, so that it is complete or not there. One
-process downloads a block, others that need it wait. Locks end with their process; one that finds a lock whose owner has
-downloaded nothing for a minute downloads too. So no process waits for another without end.
+Several processes. A file is written under a temporary name and renamed, so it is either complete or absent. One process
+downloads a block, and the others that need it wait. Locks end with their process. If the owner of a lock has downloaded
+nothing for a minute, a waiting process downloads, too. So no process waits forever for another one.
 
-Limit. Before a block is added, the blocks that were not read for the longest time are deleted if the limit would be
-exceeded. A temporary file has its full size before it is written, and counts. Whole objects do not count: a run needs
-them all the time. A process that reads a block holds no file open, so a deleted block's space is free at once.
+Limit. If a new block would exceed the limit, the least recently read blocks are deleted first. A temporary file gets
+its full size before it is written, and counts. Whole objects do not count, because a run needs them all the time. A
+process that reads a block does not keep the file open, so the space of a deleted block is free at once.
 
-After a crash of the machine a block may hold other bytes than were written, so each process compares its CRC-32 before
-it first reads it. If the disk is full, blocks are used without being stored, with a warning.
+After a crash of the machine, a block may hold other bytes than were written. Therefore each process compares the CRC-32
+of a block before its first read. If the disk is full, blocks are used without being stored, with a warning.
 
-Reading ahead. `fetch_ahead` queues blocks that will be read soon, for threads that download several at a time.
+Reading ahead. `fetch_ahead` queues blocks that will be read soon, and threads download several at a time.
 """
 
 from __future__ import annotations
@@ -50,28 +52,28 @@ logger = logging.getLogger(__name__)
 
 
 def default_cache() -> Path:
-    """Default folder of cached objects, local to the node and the user."""
+    """Return the default folder of cached objects, local to the node and the user."""
     return user_cache() / "objects"
 
 
 DEFAULT_LIMIT = 64 * 2**30
 DEFAULT_BLOCK = 4 * 2**20
 THREADS = 16
-"""Downloads of one process at a time."""
+"""Number of concurrent downloads per process."""
 _STALE_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _CRC = struct.Struct("<I")
-_KEPT = 0.9  # share of the limit that deleting leaves, so that it is not needed for each block
+_KEPT = 0.9  # fraction of the limit that remains after deletion, so that not every block needs a deletion
 _LOCKS = 1024
 
 
 class ObjectChanged(Exception):
-    """An object is not the one that was opened."""
+    """Object that differs from the version that was opened."""
 
 
 @dataclass(frozen=True)
 class CachedObject:
-    """One version of an object, and the cache that its contents are read through. May be pickled."""
+    """Version of an object, and the cache through which its contents are read. It can be pickled."""
 
     path: ObjectPath
     version: Version
@@ -79,19 +81,21 @@ class CachedObject:
 
     @property
     def size(self) -> int:
+        """Size of the object in bytes."""
         return self.version.size
 
     @cached_property
     def key(self) -> str:
+        """Hash of URL, size and version, for file names in the cache."""
         text = f"{self.path.url}\n{self.version.size}\n{self.version.tag}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def download(self) -> Path:
-        """A local file with the whole content. Raises OSError and ObjectChanged."""
+        """Return a local file with the whole content. Raises OSError and ObjectChanged."""
         return self.cache.whole(self)
 
     def read(self, start: int, end: int) -> bytearray:
-        """The bytes `[start, end)`, which must be inside. Raises OSError and ObjectChanged."""
+        """Return the bytes `[start, end)`, which must be within the object. Raises OSError and ObjectChanged."""
         assert 0 <= start <= end <= self.size
         content, size = bytearray(end - start), self.cache.block_bytes
         for number in range(start // size, -(-end // size) if end > start else start // size):
@@ -101,27 +105,27 @@ class CachedObject:
         return content
 
     def fetch_ahead(self, start: int, end: int) -> None:
-        """Begin to download what `read` of these bytes will need."""
+        """Start to download the blocks that `read` of these bytes will need."""
         size = self.cache.block_bytes
         for number in range(start // size, -(-end // size)):
             self.cache.fetch_ahead(self, number)
 
     def fetch_range(self, start: int, end: int) -> bytes:
-        """The bytes `[start, end)` from the storage itself. Raises OSError and ObjectChanged."""
+        """Return the bytes `[start, end)` directly from the storage. Raises OSError and ObjectChanged."""
         content = self.path.read_range(start, end)
         self.check()
         if len(content) != end - start:
-            raise ObjectStoreError(f"{self.path}: {len(content):,} bytes came of {end - start:,} from {start:,} on")
+            raise ObjectStoreError(f"{self.path}: got {len(content):,} of {end - start:,} bytes at position {start:,}")
         return content
 
     def check(self) -> None:
-        """Raise ObjectChanged if the object is another one by now, or gone."""
+        """Raise ObjectChanged if the object has changed or no longer exists."""
         try:
             now = self.path.version()
         except FileNotFoundError:
             now = None
         if now != self.version:
-            present = "it is gone" if now is None else f"{now.size:,} bytes, version {now.tag}"
+            present = "it no longer exists" if now is None else f"{now.size:,} bytes, version {now.tag}"
             raise ObjectChanged(
                 f"{self.path} has changed since it was opened ({self.size:,} bytes, version {self.version.tag}; now "
                 f"{present}); restore it, or give the new contents another name"
@@ -130,7 +134,7 @@ class CachedObject:
 
 @dataclass(frozen=True)
 class ObjectCache:
-    """A folder on local disk with blocks of at most `limit_bytes` in all. May be pickled."""
+    """Folder on local disk with blocks of at most `limit_bytes` in total. It can be pickled."""
 
     folder: Path
     limit_bytes: int = DEFAULT_LIMIT
@@ -142,12 +146,13 @@ class ObjectCache:
         return ObjectCache, (self.folder, self.limit_bytes, self.block_bytes)
 
     def open(self, path: ObjectPath) -> CachedObject:
-        """The present version of an object. Raises OSError."""
+        """Return the current version of an object. Raises OSError."""
         return CachedObject(path, path.version(), self)
 
     # --- whole objects ---
 
     def whole(self, obj: CachedObject) -> Path:
+        """Return a local file with the whole object, downloaded if necessary. Raises OSError and ObjectChanged."""
         target = self.folder / "whole" / obj.key
         with self._download_lock(obj.key, target.exists) as touch:
             if target.exists() and target.stat().st_size == obj.size:
@@ -175,7 +180,7 @@ class ObjectCache:
         return target
 
     def whole_folder(self, path: ObjectPath) -> Path:
-        """A local folder with all objects under the prefix `path`. Raises OSError and ObjectChanged."""
+        """Return a local folder with all objects under the prefix `path`. Raises OSError and ObjectChanged."""
         objects = {name: self.open(path / name) for name in sorted(path.sizes())}
         if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such object", path.url)
@@ -191,10 +196,10 @@ class ObjectCache:
     # --- blocks ---
 
     def read(self, obj: CachedObject, number: int, start: int, end: int) -> bytes:
-        """The bytes `[start, end)` of block `number`."""
+        """Return the bytes `[start, end)` of block `number`."""
         pending = self._pending.get((obj.key, number))
         if pending is not None and not pending.cancel():
-            with contextlib.suppress(Exception):  # it is tried again below
+            with contextlib.suppress(Exception):  # the download is tried again below
                 pending.result()
         content = self._stored(obj, number, start, end)
         if content is None:
@@ -202,7 +207,7 @@ class ObjectCache:
         return content
 
     def fetch_ahead(self, obj: CachedObject, number: int) -> None:
-        """Begin to download block `number`, if it is not here."""
+        """Start to download block `number`, unless it is stored already."""
         key = (obj.key, number)
         if key in self._pending or self._path(obj, number).exists():
             return
@@ -222,7 +227,10 @@ class ObjectCache:
         return self.folder / "blocks" / f"{obj.key}.{self.block_bytes}.{number}"
 
     def _stored(self, obj: CachedObject, number: int, start: int, end: int) -> bytes | None:
-        """The bytes `[start, end)` of a block from the disk; None if it is not there, or damaged, and then deleted."""
+        """Return the bytes `[start, end)` of a stored block, or None if it is missing or damaged.
+
+        A damaged block is deleted.
+        """
         path = self._path(obj, number)
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -249,7 +257,7 @@ class ObjectCache:
             os.close(descriptor)
 
     def _fetch(self, obj: CachedObject, number: int) -> bytes:
-        """Download a block, or wait until another process has; returns its content."""
+        """Download a block, or wait until another process has downloaded it, and return its content."""
         first = number * self.block_bytes
         end = min(obj.size, first + self.block_bytes)
         path = self._path(obj, number)
@@ -265,13 +273,13 @@ class ObjectCache:
         return content
 
     def _store(self, path: Path, content: bytes) -> None:
-        """Add a block, after deleting others if need be."""
+        """Add a block. Delete others first if necessary."""
         size = len(content) + _CRC.size
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
         with _held(self.folder / ".size", _STALE_SECONDS) as locked:
             if locked is None:
-                raise OSError(f"{self.folder / '.size'} is held by a process that does nothing")
+                raise OSError(f"{self.folder / '.size'} is locked by a process that does not respond")
             used = locked.read()
             if used is None or used + size > self.limit_bytes:
                 used = self._evict(size)
@@ -281,7 +289,7 @@ class ObjectCache:
                 os.truncate(file.fileno(), size)
             locked.write(used + size)
         try:
-            with temporary.open("r+b") as file:  # keeps its size
+            with temporary.open("r+b") as file:  # the mode keeps its size
                 file.writelines([content, _CRC.pack(zlib.crc32(content))])
             os.replace(temporary, path)
         except BaseException:
@@ -289,17 +297,20 @@ class ObjectCache:
             raise
 
     def _evict(self, needed: int) -> int:
-        """Delete blocks, those read last remaining, until `needed` bytes have room; returns the bytes that remain."""
+        """Delete the least recently read blocks until there is room for `needed` bytes.
+
+        Return the bytes of the remaining blocks.
+        """
         files, now, folder = [], time.time(), self.folder / "blocks"
         for name in os.listdir(folder):
             temporary = name.startswith(".")
-            # One that is listed under its temporary name may be renamed before it is looked at, and still counts.
+            # A file listed under its temporary name may be renamed before it is examined, and still counts.
             names = [name, name[1:].rpartition(".")[0]] if temporary else [name]
             for path in map(folder.joinpath, names):
                 with contextlib.suppress(FileNotFoundError):
                     about = path.stat()
                     if temporary and now - about.st_mtime > 10 * _STALE_SECONDS:
-                        path.unlink()  # of a process that was killed
+                        path.unlink()  # left by a process that was killed
                     else:
                         files.append((temporary, about.st_mtime, about.st_size, path))
                     break
@@ -313,7 +324,7 @@ class ObjectCache:
 
     @contextlib.contextmanager
     def _download_lock(self, name: str, done: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-        """Hold the lock of what is called `name`, unless it is `done` or its owner's heartbeat has stopped.
+        """Hold the lock called `name`, unless `done` returns True or the heartbeat of its owner has stopped.
 
         Yields a function that gives a heartbeat.
         """
@@ -328,12 +339,12 @@ class ObjectCache:
             os.utime(descriptor)
             yield lambda: os.utime(descriptor)
         finally:
-            os.close(descriptor)  # gives the lock back
+            os.close(descriptor)  # releases the lock
 
 
 @lru_cache(maxsize=1)
 def _executor(pid: int) -> ThreadPoolExecutor:
-    """The threads of this process that read ahead."""
+    """Return the threads of this process that read ahead."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="object cache")
 
 
@@ -346,23 +357,24 @@ def _try_lock(descriptor: int) -> bool:
 
 
 class _Number:
-    """A number in an open file."""
+    """Number stored in an open file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def read(self) -> int | None:
-        """The number; None if there is none."""
+        """Return the number, or None if the file has no number."""
         text = os.pread(self._descriptor, 32, 0)
         return int(text) if text.isdigit() else None
 
     def write(self, number: int) -> None:
+        """Write the number."""
         os.pwrite(self._descriptor, b"%020d" % number, 0)
 
 
 @contextlib.contextmanager
 def _held(path: Path, seconds: float) -> Iterator[_Number | None]:
-    """Hold the lock of the file `path`, which has a number; None if others hold it for so long."""
+    """Hold the lock of the file `path`, which contains a number. Yield None if others hold it for `seconds` seconds."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         end = time.monotonic() + seconds

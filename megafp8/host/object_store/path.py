@@ -1,15 +1,15 @@
 """Paths of objects, `s3://bucket/prefix/name`, with the part of pathlib's interface that data and checkpoints need.
 
-fsspec has an implementation for each protocol, in a package of its own (s3fs, gcsfs, adlfs, ...). Credentials and
-endpoints are found where that package looks for them: environment variables such as AWS_ENDPOINT_URL, files such as
-~/.aws/credentials, the role of the machine, or fsspec's own settings (`FSSPEC_S3_...`, ~/.config/fsspec). They are no
-keys of a config, since configs are written into checkpoints.
+fsspec has an implementation for each protocol, in a separate package (s3fs, gcsfs, adlfs, ...). That package finds
+credentials and endpoints in environment variables such as AWS_ENDPOINT_URL, files such as ~/.aws/credentials, the role
+of the machine, or fsspec's own settings (`FSSPEC_S3_...`, ~/.config/fsspec). They are not config keys, because configs
+are written into checkpoints.
 
-fsspec's implementations try again by themselves where a connection fails. What still fails after that is tried again
-here, a bounded number of times. An `ObjectStoreError` names the URL, what failed, and what would work.
+fsspec's implementations retry failed connections themselves. Operations that still fail are retried here, a limited
+number of times. An `ObjectStoreError` names the URL, the failure, and what would work.
 
-An object appears when it is written completely, and never half (`PUT`, or the end of a multipart upload). There are no
-folders: a prefix of objects is called one here.
+An object appears only when it is completely written (`PUT`, or the end of a multipart upload). There are no folders; a
+common prefix of objects acts as one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 DELAYS = (1.0, 4.0, 16.0)
-"""Seconds before each further attempt of reading or writing contents."""
-_SHORT_DELAYS = (1.0,)  # of finding out what there is, so that a wrong address is told soon
+"""Seconds before each further attempt to read or write contents."""
+_SHORT_DELAYS = (1.0,)  # for lookups, so that a wrong address is reported soon
 
 _VERSION_KEYS = (
     "ETag",
@@ -59,9 +59,9 @@ _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 
 
 class ObjectStoreError(OSError):
-    """Object storage could not do what was asked; says where, what and what would work.
+    """Failed operation of object storage. The message says where it failed, why, and what would work.
 
-    `is_transient`: it may work later, so a job may be started again.
+    `is_transient`: the operation may work later, so the job may be restarted.
     """
 
     def __init__(self, text: str, is_transient: bool = True) -> None:
@@ -76,18 +76,18 @@ class ObjectStoreError(OSError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether `error` is of object storage and may not come again."""
+    """Return whether `error` is a failure of object storage that may disappear."""
     return isinstance(error, ObjectStoreError) and error.is_transient
 
 
 def is_url(path: object) -> bool:
-    """Whether `path` is a URL, `protocol://...`, and no local path."""
+    """Return whether `path` is a URL, `protocol://...`, not a local path."""
     return "://" in str(path)
 
 
 @dataclass(frozen=True)
 class Version:
-    """Size in bytes of an object, and its ETag, or whatever else the storage changes with its content."""
+    """Size of an object in bytes, and its ETag or another value that the storage changes with the content."""
 
     size: int
     tag: str
@@ -95,7 +95,10 @@ class Version:
 
 @dataclass(frozen=True, order=True)
 class ObjectPath:
-    """An object, or the prefix of several. Methods raise ObjectStoreError, and FileNotFoundError where nothing is."""
+    """Object, or common prefix of several objects.
+
+    Methods raise ObjectStoreError, and FileNotFoundError if nothing exists.
+    """
 
     url: str
 
@@ -110,48 +113,54 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
+        """Last part of the path."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
+        """Path without its last part."""
         return ObjectPath(self.url.rpartition("/")[0])
 
     def with_name(self, name: str) -> ObjectPath:
+        """Return the path with another last part."""
         return self.parent / name
 
     @property
     def suffixes(self) -> list[str]:
+        """Suffixes of the name, as in pathlib."""
         return Path(self.name).suffixes
 
-    # --- what there is ---
+    # --- queries ---
 
     def exists(self) -> bool:
+        """Return whether there is an object or a prefix of this name."""
         return self._kind() is not None
 
     def is_file(self) -> bool:
+        """Return whether there is an object of this name."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there are objects with this prefix."""
+        """Return whether there are objects with this prefix."""
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:
-        try:  # fsspec's own exists, isfile and isdir take every error for an answer
+        try:  # fsspec's own exists, isfile and isdir return False for every error
             return str(self._call(lambda fs, path: fs.info(path), _SHORT_DELAYS)["type"])
         except FileNotFoundError:
             return None
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """The objects and prefixes right under this one; none where there is nothing."""
+        """Yield the objects and prefixes directly under this one, if any."""
         names = self._call(_list, _SHORT_DELAYS)
         yield from (self / name.rstrip("/").rpartition("/")[2] for name in sorted(names))
 
     def glob(self) -> list[ObjectPath]:
-        """The objects and prefixes that match this path as a pattern."""
+        """Return the objects and prefixes that match this path as a pattern."""
         return self._call(lambda fs, path: [ObjectPath(fs.unstrip_protocol(name)) for name in fs.glob(path)])
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all objects with this prefix, by their names in it; empty where there are none."""
+        """Return the bytes of all objects with this prefix, by their names relative to it."""
 
         def find(fs: Any, path: str) -> dict[str, int]:
             infos = fs.find(path, detail=True)
@@ -160,11 +169,11 @@ class ObjectPath:
         return self._call(find, _SHORT_DELAYS)
 
     def modified(self) -> datetime.datetime:
-        """When the object was written, by the storage's clock."""
+        """Return the time at which the object was written, by the storage's clock."""
         return self._call(lambda fs, path: fs.modified(path), _SHORT_DELAYS)
 
     def version(self) -> Version:
-        """Size and version of the object."""
+        """Return the size and version of the object."""
         info = self._call(lambda fs, path: fs.info(path), _SHORT_DELAYS)
         if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url)
@@ -172,35 +181,44 @@ class ObjectPath:
         return Version(int(info["size"]), " ".join(str(info[key]) for key in keys))
 
     def stat(self) -> os.stat_result:
-        """A result of which st_size alone is meaningful."""
+        """Return a result in which only st_size is meaningful."""
         return os.stat_result((0, 0, 0, 0, 0, 0, self.version().size, 0, 0, 0))
 
     # --- reading ---
 
     def read_bytes(self) -> bytes:
+        """Return the content of the object."""
         return self._call(lambda fs, path: fs.cat_file(path))
 
     def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the content of the object as text."""
         return self.read_bytes().decode(encoding)
 
     def read_range(self, start: int, end: int) -> bytes:
-        """The bytes `[start, end)`; fewer where the object ends before."""
+        """Return the bytes `[start, end)`; fewer if the object ends before."""
         if start >= end:
             return b""
         return self._call(lambda fs, path: fs.cat_file(path, start=start, end=end))
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """A buffered file to be read (rb) or written from beginning to end (wb), which appears when it is closed."""
+        """Return a buffered file for reading (rb) or for writing from the beginning (wb).
+
+        A written object appears when the file is closed.
+        """
         assert mode in ("rb", "wb"), mode
         return cast(BinaryIO, self._call(lambda fs, path: fs.open(path, mode), _SHORT_DELAYS))
 
     # --- changing ---
 
     def write_bytes(self, content: bytes) -> None:
+        """Write the content of the object, replacing an existing one."""
         self._call(lambda fs, path: fs.pipe_file(path, content))
 
     def create(self, content: bytes) -> bool:
-        """Write the object unless there is one; whether it was written. One of several writers succeeds."""
+        """Write the object unless it exists, and return whether it was written.
+
+        Only one of several writers succeeds.
+        """
 
         def put(fs: Any, path: str) -> bool:
             try:
@@ -237,7 +255,7 @@ class ObjectPath:
         self._call(lambda fs, path: fs.copy(path, fs._strip_protocol(target.url)))
 
     def _call(self, action: Callable[[Any, str], T], delays: tuple[float, ...] = DELAYS) -> T:
-        """`action` of the file system and the path in it, again after each of `delays` where it may help."""
+        """Call `action` with the file system and the path within it. Retry after each of `delays` if that may help."""
         for delay in (*delays, None):
             try:
                 fs = filesystem(self.url)
@@ -258,7 +276,7 @@ AnyPath = Path | ObjectPath
 
 
 def as_path(path: str | Path | ObjectPath) -> AnyPath:
-    """Return the local path or the URL that a text names; `~` begins the home folder, and file:// is local."""
+    """Return the local path or the URL that a text names. `~` is the home folder, and file:// is local."""
     if isinstance(path, Path | ObjectPath):
         return path
     text = os.path.expanduser(path)
@@ -272,9 +290,9 @@ _lock = threading.Lock()
 
 
 def filesystem(url: str) -> Any:
-    """The process's file system for the protocol of `url`, for all threads; fsspec makes one for each thread.
+    """Return the process's file system for the protocol of `url`, shared by all threads; fsspec has one per thread.
 
-    Listings are not cached, as other processes write.
+    Listings are not cached, because other processes write.
     """
     key = os.getpid(), url.partition("://")[0]
     with _lock:
@@ -284,7 +302,7 @@ def filesystem(url: str) -> Any:
 
 
 def url_problem(path: str) -> tuple[str, str] | None:
-    """What is wrong with `path`, a local one or a URL, and what would work; None if nothing is. Contacts no storage."""
+    """Return the problem of a path or URL and what would work, or None if it is valid. Contacts no storage."""
     protocol, _, rest = path.partition(":/")
     if protocol in known_implementations and rest and not rest.startswith("/"):
         return "a URL has two slashes after its protocol", f"try {protocol}://{rest}"
@@ -311,7 +329,7 @@ def _is_credentials(error: Exception) -> bool:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another attempt would fail as well."""
+    """Return whether another attempt would fail, too."""
     kinds = (ImportError, ValueError, TypeError, NotImplementedError, FileExistsError, IsADirectoryError)
     return isinstance(error, kinds) or _is_credentials(error)
 
@@ -321,14 +339,14 @@ def _one_line(error: Exception) -> str:
 
 
 def _explain(url: str, error: Exception) -> str:
-    """What is wrong, and what would work."""
+    """Return what is wrong, and what would work."""
     protocol = url.partition("://")[0]
     if isinstance(error, ImportError):
         package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
         install = install_command("s3") if package == "s3fs" else f"pip install {package}"
         return f"{protocol}:// needs the package {package}, which is not installed; {install}"
     if isinstance(error, ValueError) and "rotocol not known" in str(error):
-        return f"fsspec knows no protocol {protocol}://; known are s3, gs, az, file, memory and others"
+        return f"fsspec knows no protocol {protocol}://; it knows s3, gs, az, file, memory and others"
     if _is_credentials(error):
         where = _CREDENTIALS.get(_ALIASES.get(protocol, protocol), "the settings of its fsspec implementation")
         return f"{_one_line(error)}; credentials with access to it are needed, in {where}"

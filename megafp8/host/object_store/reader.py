@@ -1,4 +1,4 @@
-"""Reading an object at any place, without a copy on disk."""
+"""Reader of an object at arbitrary positions, without a copy on disk."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _REQUESTS = 8
 
 
 class ObjectReader:
-    """An object that is read by ranges. Short reads are served from pages of 1 MiB, of which the last eight are kept.
+    """Object that is read by ranges. Short reads use pages of 1 MiB, and the latest eight pages are kept.
 
-    A context manager, as files are; there is nothing to close. The object must not change meanwhile.
+    It is a context manager like a file, but there is nothing to close. The object must not change while it is read.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -32,11 +32,11 @@ class ObjectReader:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
     def hold(self, start: int, length: int) -> None:
-        """Read `length` bytes from `start` on in one request, and serve reads within them from memory."""
+        """Read `length` bytes from `start` in one request, and serve reads within them from memory."""
         self._held = (start, self.path.read_range(start, start + length))
 
     def read_some(self, start: int, view: memoryview) -> int:
-        """Fill the beginning of `view` from byte `start` on; returns how much of it, 0 at the end of the object."""
+        """Fill the beginning of `view` with bytes from `start`, and return their number; 0 at the end of the object."""
         first, content_held = self._held
         if first <= start and start + len(view) <= first + len(content_held):
             view[:] = memoryview(content_held)[start - first : start - first + len(view)]
@@ -50,7 +50,7 @@ class ObjectReader:
         return len(content)
 
     def blocks(self, start: int, size: int) -> Iterator[bytes]:
-        """The bytes `[start, start + size)` in order, several requests at a time."""
+        """Yield the bytes `[start, start + size)` in order, with several concurrent requests."""
         end, pending = start + size, deque[Future[bytes]]()
         with ThreadPoolExecutor(_REQUESTS) as executor:
             try:

@@ -260,7 +260,7 @@ def test_a_checkpoint_holds_the_outer_momentum(world2: World) -> None:
     ("section", "key", "value", "message"),
     [
         ("checkpoint", "interval", 100, "try 102"),
-        ("optimizer", "average_decay", 0.9, "weights of its own"),
+        ("optimizer", "average_decay", 0.9, "different weights"),
         ("model", "moe", {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}, "balance experts"),
     ],
 )
