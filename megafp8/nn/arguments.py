@@ -39,7 +39,7 @@ REFUSED: Mapping[str, Refusal] = {
     "symmetric_ar_type": Refusal((None,), "partial sums are all-reduced by the group's own collective"),
     "fp8_output": Refusal((False, None), "tensors between modules are not quantized"),
     "fp8_grad": Refusal((False, None), "gradients between modules are not quantized"),
-    "activation_params": Refusal((None,), "clamped_swiglu uses the values of gpt-oss, a limit of 7 and a slope of 1.702"),
+    "activation_params": Refusal((None,), "clamped_swiglu has the limit of 7 and slope of 1.702 of gpt-oss"),
     "single_grouped_weight": Refusal((False,), "parameters are weight0, weight1, ..., parts of one tensor"),
     "single_grouped_bias": Refusal((False,), "parameters are bias0, bias1, ..."),
     "use_grouped_tensor": Refusal((None, False), "there is one implementation"),
