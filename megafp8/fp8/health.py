@@ -156,7 +156,7 @@ class Recorder:
     forwards record nothing. Steps are numbered from 1, as in metrics.jsonl.
 
     Attributes:
-        observed: Statistics of the current step by layer and operand. A replayed CUDA graph adds the statistics it computed.
+        observed: Statistics of the current step by layer and operand. A replayed CUDA graph adds its results here.
     """
 
     def __init__(self, interval: int) -> None:

@@ -87,7 +87,7 @@ class GroupQuantizer:
     ) -> QuantizedTensor:
         """Cast the rows of all experts in `source`, divided by `row_groups`."""
         first = self._first
-        if first.granularity is BLOCK_128X128:  # weights only; their rows are multiples of 128, so no block has 2 experts
+        if first.granularity is BLOCK_128X128:  # only weights, and no block contains rows of two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
             cast, rule = self._cast_blocks, first.rule

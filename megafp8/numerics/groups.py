@@ -29,7 +29,7 @@ from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTen
 from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENT = 128
-"""Number of rows to whose multiple each expert is padded with zeros in columnwise copies; one block of scales."""
+"""In columnwise copies, each expert's rows are padded with zeros to a multiple of this number, one block of scales."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def cast_groups_1x128(
 
 
 def stored_groups(data: ScaledTensor, experts: int, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-    """Return experts' weights that exist only as FP8 data `[e·n, k]` with scales `[e]` in the format of `cast_groups`."""
+    """Return weights stored only as FP8 data `[e·n, k]` with scales `[e]`, in the format of `cast_groups`."""
     padded, n = data, len(data.data) // experts
     if columnwise and n % ALIGNMENT:
         rows = data.data.view(torch.uint8).view(experts, n, -1)  # byte 0 is the value 0

@@ -1,4 +1,6 @@
-"""Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): random words from key and counter.
+"""Philox-4x32-10: random words computed from a key and a counter.
+
+Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 
 A word is computed from its key and counter by integer arithmetic, so it is equal on every device. Triton has the same
 generator. The products of 32-bit words need 64 bits, and torch has no uint32 arithmetic, so this implementation uses

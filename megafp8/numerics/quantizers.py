@@ -32,7 +32,9 @@ T = TypeVar("T")
 class Cast(Protocol):
     """Function that casts a source `[r, c]` to FP8 rowwise, columnwise (`[c, r]`), or both, as asked for."""
 
-    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast `source` in the given orientations."""
+        ...
 
 
 class Quantizer(Cast, Protocol):
@@ -112,6 +114,7 @@ class KernelCast(Generic[T]):
     reference: Callable[..., T]
 
     def __call__(self, source: MatrixSource, *args: Any, **options: Any) -> T:
+        """Cast `source` with the kernel or the reference."""
         cast = self.reference if source.dtype == torch.float64 else self.kernel
         return cast(source, *args, **options)
 

@@ -1,7 +1,7 @@
 """Reference implementation of `megafp8.kernels.quantize` for one scale per tensor, in plain PyTorch.
 
-The fused kernels reproduce these functions bit for bit. The references for scales per row and per block are in the files
-of their recipes.
+The fused kernels reproduce these functions bit for bit. The references for scales per row and per block are in the
+files of their recipes.
 
 Shapes: r rows, c columns of a matrix.
 """

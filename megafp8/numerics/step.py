@@ -26,7 +26,7 @@ class State(Protocol):
     """State that a recipe keeps between steps, for all its tensors together."""
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
-        """Return the amaxes to reduce by maximum before the step ends. All ranks of a group must return equal shapes."""
+        """Return the amaxes to reduce by maximum before the step ends; of equal shapes on all ranks of a group."""
         ...
 
     def end_step(self, reduced: Sequence[Tensor]) -> None:

@@ -4,9 +4,9 @@ Recipes differ in the number of elements that share a scale, from the whole tens
 `Granularity`. Everything else about a quantized matrix is equal for all recipes, so one type serves them all.
 
 A GEMM sums over the last dim of both operands ("TN"), and a tensor is an operand of two GEMMs that sum over different
-dims. It is therefore needed rowwise, `[r, c]`, and columnwise, `[c, r]`, which is its transpose. A `QuantizedTensor` has
-one or both of these. With one scale per tensor, columnwise data is a transposed copy of rowwise data; with blocks, the
-two are different casts.
+dims. It is therefore needed rowwise, `[r, c]`, and columnwise, `[c, r]`, which is its transpose. A `QuantizedTensor`
+has one or both of these. With one scale per tensor, columnwise data is a transposed copy of rowwise data; with blocks,
+the two are different casts.
 
 Only Blackwell's tensor cores multiply matrices with blocks of 32 and 16. megafp8 *dequantizes* such a matrix: the block
 scales are multiplied into the data. bf16 holds the products exactly, because a value has at most four significant bits
@@ -110,7 +110,7 @@ class ScaledTensor(NamedTuple):
         return values if self.tensor_scale_inv is None else values * self.tensor_scale_inv.to(dtype)
 
     def dequantized(self) -> ScaledTensor:
-        """Return the same matrix in bf16, with the block scales multiplied into the data (see the top of this module)."""
+        """Return the same matrix in bf16, with the block scales multiplied into the data (see the module docstring)."""
         data = self._replace(tensor_scale_inv=None).dequantize().to(torch.bfloat16)
         left = self.tensor_scale_inv
         return ScaledTensor(data, self.scale_inv.new_ones(()) if left is None else left, DEQUANTIZED)
