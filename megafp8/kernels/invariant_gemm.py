@@ -56,7 +56,7 @@ class _Tile(NamedTuple):
 
 @cache
 def parts(n: int, k: int) -> int:
-    """Return the number of parts that the summed dim of a weight `[n, k]` is split into. It depends only on the shape."""
+    """Return the number of parts that the summed dim of a weight `[n, k]` is split into. It depends only on n and k."""
     tiles, count = ceil_div(n, _FEW_N), 1
     while count < _MOST_PARTS and 2 * count * tiles <= _PROGRAMS and ceil_div(k, _BLOCK) >= 2 * count * _LEAST_BLOCKS:
         count *= 2
@@ -179,7 +179,7 @@ def _arrived(device: torch.device) -> Tensor:
 
 
 def _strides(scale_inv: Tensor, granularity: Granularity) -> tuple[int, int]:
-    """Return the distance between the scales of neighboring rows (or 128 rows), and of neighboring blocks of summands."""
+    """Return the strides of scales along rows (or blocks of 128 rows), and along blocks of summands."""
     if granularity in (TENSOR, DEQUANTIZED):
         return 0, 0
     return scale_inv.stride(0), scale_inv.stride(1)
