@@ -364,7 +364,7 @@ def test_a_tracker_has_its_own_numbers() -> None:
         assert torch.equal(draw(), expected[0][i])
     with pytest.raises(ValueError, match="1 is that of another"):
         tracker.add("c", 1)
-    with pytest.raises(ValueError, match="no state 'c', but a, b"), tracker.fork("c"):
+    with pytest.raises(ValueError, match="no state 'c', only a, b"), tracker.fork("c"):
         pass
 
 
