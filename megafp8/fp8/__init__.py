@@ -1,4 +1,4 @@
-"""FP8 for PyTorch models: the manager that gives each layer its state, autocast, conversion, and the public names."""
+"""FP8 training of PyTorch models: conversion, `autocast`, FP8 weights, recipes, and the manager of all FP8 state."""
 
 from megafp8.fp8.autocast import autocast
 from megafp8.fp8.convert import convert, end_step, load_state_dict, state_dict

@@ -1,7 +1,7 @@
-"""`autocast`: the context in which layers outside megafp8's own models run in FP8.
+"""`autocast`: context in which converted layers and the modules of `megafp8.nn` run in FP8.
 
-The context is a value, read when a layer's forward begins: by converted layers (`megafp8.fp8.convert`), by the modules
-of `megafp8.nn`, and by torch.compile, which guards on it.
+The context is a value that a layer reads when its forward begins. Readers are converted layers
+(`megafp8.fp8.convert`), modules of `megafp8.nn`, and torch.compile, which guards on the value.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from megafp8.numerics.recipes.base import Fp8Recipe
 
 @dataclass(frozen=True, eq=False)
 class Autocast:
-    """What `autocast` was entered with. `group`: None for the default process group.
+    """Arguments of an `autocast` context.
 
-    `recipe_key`: a name of the recipe in this process; empty for the layer's own. `ran_together`: weak references to
-    what has run in the outermost context around this one.
+    Attributes:
+        enabled: Whether layers run in FP8.
+        recipe: Recipe, or None for each layer's default recipe.
+        group: Ranks over which amaxes are reduced, or None for the default process group.
+        calibrating: Whether amaxes are recorded while layers run in high precision.
+        recipe_key: Name of the recipe within this process; empty if `recipe` is None.
+        ran_together: Weak references to the layers that have run in the outermost context around this one.
     """
 
     enabled: bool
@@ -36,7 +41,7 @@ class Autocast:
 
     @property
     def amax_group(self) -> ProcessGroup | None:
-        """The ranks over which amaxes are reduced; None for this one alone."""
+        """Ranks over which amaxes are reduced, or None for this rank alone."""
         if self.group is not None or not (distributed.is_available() and distributed.is_initialized()):
             return self.group
         return distributed.group.WORLD
@@ -58,16 +63,17 @@ _recipe_keys: dict[Fp8Recipe, str] = {}
 
 
 def current() -> Autocast:
-    """The innermost context of this thread.
+    """Return the innermost context of this thread.
 
-    In torch.compile the one that any thread entered or left last: the compiler of torch 2.11 does not see a thread's
-    own attributes, and would take the layer to be outside. The compiled layer checks that of its thread when it runs.
+    While torch.compile traces, return the context that any thread entered or left last: the compiler of torch 2.11 does
+    not see thread-local attributes, and would assume that the layer is outside `autocast`. The compiled layer checks
+    its thread's context when it runs.
     """
     return _newest.context if torch.compiler.is_compiling() else _current.context
 
 
 def in_torch_autocast_dtype(x: Tensor) -> Tensor:
-    """x as `torch.autocast` wants it: in its dtype within one, else as it is."""
+    """Cast x to the dtype of `torch.autocast`; return x itself outside `torch.autocast`."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -79,16 +85,18 @@ def autocast(
     group: ProcessGroup | None = None,
     calibrating: bool = False,
 ) -> Iterator[None]:
-    """Context in which layers run in FP8; without it, and with `enabled=False`, they run in high precision.
+    """Run converted layers and modules of `megafp8.nn` in FP8.
 
-    Contexts nest, and the innermost counts: one around some layers gives these another recipe. It is local to the
-    thread. Only the forward has to run within.
+    Outside the context, and with `enabled=False`, layers run in high precision. Contexts may be nested, and the
+    innermost one applies, so a context around some layers can give them another recipe. A context is local to its
+    thread. Only the forward pass must run within it.
 
     Args:
         enabled: Run in FP8.
-        recipe: How to scale. By default each layer's own, with which it was converted or constructed.
-        group: The ranks that run the same layers, over which amaxes are reduced. By default all ranks.
-        calibrating: Record the amaxes of what runs in high precision, for later scales. No effect where `enabled`.
+        recipe: Recipe that determines the scales. Default: the recipe with which each layer was converted or
+            constructed.
+        group: Ranks that run the same layers; amaxes are reduced over them. Default: all ranks.
+        calibrating: Record amaxes while layers run in high precision, for later scales. No effect with `enabled=True`.
     """
     if recipe is not None and not isinstance(recipe, Fp8Recipe):
         raise ValueError(

@@ -1,20 +1,21 @@
-"""A standalone FP8 linear layer as ops that torch.compile keeps in one graph.
+"""Custom ops that let torch.compile keep a standalone FP8 linear layer in one graph.
 
-The compiler sees two opaque ops, forward and backward, with tensors in and out. Each does what the layer does outside
-of the compiler, bit for bit: one kernel casts the input for both of its GEMMs, the weight's FP8 copies are made once a
-step, amaxes are recorded, and the first forward after an optimizer step ends the step.
+The compiler sees two opaque ops, forward and backward, that take and return tensors. Each op does exactly what the
+layer does without the compiler, bit for bit: one kernel casts the input for both of its GEMMs, the weight is quantized
+once per step, amaxes are recorded, and the first forward after an optimizer step ends the step.
 
-*State* is found through a handle, an int64 tensor on the host. A number would be a constant of the graph, and layers
-that are alike would each be compiled. What decides the shapes is a constant: the format in which the input is kept for
-the weight gradient (`StandaloneLinear.saved_format`): FP8 columnwise, by its granularity, or values. Values are always
-right, since backward can quantize them; they stand where nothing is known before the first forward, and while static
-scales are calibrated. So a graph is compiled once, or twice where the format becomes known later.
+*State.* The ops find the layer's state through a handle, an int64 tensor on the host. A Python number would be a
+constant of the graph, and equal layers would be compiled separately. The format in which the input is saved for the
+weight gradient is a constant, because it determines shapes (`StandaloneLinear.saved_format`): either FP8 columnwise, by
+granularity, or values. Saving values is always correct, because backward can quantize them. Values are saved if the
+format is unknown before the first forward, and while static scales are calibrated. A graph is therefore compiled once,
+or twice if the format becomes known later.
 
-*Inputs* of several layers (q, k, v; gate, up) are quantized once where a scale depends on the values alone: the cast is
-then an op of its own, without state, and the compiler finds that it has been computed already.
+*Inputs.* An input of several layers (q, k, v; gate, up) is quantized once if its scale depends only on its values. The
+cast is then a separate op without state, and the compiler eliminates repeated calls.
 
-*Outputs* belong to the graph, which may reuse their memory. So none is a view of the state: a remembered scale is
-copied, and backward asks the state for the weight's copies again.
+*Outputs.* The graph owns the outputs and may reuse their memory, so no output is a view of the state: scales that the
+recipe keeps are copied, and backward asks the state for the weight's FP8 copies again.
 
 Shapes: m tokens (all leading dims), k inputs, n outputs.
 """
@@ -54,7 +55,7 @@ _GRANULARITIES = {
 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: StandaloneLinear, training: bool) -> Tensor:
-    """`input wᵀ + bias` of a standalone layer within torch.compile: x `[..., k]` -> `[..., n]`."""
+    """Return `x wᵀ + bias` of a standalone layer within torch.compile, `[..., n]`; x is `[..., k]`."""
     context = current()
     if not context.enabled and not context.calibrating:
         return F.linear(x, weight, bias)
@@ -70,7 +71,10 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Stand
 
 @torch.library.custom_op("megafp8::quantize_input", mutates_args=())
 def _quantize(x: Tensor, key: str, columnwise: bool) -> list[Tensor]:
-    """x rowwise, and columnwise if wanted: of each data, scale_inv, and a tensor's scale, if any."""
+    """Quantize x rowwise, and also columnwise if wanted.
+
+    Each orientation is returned as data, scale_inv, and the tensor's scale if the format has two levels of scales.
+    """
     quantizer, x_mk = input_quantizer(key, x.device), as_matrix(x)
     if not x.numel():
         return [torch.ones_like(part) for part in _quantized_like(x_mk, quantizer.granularity.name, columnwise)]
@@ -96,8 +100,8 @@ def _quantized_like(x_mk: Tensor, granularity: str, columnwise: bool) -> list[Te
 
 
 def _as_tensors(x: ScaledTensor) -> list[Tensor]:
-    """Data, scale_inv in an order of its own that does not depend on the device, and the tensor's scale, if any."""
-    scale_inv = x.scale_inv.t() if x.granularity is BLOCK_1X128 else x.scale_inv  # kernels write it so
+    """Return data, scale_inv in a memory order that does not depend on the device, and the tensor's scale, if any."""
+    scale_inv = x.scale_inv.t() if x.granularity is BLOCK_1X128 else x.scale_inv  # kernels write it transposed
     made = [x.data, scale_inv.contiguous()]
     return made if x.tensor_scale_inv is None else [*made, x.tensor_scale_inv]
 
@@ -107,7 +111,11 @@ def _forward(
     x: Tensor, weight: Tensor, handle: Tensor, x8: list[Tensor], saved_format: str, training: bool, needs_dx: bool,
     needs_dw: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """y, and what is kept of x for wgrad where that is FP8 and not in `x8`, which is `_quantize`'s, or empty."""
+    """Return y, followed by the tensors of the FP8 input that are saved for wgrad.
+
+    No tensors follow if the input is saved as values, or if `x8`, the result of `_quantize`, already contains them.
+    `x8` is empty if the input has not been quantized.
+    """
     layer, x_mk = layer_of(handle), as_matrix(x.detach())
     columnwise = needs_dw and saved_format != VALUES and not x8
     with torch.autocast(x.device.type, enabled=False), layer.running(x.device, training=training) as state:
@@ -140,13 +148,13 @@ def _forward(
 
 
 def _saved_of(x_mk: Tensor, saved_format: str) -> list[Tensor]:
-    """Tensors like those that are kept of x, with any values."""
+    """Return uninitialized tensors with the shapes and dtypes of the tensors that are saved of x."""
     granularity, (m, k) = _GRANULARITIES[saved_format], x_mk.shape
     shape = granularity.grid(k, m)
     if granularity is BLOCK_1X128:
         shape = (shape[1], shape[0])
     data = x_mk.new_empty((k, m), dtype=E4M3.dtype)
-    if granularity is DEQUANTIZED:  # in memory as x is
+    if granularity is DEQUANTIZED:  # stored in the memory order of x
         data = torch.empty_like(x_mk, dtype=torch.bfloat16).t()
     kept = [data, x_mk.new_empty(shape, dtype=torch.float32)]
     return [*kept, x_mk.new_empty((), dtype=torch.float32)] if granularity.two_level else kept
@@ -188,7 +196,7 @@ _forward.register_autograd(_autograd, setup_context=_save)
 def _backward(
     dy: Tensor, weight: Tensor, handle: Tensor, kept: list[Tensor], saved_format: str, needs_dx: bool, needs_dw: bool
 ) -> list[Tensor]:
-    """dx and dw, those that are needed."""
+    """Return dx if it is needed, then dw if it is needed."""
     state, dy_mn = layer_of(handle).last_state, as_matrix(dy)
     if state is not None and state.plan.calibrating:
         state.record_amax("grad_output", dy_mn)
@@ -215,14 +223,14 @@ def _backward(
 
 
 def _columnwise(state: LinearState, kept: list[Tensor], saved_format: str) -> ScaledTensor:
-    """The input columnwise `[k, m]`."""
+    """Return the quantized input columnwise, `[k, m]`, from the tensors that forward saved."""
     if saved_format == VALUES:
         return state.quantizers.input(Plain(as_matrix(kept[0])), rowwise=False, columnwise=True).required_columnwise
     return _from_tensors(kept, _GRANULARITIES[saved_format])
 
 
 def _from_tensors(tensors: list[Tensor], granularity: Granularity) -> ScaledTensor:
-    """The inverse of `_as_tensors`."""
+    """Return the `ScaledTensor` that `_as_tensors` has taken apart."""
     scale_inv = tensors[1].t() if granularity is BLOCK_1X128 else tensors[1]
     return ScaledTensor(tensors[0], scale_inv, granularity, tensors[2] if granularity.two_level else None)
 

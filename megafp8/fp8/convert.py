@@ -1,11 +1,12 @@
-"""FP8 for any PyTorch model: `convert` makes its `nn.Linear`s FP8 layers, which run in FP8 within `autocast`.
+"""FP8 for any PyTorch model: `convert` turns every `nn.Linear` into a layer that runs in FP8 within `autocast`.
 
-A converted layer is the same module with another class: its parameters, hooks and names stay, so `state_dict` is
-unchanged and a later wrapper (DDP, FSDP2, torch.compile) sees an `nn.Linear`. Its state is a `StandaloneLinear`; that
-of all layers of one `convert` is allocated together (`megafp8.fp8.standalone`).
+A converted layer is the same module with another class. Its parameters, hooks and names stay, so `state_dict` is
+unchanged, and a later wrapper (DDP, FSDP2, torch.compile) sees an `nn.Linear`. Its FP8 state is a `StandaloneLinear`.
+The states of all layers of one `convert` call are allocated together (`megafp8.fp8.standalone`).
 
-Limits: casts are not fused with the norms and activations around the layers, and gradients return through autograd in
-the weight's dtype instead of being accumulated by the GEMM. Models built from megafp8's own layers have neither limit.
+Limits: casts are not fused with the norms and activations around the layers, and weight gradients return through
+autograd in the weight's dtype instead of being accumulated by the GEMM. Models built from megafp8's layers have neither
+limit.
 """
 
 from __future__ import annotations
@@ -49,26 +50,33 @@ def convert(
     speed_filter: int | None = None,
     gemm_backend: GemmBackend = "auto",
 ) -> nn.Module:
-    """Make every `nn.Linear` of `model` that matches no pattern in `skip` an FP8 layer, and return `model`.
+    """Convert every `nn.Linear` of `model` that matches no pattern in `skip` to an FP8 layer.
 
-    Experts of transformers' mixture-of-experts models are converted too (`megafp8.fp8.converted_experts`). Layers with
-    dims that are not multiples of 16 are left out with a warning, subclasses of `nn.Linear` without. Converted layers
-    run in FP8 within `autocast`. Convert before DDP, `fully_shard` or `torch.compile`; on any device, "meta" too.
+    Converted layers run in FP8 within `autocast`. Experts of transformers' mixture-of-experts models are converted too
+    (`megafp8.fp8.converted_experts`). Layers with dims that are not multiples of 16 are left out with a warning;
+    subclasses of `nn.Linear` are left out without a warning. Convert the model before DDP, `fully_shard` or
+    `torch.compile`. The model may be on any device, including "meta".
 
     Args:
-        skip: Shell-style patterns of qualified names (`model.named_modules()`), where `*` matches dots too.
-        module_filter_fn: Called with each layer and its name; one for which it is false is left out.
-        speed_filter: Tokens that one rank runs through a layer at once. Layers that FP8 is predicted to slow down on
-            this GPU are left out, and named in the log.
-        gemm_backend: As `fp8.gemm_backend` in configs.
+        model: Model to convert in place.
+        recipe: Default recipe of the converted layers, for example `DelayedScaling()`.
+        skip: Shell-style patterns of layer names (`model.named_modules()`) to leave out. `*` also matches dots.
+        module_filter_fn: Function of a layer and its name; layers for which it returns False are left out.
+        speed_filter: Number of tokens that one rank runs through a layer at once. Layers that FP8 is predicted to slow
+            down on this GPU are left out, and named in the log. None converts them too.
+        gemm_backend: Backend of FP8 GEMMs, as `fp8.gemm_backend` in configs.
 
-    Raises ValueError, with the model unchanged, if `recipe` is not an Fp8Recipe (but its name, say), a pattern of
-    `skip` or the recipe matches nothing, there is nothing to convert, or a layer is sharded already; with
-    `speed_filter`, if the speeds of this device or recipe are not known.
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: `recipe` is not an `Fp8Recipe`, a pattern of `skip` or of the recipe matches no layer, there is
+            nothing to convert, or a layer is sharded already. With `speed_filter`, also if the speeds of this device or
+            recipe are not known. The model is unchanged then.
     """
     if not isinstance(recipe, Fp8Recipe):
         meant = recipe if isinstance(recipe, type) else RECIPES.get(str(recipe), CurrentScaling)
-        raise ValueError(f"recipe is {recipe!r}; it must be an Fp8Recipe, try megafp8.fp8.{meant.__name__}()")
+        raise ValueError(f"recipe is {recipe!r}; it must be an Fp8Recipe; try megafp8.fp8.{meant.__name__}()")
     if isinstance(skip, str):
         raise ValueError(f"skip is the string {skip!r}; it must be a tuple of patterns, for example ({skip!r},)")
     if gemm_backend not in get_args(GemmBackend):
@@ -122,7 +130,7 @@ def convert(
 
 
 def _dims(module: nn.Module) -> list[int]:
-    """Outputs and inputs of a linear layer, or of the first of each expert's two, which are those of the other."""
+    """Return the dims of a linear layer's weight. Both layers of an expert have the same two dims, returned once."""
     if isinstance(module, nn.Linear):
         return list(module.weight.shape)
     _, f2, h = cast(Tensor, module.gate_up_proj).shape
@@ -130,7 +138,10 @@ def _dims(module: nn.Module) -> list[int]:
 
 
 def _site_names(name: str, module: nn.Module) -> list[str]:
-    """The names of a module's linear layers: its own, or the first layers of all experts and the second ones."""
+    """Return the names of a module's linear layers.
+
+    For experts, these are the gate/up projections of all experts, followed by the down projections of all experts.
+    """
     if isinstance(module, nn.Linear):
         return [name]
     experts = range(len(cast(Tensor, module.gate_up_proj)))
@@ -140,7 +151,7 @@ def _site_names(name: str, module: nn.Module) -> list[str]:
 def _slowed_down(
     modules: Mapping[str, nn.Module], sites: Mapping[str, list[str]], recipe: Fp8Recipe, tokens: int
 ) -> set[str]:
-    """The linear layers that FP8 is predicted to slow down, each with a line in the log; experts are not among them."""
+    """Return the names of the linear layers that FP8 is predicted to slow down, and log each. Experts are skipped."""
     ceilings = ceilings_of(device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     slow = set()
     for name, module in modules.items():
@@ -159,9 +170,14 @@ def _slowed_down(
 def end_step(model: nn.Module) -> None:
     """End a training step now instead of at the next training forward.
 
-    Needed before `state_dict`, and after an optimizer that is not a `torch.optim.Optimizer`. With delayed scaling a
-    collective over `autocast`'s group. For converted models, possibly wrapped, and for modules of `megafp8.nn`; raises
-    ValueError for others.
+    Call it before `state_dict`, and after an optimizer that is not a `torch.optim.Optimizer`. With delayed scaling it
+    is a collective over the group of `autocast`.
+
+    Args:
+        model: Converted model, which may be wrapped, or a model with modules of `megafp8.nn`.
+
+    Raises:
+        ValueError: The model has no FP8 layers.
     """
     layers = layers_of(model)
     if not layers:
@@ -170,29 +186,36 @@ def end_step(model: nn.Module) -> None:
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The FP8 state of `model`'s layers by name: amaxes and scales, where the recipe keeps them between steps.
+    """Return the FP8 state of a converted model by name: amaxes and scales that the recipe keeps between steps.
 
-    Not in `model.state_dict()`: save it as well. The same on every rank, and empty before the first FP8 forward. Raises
-    ValueError if an optimizer has stepped and the step has not ended: call `end_step` on every rank.
+    `model.state_dict()` does not contain this state, so save both. The state is equal on all ranks, and empty before
+    the first FP8 forward.
+
+    Raises:
+        ValueError: An optimizer has stepped, but the FP8 step has not ended. Call `end_step` on every rank first.
     """
     return _converted_layers(model).state_dict()
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load what `state_dict` returned, on any device, before or after the first forward.
+    """Load the FP8 state that `state_dict` returned. The tensors may be on any device.
 
-    Raises ValueError, at the first FP8 forward at the latest, if names or shapes do not match `model` and its recipe.
+    The state may be loaded before or after the first forward.
+
+    Raises:
+        ValueError: Names or shapes do not match `model` and its recipe. If nothing has run in FP8 yet, the first FP8
+            forward raises the error.
     """
     _converted_layers(model).load_state_dict(state)
 
 
 class Fp8LinearModule(nn.Linear):
-    """An `nn.Linear` that runs in FP8 within `autocast`; made by `convert`."""
+    """`nn.Linear` that runs in FP8 within `autocast`. `convert` changes the class of a layer to this class."""
 
     fp8: StandaloneLinear
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input wᵀ + bias`: input `[..., in_features]` -> `[..., out_features]` in its dtype, or torch.autocast's."""
+        """Return `input wᵀ + bias`, `[..., out_features]`, in the dtype of `input` or of torch.autocast."""
         if in_onnx_export() and (product := exported(self.fp8, input.device)):
             y = product(input)
             return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -206,7 +229,7 @@ class Fp8LinearModule(nn.Linear):
         super().__setattr__(name, value)
 
 
-@torch._disable_dynamo  # the public torch.compiler.disable would import all of it here, which takes a second
+@torch._disable_dynamo  # the public torch.compiler.disable would import all of Dynamo here, which takes a second
 def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
     with layer.fp8.running(x.device, training=layer.training) as state:
         if state is None or x.numel() == 0:  # an expert may have no tokens, and a GEMM no rows
@@ -217,7 +240,7 @@ def _forward(layer: Fp8LinearModule, x: Tensor) -> Tensor:
         fused = LinearInput(values, x8, None)
         if not torch.is_autocast_enabled(x.device.type):
             return linear(fused, weight, state, bias=layer.bias)
-        with torch.autocast(x.device.type, enabled=False):  # it would reach into the emulated GEMM
+        with torch.autocast(x.device.type, enabled=False):  # autocast would affect the emulated GEMM
             return linear(fused, weight, state, bias=layer.bias)
 
 
@@ -225,7 +248,7 @@ def _converted_layers(model: nn.Module) -> StandaloneLayers:
     known = layers_of(model)
     if len(known) != 1:
         raise ValueError(
-            f"{type(model).__name__} has layers from {len(known)} calls of megafp8.fp8.convert, and there must be one; "
-            "for several, name the converted submodules one at a time"
+            f"{type(model).__name__} has layers from {len(known)} calls of megafp8.fp8.convert, but there must be one; "
+            "if there are several, pass each converted submodule separately"
         )
     return known[0]

@@ -1,8 +1,9 @@
-"""Experts of transformers' mixture-of-experts models in FP8: Mixtral, Qwen3-MoE and others that store them alike.
+"""FP8 for the experts of transformers' mixture-of-experts models: Mixtral, Qwen3-MoE and others in the same format.
 
-transformers 5 stores all experts of a block in two parameters, `gate_up_proj` `[e, 2f, h]` and `down_proj` `[e, h, f]`,
-in a module that is called with tokens and their choice of experts. Here the tokens are sorted by expert and each
-product is one `grouped_linear`: every expert is an FP8 layer of its own, and kernels compute all of them at once.
+transformers 5 stores all experts of a block in two parameters, `gate_up_proj` `[e, 2f, h]` and `down_proj` `[e, h, f]`.
+Their module is called with the tokens and the chosen experts of each token. The converted module sorts the tokens by
+expert and computes each product by one `grouped_linear`: every expert is a separate FP8 layer, and one kernel computes
+all experts at once.
 
 Shapes: t tokens, k experts chosen by each, e experts, h hidden, f width of an expert, m = t·k rows.
 """
@@ -23,7 +24,7 @@ from megafp8.numerics.groups import RowGroups
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether `module` stores experts and is called as described above."""
+    """Return whether `module` stores experts in the format described at the top of this module."""
     up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not isinstance(up, nn.Parameter) or not isinstance(down, nn.Parameter) or up.dim() != 3 or down.dim() != 3:
         return False
@@ -34,14 +35,14 @@ def are_experts(module: nn.Module) -> bool:
 
 
 def convert_experts(module: nn.Module, up: StandaloneExperts, down: StandaloneExperts) -> None:
-    """Let `module`, for which `are_experts`, compute with these layers within `autocast`."""
+    """Make `module` compute with the FP8 layers `up` and `down` within `autocast`; `are_experts(module)` must hold."""
     module.fp8_up, module.fp8_down = up, down  # type: ignore[assignment]
     module.forward = MethodType(_forward, module)
     module.__class__ = _watching(type(module))  # type: ignore[arg-type]
 
 
 class _Watching(nn.Module):
-    """Experts that free the FP8 copies of a weight when FSDP2 assigns it, whose memory comes or goes."""
+    """Mixin that frees the FP8 copies of a weight when FSDP2 assigns the weight after gathering or freeing it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("gate_up_proj", "down_proj"):
@@ -52,13 +53,20 @@ class _Watching(nn.Module):
 
 @cache
 def _watching(own_class: type[nn.Module]) -> Any:
-    """`own_class`, of the same name, as a `_Watching` one."""
+    """Return a subclass of `_Watching` and `own_class`, with the name of `own_class`."""
     about = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
     return type(own_class.__name__, (_Watching, own_class), about)
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Tokens `[t, h]`, the experts of each `[t, k]` and their weights `[t, k]` -> `[t, h]`."""
+    """Apply the chosen experts to each token, and return the weighted sums, `[t, h]`.
+
+    Args:
+        self: Converted module.
+        hidden_states: Tokens, `[t, h]`.
+        top_k_index: Experts of each token, `[t, k]`.
+        top_k_weights: Weights of these experts, `[t, k]`.
+    """
     device, training = hidden_states.device, self.training
     x_th = in_torch_autocast_dtype(hidden_states)
     order_m = top_k_index.flatten().argsort(stable=True)

@@ -1,26 +1,29 @@
-"""FP8 health: what the cast to FP8 loses, per tensor of each layer, sampled every n steps.
+"""FP8 health: the loss of information in the cast to FP8, for each tensor of each layer, sampled every n steps.
 
-Loss curves show a failing cast thousands of steps late; the cast itself shows it at once: elements that become zero
-(underflow) or are clamped (saturated), and a low signal-to-noise ratio. Rounding alone leaves about 31 dB in E4M3 and
-25 in E5M2, whatever the distribution; a tensor well below that loses something else.
+Loss curves show a failing cast thousands of steps late. The cast itself shows the problem at once: elements become zero
+(underflow) or are clamped (saturation), and the signal-to-noise ratio is low. Rounding alone leaves an SNR of about
+31 dB in E4M3 and 25 dB in E5M2, whatever the distribution. A tensor well below these values loses something else.
 
-`statistics` computes five numbers of one tensor on its device, without synchronization. A `Recorder` decides which
-steps are sampled and gathers a step's tensors, so that the host waits once, at its end. It sees them through an
-`ObservedQuantizer` around each quantizer of each layer, which does not change the FP8 data; without a recorder there is
-none, at no cost. `ReportWriter` and `read_report` store the records in the run folder; `advice` says which tensors need
-another recipe, and why.
+`statistics` computes five numbers for one tensor on its device, without synchronization. A `Recorder` decides which
+steps are sampled and gathers the numbers of a step, so that the host waits only once, at the end of the step. It sees
+the tensors through an `ObservedQuantizer` around each quantizer of each layer, which does not change the FP8 data.
+Without a recorder there are no such wrappers, and no cost. `ReportWriter` and `read_report` store the records in the
+run folder. `advice` says which tensors need another recipe, and why.
 
-Cost. `statistics` moves about 68 bytes per element of a bf16 tensor: 2 for the amax, 11 to widen it and its FP8 data,
-13 for underflow, 20 to dequantize and subtract, 8 for two norms, 14 for saturation; scales per block add 16. Llama-3-8B
-at 8192 tokens quantizes 0.79·10⁹ elements per layer, 25·10⁹ in all: 1.7 TB, or half a second at 3.3 TB/s. A step of one
-such micro-batch takes 0.58 s at 14,000 tokens/s, so sampling every 100th step costs 0.9% of the time; with eight
-micro-batches per step, of which one is sampled, 0.1%. That is arithmetic, not a measurement. Memory: temporaries are of
-a band of 2²³ elements at a time, at most 150 MB; besides, the tensor's own values in fp32, and what computes them where
-a norm or an activation is fused with its cast. The largest in that model is the gradient of [gate | up], 4.2 GB while
-it is computed; tensor parallelism divides that.
+*Cost.* `statistics` moves about 68 bytes per element of a bf16 tensor: 2 for the amax, 11 to widen the tensor and its
+FP8 data, 13 for underflow, 20 to dequantize and subtract, 8 for two norms, 14 for saturation; scales per block add 16.
+Llama-3-8B at 8192 tokens quantizes 0.79·10⁹ elements per layer and 25·10⁹ in total, which means 1.7 TB, or half a
+second at 3.3 TB/s. A step of one such micro-batch takes 0.58 s at 14,000 tokens/s, so sampling every 100th step costs
+0.9% of the time, or 0.1% with eight micro-batches per step, because only one of them is sampled. These figures are
+computed, not measured.
+
+*Memory.* Temporaries cover a band of 2²³ elements at a time and take at most 150 MB. In addition, the tensor's values
+exist in fp32, and so do the intermediate results that compute them if a norm or an activation is fused with the cast.
+The largest tensor in that model is the gradient of [gate | up], which takes 4.2 GB while it is computed; tensor
+parallelism divides this size.
 
 Limits: only rowwise data is sampled, not the columnwise data that finer recipes cast separately; only the first
-micro-batch; and under tensor or data parallelism only this rank's slice.
+micro-batch is sampled; and under tensor or data parallelism only this rank's slice is sampled.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -53,29 +56,38 @@ FILE_NAME = "fp8_report.jsonl"
 OPERANDS = ("input", "weight", "grad_output")
 
 EXACT_DB = 150.0
-"""SNR of a lossless cast (of zeros too): just above what the 24 bits of fp32 can tell, 144 dB."""
+"""SNR reported for a lossless cast, including a cast of zeros: just above the 144 dB that fp32's 24 bits resolve."""
 
 _BAND_ELEMENTS = 2**23
 _ROUNDING = 1 + 2.0**-20
-"""A scale and its inverse are rounded, so `amax · scale` may exceed the format's maximum by some 2^-22: not clamped."""
+"""Tolerance of the test for clamped elements. A scale and its inverse are rounded, so `amax · scale` may exceed the
+format's maximum by a few 2^-22 although nothing is clamped."""
 
 
 @torch.no_grad()
 def statistics(x_rc: Tensor, q: ScaledTensor) -> Tensor:
-    """`[amax, scale, underflow, saturated, snr_db]`, fp32 `[5]` on x's device, without host synchronization.
+    """Compute `[amax, scale, underflow, saturated, snr_db]` of a cast, without synchronizing with the host.
 
-    `x_rc` `[r, c]` bf16 or fp32, not empty; `q` the same matrix quantized, of any granularity.
+    - amax: Largest magnitude; inf if x has an inf or a NaN.
+    - scale: Factor that multiplies x before the cast; the median over blocks. For a dequantized matrix, only the scale
+      of the whole tensor is known.
+    - underflow: Fraction of the non-zero elements that are zero in FP8.
+    - saturated: Fraction of all elements that are clamped, `|x| · scale > format's max`. It is 0 for NVFP4 and for
+      dequantized data, which are stored in a wider format.
+    - snr_db: 10·log10(Σx² / Σ(x - y)²), where y is q dequantized. It is exact to 0.01 dB, at most `EXACT_DB` (a
+      lossless cast), and NaN if x is not finite.
 
-    amax: largest magnitude, inf if x has an inf or a NaN. scale: multiplies x before the cast; the median over blocks.
-    underflow: fraction of the non-zero elements that are zero in FP8. saturated: fraction of all elements clamped,
-    `|x| · scale > format's max` (0 for NVFP4 and what is dequantized, stored in a wider format). snr_db: 10·log10(Σx² /
-    Σ(x - y)²) with y = q dequantized, exact to 0.01 dB; at most `EXACT_DB`, that of a lossless cast; NaN where x is not
-    finite. Of a dequantized matrix scale is the one that is left for the tensor.
+    Args:
+        x_rc: Matrix `[r, c]`, bf16 or fp32, not empty.
+        q: The same matrix quantized, with any granularity.
+
+    Returns:
+        The five numbers, fp32 `[5]` on x's device.
     """
     assert x_rc.shape == q.data.shape
     assert x_rc.numel()
     amax_x = amax(x_rc)
-    # Squares of gradients leave fp32's range, so sums are in about the units of q.data; a power of two keeps all bits.
+    # Squares of gradients leave fp32's range, so the sums use about the units of q.data. A power of two keeps all bits.
     unit = scale_from_amax(amax_x, E4M3.max if q.granularity is DEQUANTIZED else _most(q.data), power_of_two=True)
     sums = torch.stack([_sums(x_band, q_band, unit) for x_band, q_band in _bands(x_rc, q)]).sum(dim=0)
     signal, noise, nonzero, lost, clamped = sums.unbind()
@@ -86,7 +98,7 @@ def statistics(x_rc: Tensor, q: ScaledTensor) -> Tensor:
 
 
 def _bands(x_rc: Tensor, q: ScaledTensor) -> Iterator[tuple[Tensor, ScaledTensor]]:
-    """`x_rc` and `q` in bands of whole rows of blocks, about `_BAND_ELEMENTS` each."""
+    """Split `x_rc` and `q` into bands that contain whole rows of blocks, of about `_BAND_ELEMENTS` elements each."""
     r, c = x_rc.shape
     block = q.granularity.rows or 1
     rows = max(1, _BAND_ELEMENTS // (block * c)) * block
@@ -96,16 +108,19 @@ def _bands(x_rc: Tensor, q: ScaledTensor) -> Iterator[tuple[Tensor, ScaledTensor
 
 
 def _most(data: Tensor) -> float:
-    """The largest number of its dtype."""
+    """Return the largest number of the dtype of `data`."""
     return torch.finfo(data.dtype).max
 
 
 def _sums(x_rc: Tensor, q: ScaledTensor, unit: Tensor) -> Tensor:
-    """Float64 `[5]` of a band: unit² Σx², unit² Σ(x - y)², and counts: non-zero, of these zero in FP8, clamped."""
+    """Return the sums of a band, float64 `[5]`.
+
+    The sums are unit² Σx², unit² Σ(x - y)², and three counts of elements: non-zero, non-zero but zero in FP8, clamped.
+    """
     r, c = x_rc.shape
-    values = x_rc * unit.view(1, 1)  # fp32: a unit `[]` would leave bf16 as it is
+    values = x_rc * unit.view(1, 1)  # fp32; a unit of shape `[]` would leave the product in bf16
     scale_inv = q.scale_inv * (unit if q.tensor_scale_inv is None else q.tensor_scale_inv * unit)
-    # A scale_inv of zero (NVFP4 has them) makes zeros, it does not clamp.
+    # A scale_inv of zero, which NVFP4 can have, produces zeros and clamps nothing.
     limits = (scale_inv.double() * (_most(q.data) * _ROUNDING)).masked_fill(scale_inv == 0, torch.inf).float()
     data = q.data.float()
     nonzero = x_rc != 0
@@ -118,7 +133,7 @@ def _sums(x_rc: Tensor, q: ScaledTensor, unit: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Record:
-    """The `statistics` of a tensor at a step, rounded to six digits; None where not finite."""
+    """`statistics` of one tensor in one step, rounded to six digits; None for values that are not finite."""
 
     step: int
     layer: str
@@ -131,41 +146,47 @@ class Fp8Record:
 
 
 Statistics = dict[tuple[str, str], Tensor]
-"""`statistics` of tensors by layer and operand."""
+"""Results of `statistics`, by layer and operand."""
 
 
 class Recorder:
-    """Gathers the statistics of every `interval`-th step, of each tensor when it is first quantized in it.
+    """Recorder of the statistics of every `interval`-th step.
 
-    That is the first micro-batch; a recomputed forward changes nothing. Steps are numbered from 1, as in metrics.jsonl.
-    `observed`: the statistics of the current step by layer and operand; a replayed CUDA graph has computed its own.
+    Each tensor is recorded when it is first quantized in the step, which is in the first micro-batch. Recomputed
+    forwards record nothing. Steps are numbered from 1, as in metrics.jsonl.
+
+    Attributes:
+        observed: Statistics of the current step by layer and operand. A replayed CUDA graph adds its results here.
     """
 
     def __init__(self, interval: int) -> None:
         if interval < 1:
-            raise ValueError(f"FP8 report: interval is {interval}; it must be at least 1 step, 100 is usual")
+            raise ValueError(f"FP8 report: interval is {interval}; it must be at least 1 step (100 is usual)")
         self.interval = interval
-        self._step: int | None = None  # None: not sampled
+        self._step: int | None = None  # None in a step that is not sampled
         self.observed: Statistics = {}
 
     def begin_step(self, step: int) -> bool:
-        """Begin step `step`; whether it is sampled."""
+        """Begin the step `step`, and return whether it is sampled."""
         self._step = step if step % self.interval == 0 else None
         self.observed = {}
         return self._step is not None
 
     def wants(self, layer_name: str, operand: str) -> bool:
-        """Whether `observe` would record this operand, before x is computed for it."""
+        """Return whether `observe` would record this operand. Ask before computing its values."""
         return self._step is not None and (layer_name, operand) not in self.observed
 
     def observe(self, layer_name: str, operand: str, x_rc: Tensor, q: ScaledTensor) -> None:
-        """Record `statistics(x_rc, q)` of an operand, one of `OPERANDS`, if wanted. No host synchronization."""
+        """Record `statistics(x_rc, q)` of an operand, one of `OPERANDS`, if it is wanted, without synchronization."""
         assert operand in OPERANDS
         if self.wants(layer_name, operand):
             self.observed[layer_name, operand] = statistics(x_rc, q)
 
     def end_step(self) -> list[Fp8Record]:
-        """The step's records in order of observation, by one copy to the host; none if the step is not sampled."""
+        """End the step, and return its records in order of observation; empty if the step is not sampled.
+
+        The statistics are copied to the host at once.
+        """
         step, gathered = self._step, self.observed
         self._step, self.observed = None, {}
         if step is None or not gathered:
@@ -175,14 +196,17 @@ class Recorder:
 
 
 def _rounded(value: float) -> Any:
-    """`value` to six digits, one less than fp32 has (seventeen would triple the file); None if not finite."""
+    """Round `value` to six digits, or return None if it is not finite.
+
+    fp32 has seven digits. Writing the seventeen digits of a Python float would triple the size of the file.
+    """
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 class ObservedQuantizer:
-    """`quantizer` of a layer's `operand` whose results `recorder` records where it wants them.
+    """Quantizer of one operand that passes its results to a recorder.
 
-    The rowwise data is recorded, and then computed even if only columnwise data is asked for.
+    Rowwise data is recorded. In a sampled step it is computed even if only columnwise data is asked for.
     """
 
     def __init__(self, quantizer: Quantizer, recorder: Recorder, layer_name: str, operand: str) -> None:
@@ -191,22 +215,26 @@ class ObservedQuantizer:
 
     @property
     def per_tensor(self) -> bool:
+        """Whether a tensor has one scale."""
         return self.quantizer.per_tensor
 
     @property
     def shard_alignment(self) -> int:
+        """Smallest number of tokens that can be quantized separately."""
         return self.quantizer.shard_alignment
 
     @property
     def wanted(self) -> bool:
-        """Whether the recorder wants what is cast next."""
+        """Whether the recorder wants the next tensor."""
         return self.recorder.wants(self.layer_name, self.operand)
 
     def for_sharded_input(self, group: ProcessGroup) -> ObservedQuantizer | None:
+        """Return an observed quantizer of inputs sharded over `group`, or None if shards cannot be quantized."""
         quantizer = self.quantizer.for_sharded_input(group)
         return None if quantizer is None else ObservedQuantizer(quantizer, self.recorder, self.layer_name, self.operand)
 
     def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Quantize `source` in the given orientations, and record the rowwise data if the recorder wants it."""
         if not self.wanted:
             return self.quantizer(source, rowwise=rowwise, columnwise=columnwise)
         made = self.quantizer(source, rowwise=True, columnwise=columnwise)
@@ -216,10 +244,17 @@ class ObservedQuantizer:
 
 
 class ReportWriter:
-    """Appends records to `path`, one JSON object per line, all of a step at once.
+    """Writer of records to a file, one JSON object per line, all records of a step at once.
 
-    `step` is the last step done. A resumed run repeats steps that a crash lost, so lines of later steps, and from a
-    truncated line on, are dropped first. Raises ValueError if the file has other lines.
+    A resumed run repeats the steps that a crash lost. The constructor therefore deletes the lines of steps after `step`
+    and everything from a truncated line on.
+
+    Args:
+        path: File to append to.
+        step: Last completed step.
+
+    Raises:
+        ValueError: The file has lines that are not records.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -229,14 +264,20 @@ class ReportWriter:
         self._lines = JsonLines(path)
 
     def write(self, records: Sequence[Fp8Record]) -> None:
+        """Append the records of a step."""
         self._lines.append(*map(asdict, records))
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 
 def read_report(path: Path) -> list[Fp8Record]:
-    """The records in order, without a last line still being written. Raises ValueError for any other bad line."""
+    """Return the records in order. Skip a last line that is still being written.
+
+    Raises:
+        ValueError: Another line is not a record.
+    """
     return [record for _, record in _complete_lines(path)]
 
 
@@ -248,31 +289,34 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, Fp8Record]]:
             try:
                 record = Fp8Record(**json.loads(line))
             except (ValueError, TypeError, RecursionError):
-                raise ValueError(f"{path}, line {number} is no line of an FP8 report: mend or remove it") from None
+                raise ValueError(f"{path}, line {number} is not a line of an FP8 report; fix or remove it") from None
             yield line, record
 
 
 RECENT_STEPS = 5
-"""Advice is based on this many of the latest sampled steps: neither on one odd batch nor on the start of training."""
+"""Number of the latest sampled steps on which advice is based, so that neither one odd batch nor the start of training
+decides."""
 SATURATED_SHARE = 1e-3
-"""Clamped elements are the largest, and wrong by more than rounding. A scale that fits clamps none; one that is 1.5
-times too large clamps this share of normally distributed values whose amax is 5σ."""
+"""Fraction of clamped elements above which a scale does not fit. Clamped elements are the largest ones, and their error
+exceeds rounding. A scale that fits clamps none; a scale that is 1.5 times too large clamps this fraction of normally
+distributed values with an amax of 5σ."""
 UNDERFLOW_SHARE = 0.05
-"""E4M3 loses what is below 2^-19 of the maximum: one in 10⁵ of normally distributed values. 5% means that the gradient
-spreads over more octaves than E4M3 has, and these are missing from the sums. E5M2 has 14 octaves more."""
+"""Fraction of underflowing elements above which E4M3 has too little range for a gradient. E4M3 loses values below 2^-19
+of the maximum: one in 10⁵ of normally distributed values. At 5% the gradient spreads over more octaves than E4M3 has,
+and the lost values are missing from the sums. E5M2 has 14 more octaves."""
 SNR_DROP_DB = 6.0
-"""One bit: a tensor this far below its peers has lost one of the three bits of mantissa that E4M3 has."""
+"""Drop of the SNR below the peers' median that counts as a problem: one bit of E4M3's three mantissa bits."""
 FEWEST_PEERS = 4
-"""The fewest tensors of one operand, itself included, whose median means something."""
+"""Smallest number of tensors of one operand for which a median is meaningful."""
 AMAX_GROWTH = 10.0
-"""The inputs of an MLP's second GEMM stay within a few times of their size while training is healthy. SwiGLU multiplies
-two projections of one input, whose weights may align late in training; then single channels grow by orders of
-magnitude (Fishman et al. 2024, arXiv:2409.12517)."""
+"""Growth of the amax of the input of an MLP's second GEMM that counts as a problem. While training is healthy, this
+amax changes by a small factor. SwiGLU multiplies two projections of one input, and their weights may align late in
+training; then single channels grow by orders of magnitude (Fishman et al. 2024, arXiv:2409.12517)."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change advised for a tensor: the reason, and the field of the config's section `fp8` with its new value."""
+    """Advice for one tensor: the reason, and a field of the config section `fp8` with its new value."""
 
     layer: str
     operand: str
@@ -282,11 +326,16 @@ class Advice:
 
 
 def advice(records: Sequence[Fp8Record], *, fp8_format: Literal["hybrid", "e4m3"] | None) -> list[Advice]:
-    """Changes advised by the records of a run made with `fp8_format`, at most one per tensor.
+    """Return advice based on the records of a run, at most one change per tensor.
 
-    In this order: an outlier that grew (exclude the layer), saturation (recipe current), gradients that underflow in
-    E4M3 (format hybrid), an SNR far below the median of the same operand's tensors (exclude). `fp8_format` is None
-    where another format does not help: four bits always lose about a tenth of the elements to zero.
+    The checks run in this order: an outlier has grown (exclude the layer); elements are clamped (recipe current);
+    gradients underflow in E4M3 (format hybrid); the SNR is far below the median of the same operand's tensors (exclude
+    the layer).
+
+    Args:
+        records: Records of the run.
+        fp8_format: FP8 format of the run, or None if another format does not help: four bits always lose about a tenth
+            of the elements to zero.
     """
     histories: dict[tuple[str, str], list[Fp8Record]] = {}
     for record in records:
@@ -302,9 +351,9 @@ def advice(records: Sequence[Fp8Record], *, fp8_format: Literal["hybrid", "e4m3"
 def _advice(
     history: Sequence[Fp8Record], fp8_format: str | None, snr_db: float | None, peers: Sequence[float]
 ) -> Advice | None:
-    """The first change that applies to one tensor."""
+    """Return the first change that applies to one tensor, or None."""
     last, recent, growth = history[-1], history[-RECENT_STEPS:], _amax_growth(history)
-    finite = [r for r in recent if r.amax is not None]  # infinities are clamped by any recipe
+    finite = [r for r in recent if r.amax is not None]  # any recipe clamps infinities
     saturated, underflow = (fmean([getattr(r, name) for r in finite] or [0]) for name in ("saturated", "underflow"))
     advised = partial(Advice, last.layer, last.operand)
     if last.layer.endswith("mlp.down") and last.operand == "input" and growth > AMAX_GROWTH:
@@ -337,14 +386,14 @@ def _median_snr(records: Sequence[Fp8Record]) -> float | None:
 
 
 def _amax_growth(history: Sequence[Fp8Record]) -> float:
-    """The ratio of the latest to the first amaxes, medians of up to `RECENT_STEPS`; 0 for fewer than two."""
+    """Return the ratio of the latest to the first amaxes (medians of up to `RECENT_STEPS`); 0 if fewer than two."""
     sizes = [record.amax for record in history if record.amax]
     window = min(RECENT_STEPS, len(sizes) // 2)
     return median(sizes[-window:]) / median(sizes[:window]) if window else 0.0
 
 
 def as_yaml(advised: Sequence[Advice], exclude: Sequence[str] = ()) -> str:
-    """The config's section `fp8` with all advised changes; `exclude`: the patterns that the run has already."""
+    """Return the config section `fp8` with all advised changes. `exclude` are the patterns that the run already has."""
     lines = ["fp8:"]
     for field in ("recipe", "format"):
         values = {a.value for a in advised if a.field == field}

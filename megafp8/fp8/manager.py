@@ -1,11 +1,12 @@
-"""FP8 recipe manager: plans every linear layer of a model and owns the FP8 state of the job.
+"""FP8 manager: plans every linear layer of a model and owns the model's FP8 state.
 
-A model asks for each layer's `LinearState`, and with it the layer's plan, when it constructs the layer. Once the model
-is built, `materialize` allocates what the recipe remembers for all layers of this rank together; a training loop then
-calls `end_step` after every optimizer step (and `begin_step` before it, where a `Recorder` samples what is quantized).
+When a model constructs a linear layer, it asks the manager for the layer's `LinearState`, which contains the layer's
+plan. Once the model is built, `materialize` allocates the state that the recipe keeps between steps, for all layers of
+this rank together. A training loop calls `end_step` after every optimizer step. If a `Recorder` samples the quantized
+tensors, the loop also calls `begin_step` before each step.
 
-Names are global ("layers.3.attention.qkv" counts layers over all pipeline stages), so that patterns mean the same
-everywhere and state saved under one layout loads under another.
+Names are global: "layers.3.attention.qkv" counts layers over all pipeline stages. Patterns therefore mean the same on
+every rank, and state that was saved under one layout loads under another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megafp8.plan import LinearPlan, LinearPrecision, LinearSite, PerGemm, Quant
 
 
 def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
-    """What a plan needs to know of how `recipe` quantizes `operand`."""
+    """Return the properties of `recipe` for `operand` that a layer's plan depends on."""
     capabilities, granularity = recipe.capabilities, recipe.granularity(operand)
     return Quantization(
         recipe.name, granularity is TENSOR, capabilities.shard_alignment, capabilities.per_tensor,
@@ -42,23 +43,35 @@ def quantization(recipe: Fp8Recipe, operand: OperandName) -> Quantization:
 
 
 class ContextGroups(NamedTuple):
-    """Where the tokens of a micro-batch are cut over ranks: those that hold the others of the same sequences, and
-    together with these all tensor-parallel ranks of each."""
+    """Process groups of a model that shards the tokens of a sequence over ranks (context parallelism).
+
+    Attributes:
+        context: Ranks that hold the tokens of the same sequences.
+        tensor_context: All tensor-parallel ranks of these ranks.
+    """
 
     context: ProcessGroup
     tensor_context: ProcessGroup
 
 
 class Fp8Manager:
-    """Plans linear layers and owns their FP8 state.
+    """Planner of linear layers and owner of their FP8 state.
 
-    `recipe`: None leaves every layer in high precision. `amax_group`: the ranks that run the same layers (tensor ×
-    context × data), over which delayed scaling reduces its amaxes; None for one rank. `include`, `exclude`: shell-style
-    patterns of layer names; a layer is FP8 if some of the first and none of the second match. `recorder`: looks at what
-    FP8 layers quantize, in the steps it samples. `seed` and `data_parallel`, this rank and how many there are, decide
-    the noise of stochastic rounding. `context`: None where each rank has whole sequences; an amax is that of a whole
-    micro-batch, however its tokens are cut. `watches_weights`: layers see for themselves whether their weights have
-    changed. `batch_invariant`: the model is (`megafp8.numerics.batch_invariance`).
+    Args:
+        recipe: FP8 recipe; None leaves every layer in high precision.
+        amax_group: Ranks that run the same layers (tensor × context × data). Delayed scaling reduces amaxes over them.
+            None means one rank.
+        include: Shell-style patterns of layer names. A layer is FP8 if at least one of them matches.
+        exclude: Patterns of layers that stay in high precision even if `include` matches.
+        gemm_backend: Backend of FP8 GEMMs, as `fp8.gemm_backend` in configs.
+        gemm_autotune: Whether the backend measures its GEMM algorithms to select the fastest.
+        recorder: Recorder of statistics about the quantized tensors, in the steps that it samples.
+        seed: Seed of the noise of stochastic rounding.
+        data_parallel: This data-parallel rank and the number of data-parallel ranks; they also determine the noise.
+        context: Groups of context parallelism, or None if every rank has whole sequences. An amax always covers a
+            whole micro-batch, however its tokens are sharded.
+        watches_weights: Whether layers detect changes of their weights themselves.
+        batch_invariant: Whether the model is batch invariant (`megafp8.numerics.batch_invariance`).
     """
 
     def __init__(
@@ -87,9 +100,9 @@ class Fp8Manager:
         self._left_out: frozenset[str] = frozenset()
         self._watches_weights, self.batch_invariant = watches_weights, batch_invariant
         self._all_layers: dict[str, LinearState] = {}
-        self._layers: dict[str, LinearState] = {}  # those in FP8
+        self._layers: dict[str, LinearState] = {}  # only FP8 layers
         self._groups_of_layers: list[GroupState] = []
-        self._amax_groups: dict[str, ProcessGroup] = {}  # of layers that other ranks run than those of `amax_group`
+        self._amax_groups: dict[str, ProcessGroup] = {}  # only layers that reduce over other ranks than `amax_group`
         self._states: list[State] | None = None
         self._recording: list[AmaxRecording] = []
 
@@ -103,11 +116,14 @@ class Fp8Manager:
         amax_group: ProcessGroup | None = None,
         expert_rows: ProcessGroup | None = None,
     ) -> LinearState:
-        """The state of the layer at `site`, with its plan; call before `materialize`, once a layer.
+        """Return the state of the layer at `site`, including its plan. Call it once per layer, before `materialize`.
 
-        `tp_group`: the ranks over which the layer is sharded. `amax_group`: the ranks that run the layer, where other
-        than those of the model. `expert_rows`: of an expert's layer, the ranks that hold other rows of the same
-        activations, or other columns of them; None where each rank has all rows.
+        Args:
+            site: Description of the layer.
+            tp_group: Ranks over which the layer is sharded.
+            amax_group: Ranks that run the layer, if they are not the model's `amax_group`.
+            expert_rows: For an expert's layer, the ranks that hold other rows or columns of the same activations, or
+                None if each rank has all rows.
         """
         assert site.name not in self._all_layers, f"layer {site.name} has its state already"
         reason = site.high_precision or self.why_not(site.name)
@@ -134,17 +150,17 @@ class Fp8Manager:
         return state
 
     def group(self, states: Sequence[LinearState]) -> GroupState:
-        """The state of equal layers whose weights are one parameter, from that of each."""
+        """Combine the states of equal layers that share one weight parameter (experts) into one state."""
         group = GroupState(states)
         self._groups_of_layers.append(group)
         return group
 
     def gathers_one_weight(self, names: Iterable[str]) -> bool:
-        """Whether the weights of all layers `names`, which are one parameter, can be gathered in FP8."""
+        """Return whether the weights of the layers `names`, which form one parameter, can be gathered in FP8."""
         return not any(self.why_not(name) or not_gatherable_weight(self._precision(name)) for name in names)
 
     def unbuilt(self) -> Fp8Manager:
-        """A manager on one rank that plans layers as this one does, and has built none yet."""
+        """Return a manager for one rank that makes the same plans as this one, but has no layers yet."""
         manager = Fp8Manager(
             self.recipe,
             amax_group=None,
@@ -158,21 +174,21 @@ class Fp8Manager:
 
     @property
     def layers(self) -> Sequence[LinearState]:
-        """The states of all layers, in the order in which they were built."""
+        """States of all layers, in the order in which they were built."""
         return list(self._all_layers.values())
 
     @property
     def groups(self) -> Sequence[GroupState]:
-        """The states of equal layers whose weights are one parameter."""
+        """Combined states of equal layers that share one weight parameter."""
         return self._groups_of_layers
 
     @property
     def plans(self) -> list[LinearPlan]:
-        """The plans of all layers, in the order in which they were built."""
+        """Plans of all layers, in the order in which they were built."""
         return [state.plan for state in self.layers]
 
     def _precision(self, name: str) -> LinearPrecision:
-        """How the recipe has an FP8 layer."""
+        """Return how the recipe quantizes the FP8 layer `name`, and which GEMMs stay in high precision."""
         assert self.recipe is not None
         operands = self.recipe.operands(name)
         assert operands is not None
@@ -181,7 +197,7 @@ class Fp8Manager:
         return LinearPrecision(x, w, dy, PerGemm(*high), PerGemm(*fast))
 
     def _groups(self, state: LinearState) -> dict[str, ProcessGroup | None]:
-        """By operand, the ranks over which a layer's tensors are sharded; None where a rank has a whole one."""
+        """Return, by operand, the ranks over which the tensor is sharded; None if every rank has the whole tensor."""
         site, sharded, tokens = state.site, state.sharded_group, state.token_group
         several = site.tensor_parallel > 1
         return {
@@ -192,19 +208,19 @@ class Fp8Manager:
 
     @property
     def token_group(self) -> ProcessGroup | None:
-        """The ranks over which the tokens of whole activations are cut; None where this rank has them all."""
+        """Ranks over which tokens are sharded by context parallelism, or None if this rank has all tokens."""
         return None if self.context is None else self.context.context
 
     def sharded_group(self, tp_group: ProcessGroup) -> ProcessGroup:
-        """The ranks that hold slices of an activation which is sharded over `tp_group` and over `token_group`."""
+        """Return the ranks that hold slices of an activation sharded over both `tp_group` and `token_group`."""
         return tp_group if self.context is None else self.context.tensor_context
 
     def selects(self, name: str) -> bool:
-        """Whether the layer `name` is to be FP8."""
+        """Return whether the layer `name` runs in FP8."""
         return not self.why_not(name)
 
     def why_not(self, name: str) -> str:
-        """Why the layer `name` is not to be FP8; empty where it is."""
+        """Return why the layer `name` does not run in FP8; empty if it does."""
         if self.recipe is None:
             return "fp8.recipe is none"
         if not any(fnmatchcase(name, pattern) for pattern in self.include):
@@ -217,12 +233,15 @@ class Fp8Manager:
         return "the recipe names it high precision" if self.recipe.operands(name) is None else ""
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Keep the layers `names` in high precision whatever the patterns say; call before they are constructed."""
+        """Keep the layers `names` in high precision, whatever the patterns say. Call it before building layers."""
         assert not self._layers
         self._left_out = frozenset(names)
 
     def check_patterns(self, all_layer_names: Sequence[str]) -> None:
-        """ValueError unless every pattern, the recipe's too, fits the whole model's layers (of all pipeline stages)."""
+        """Raise ValueError unless every pattern, including the recipe's patterns, matches a layer of the whole model.
+
+        `all_layer_names` are the layers of all pipeline stages.
+        """
         for field, patterns in (("include", self.include), ("exclude", self.exclude)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in all_layer_names):
@@ -234,7 +253,7 @@ class Fp8Manager:
             recipe.check_tensors([f"{layer}.{operand}" for layer, operand in tensors])
 
     def materialize(self, device: torch.device) -> None:
-        """Allocate the state of all layers on `device` and make them usable. Call once, when the model is built."""
+        """Allocate the state of all layers on `device`. Call it once, when all layers have been built."""
         assert self._states is None, "materialize has been called already"
         self._states = []
         if self.recipe is None:
@@ -269,21 +288,22 @@ class Fp8Manager:
 
     @property
     def states(self) -> Sequence[State]:
-        """What recipes remember between steps."""
+        """State that the recipes keep between steps."""
         return self._states or ()
 
     def replan(self) -> None:
-        """Replace the plans of layers whose calibration has ended or begun."""
+        """Update the plans of layers that have ended or begun to calibrate."""
         for state in self._layers.values():
             state.replan_if_calibrated()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> bool:
-        """Begin training step `step`, counted from 1; whether the recorder samples it, until its own `end_step`.
+        """Begin training step `step`, counted from 1, and return whether the recorder samples it.
 
-        Forgets the FP8 copies of weights that an evaluation may have left: each step quantizes them itself, but for
-        frozen ones, which sampled steps quantize.
+        The recorder samples until its `end_step` is called. This method drops FP8 weight copies that an evaluation may
+        have left, so that each step quantizes the weights itself. Copies of frozen weights are dropped only in sampled
+        steps.
         """
         sampled = self.recorder is not None and self.recorder.begin_step(step)
         self.forget_weights(frozen=sampled)
@@ -295,32 +315,41 @@ class Fp8Manager:
         return any(plan.calibrating for plan in self.plans)
 
     def newest_amaxes(self) -> list[Tensor]:
-        """Copies of the amaxes that this rank has recorded in the running step, for `end_step`."""
+        """Return copies of the amaxes that this rank has recorded in the current step, for `end_step`."""
         return [newest.amaxes.clone() for state in self.states for newest in state.newest_amaxes()]
 
     def end_step(self, of_replicas: Sequence[Tensor] = ()) -> None:
-        """End a training step, after the optimizer changed the weights: renew scales, forget the weights' FP8 copies.
+        """End a training step after the optimizer step: update scales, and drop the FP8 copies of weights.
 
-        `of_replicas`: `newest_amaxes` before the update, reduced by maximum over other replicas of the model.
-        Collective over `amax_group`: one all-reduce with delayed scaling, and with static scaling while it calibrates;
-        purely local otherwise.
+        Delayed scaling, and static scaling while it calibrates, all-reduce amaxes over `amax_group` once; all ranks
+        must then call this method. Other recipes do not communicate.
+
+        Args:
+            of_replicas: Results of `newest_amaxes` before the update, reduced by maximum over other replicas of the
+                model.
         """
         end_step([self], of_replicas)
 
     def discard_step(self) -> None:
-        """Forget what a training step has recorded, since it is computed again. Purely local."""
+        """Discard everything that the current step has recorded, because the step is repeated. Does not communicate."""
         for state in self._states or ():
             state.discard_step()
 
     def invalidate_weights(self) -> None:
-        """Forget what was derived from weights and scales: call when they changed without a step, as on loading."""
+        """Drop everything derived from weights and scales. Call it if they changed outside a step, such as on loading.
+
+        Plans and FP8 weight copies are derived again when they are needed.
+        """
         for state in self.states:
             state.refresh()
         self.replan()
         self.forget_weights()
 
     def forget_weights(self, *, frozen: bool = True) -> None:
-        """Forget the weights' FP8 copies: the next use quantizes them anew. `frozen`: also those of frozen weights."""
+        """Drop the FP8 copies of all weights, or with `frozen=False` of all weights that are trained.
+
+        The next use quantizes the weights again.
+        """
         for state in self._layers.values():
             if frozen or not state.frozen_weight:
                 state.invalidate_weight()
@@ -329,10 +358,11 @@ class Fp8Manager:
 
     @contextmanager
     def recording(self, flag: bool) -> Iterator[None]:
-        """Within, amaxes are recorded for later scales (True) or not (False: evaluation).
+        """Turn the recording of amaxes for later scales on (True) or off (False, for evaluation) within the context.
 
-        Those of weights too: a rank's amax is that of its shard until `end_step` reduces it, and after an evaluation
-        the state may be saved, compared between replicas or reported before a step ends.
+        In evaluation, amaxes of weights are not recorded either. A rank's amax covers only its shard until `end_step`
+        reduces it, and after an evaluation the state may be saved, compared between replicas or reported before a step
+        ends.
         """
         with recording_amaxes(self._recording, flag):
             yield
@@ -340,18 +370,19 @@ class Fp8Manager:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved, as views that may be read into in place (then call `invalidate_weights`).
+        """Return the state to save, as views. They may be overwritten in place; then call `invalidate_weights`.
 
-        For each FP8 tensor that is scaled by something remembered `fp8.<layer>.<input|weight|grad_output>.<what>`, see
-        `DelayedState` and `StaticState`; and `fp8.noise_step` with stochastic rounding. Save after
-        `end_step`: the values are then the same on every rank of `amax_group`.
+        The keys are `fp8.<layer>.<input|weight|grad_output>.<field>` for each tensor with delayed or static scales (see
+        `DelayedState` and `StaticState`), and `fp8.noise_step` with stochastic rounding. Save after `end_step`: the
+        values are then equal on all ranks of `amax_group`.
         """
         return {name: tensor for state in self.states for name, tensor in state.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy `state` into this state.
+        """Copy the values of `state` into this manager's state.
 
-        ValueError, before anything is changed, unless names, dtypes and shapes are ours.
+        Raises:
+            ValueError: Names, dtypes or shapes do not match. Nothing has been changed then.
         """
         expected = self.state_dict()
         missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
@@ -362,10 +393,10 @@ class Fp8Manager:
             )
         for name, tensor in expected.items():
             if tensor.dtype != state[name].dtype:
-                raise ValueError(f"FP8 state {name} is {state[name].dtype}, and must be {tensor.dtype}")
+                raise ValueError(f"FP8 state {name} is {state[name].dtype}; it must be {tensor.dtype}")
             if tensor.shape != state[name].shape:
                 raise ValueError(
-                    f"FP8 state {name} has shape {list(state[name].shape)}, this run's has {list(tensor.shape)}; "
+                    f"FP8 state {name} has shape {list(state[name].shape)}, but this run needs {list(tensor.shape)}; "
                     "load it with the amax_history_len it was saved with"
                 )
         for name, tensor in expected.items():
@@ -379,7 +410,7 @@ def _observed(quantizers: Quantizers, recorder: Recorder, layer: str) -> Quantiz
 
 
 def end_step(managers: Sequence[Fp8Manager], of_replicas: Sequence[Tensor] = ()) -> None:
-    """`Fp8Manager.end_step` of several, with one all-reduce for each group."""
+    """End the step of several managers, with one all-reduce for each process group. See `Fp8Manager.end_step`."""
     states = [(state, manager.amax_group) for manager in managers for state in manager.states]
     end_step_of_states(states, of_replicas)
     for manager in managers:

@@ -1,4 +1,4 @@
-"""`model_init`: the context in which modules of `megafp8.nn` are constructed with weights that exist in FP8 only."""
+"""`model_init`: context in which modules of `megafp8.nn` are constructed with weights stored only in FP8."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megafp8.numerics.recipes import DelayedScaling, Fp8Recipe
 
 
 class ModelInit(NamedTuple):
-    """What `model_init` was entered with."""
+    """Arguments of a `model_init` context."""
 
     enabled: bool = False
     recipe: Fp8Recipe | None = None
     preserve_high_precision_init_val: bool = False
 
     def weight_format(self, layer: str) -> Fp8WeightFormat | None:
-        """How the weight of `layer` is stored; None in high precision."""
+        """Return the FP8 format of the weight of `layer`, or None if it is stored in high precision."""
         return Fp8WeightFormat.from_recipe(self.recipe or DelayedScaling(), layer) if self.enabled else None
 
 
@@ -31,7 +31,7 @@ _current = _Current()
 
 
 def current_model_init() -> ModelInit:
-    """The innermost context of this thread."""
+    """Return the innermost `model_init` of this thread."""
     return _current.value
 
 
@@ -39,16 +39,18 @@ def current_model_init() -> ModelInit:
 def model_init(
     enabled: bool = True, recipe: Fp8Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Context in which modules of `megafp8.nn` are constructed with weights that exist in FP8 only (`Fp8Weight`).
+    """Construct modules of `megafp8.nn` with weights stored only in FP8 (`Fp8Weight`).
 
-    Contexts nest, and the innermost counts. It is local to the thread. Biases and norms stay in `params_dtype`.
+    Contexts may be nested, and the innermost one applies. A context is local to its thread. Biases and norms stay in
+    `params_dtype`.
 
     Args:
         enabled: Store weights in FP8.
-        recipe: By which weights are cast, and the modules' own in `autocast`; by default `DelayedScaling()`. One scale
-            per tensor or 128×128 blocks, else ValueError.
-        preserve_high_precision_init_val: Keep the initial values on the CPU, from which an optimizer's masters can be
-            made: `weight.get_high_precision_init_val()`, then `weight.clear_high_precision_init_val()`.
+        recipe: Recipe that quantizes the weights. It is also the modules' default recipe in `autocast`. Default:
+            `DelayedScaling()`. A weight must have one scale per tensor or 128×128 blocks; other recipes raise
+            ValueError.
+        preserve_high_precision_init_val: Keep the initial values on the CPU, so that an optimizer can create its
+            masters from them: `weight.get_high_precision_init_val()`, then `weight.clear_high_precision_init_val()`.
     """
     if recipe is not None and not isinstance(recipe, Fp8Recipe):
         raise ValueError(

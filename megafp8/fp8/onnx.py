@@ -1,14 +1,17 @@
-"""Linear layers in a forward that `torch.onnx.export(dynamo=True)` traces: in FP8, as ONNX's operators for it.
+"""ONNX export of FP8 linear layers by `torch.onnx.export(dynamo=True)`.
+
+An exported layer consists of ONNX's operators for FP8:
 
     y = MatMul(DequantizeLinear(QuantizeLinear(x)), Transpose(DequantizeLinear(weight)))
 
-The exporter's forward sees no values of parameters, so the weight is the FP8 copy that the layer has kept of its last
-forward. The scale of the input is a constant where the layer remembers one (delayed, static), else the graph computes
-it from x (current). Both have one scale per tensor; other recipes are refused, as runtimes have no GEMM for them.
+The exporter traces the forward without parameter values, so the weight is the FP8 copy that the layer kept from its
+last forward. With delayed and static scaling, the scale of the input is a constant; with current scaling, the graph
+computes the scale from x. Input and weight have one scale per tensor. Other recipes are refused, because runtimes have
+no GEMM for them.
 
-How the result differs from the layer's: QuantizeLinear divides by `scale_inv`, where the layer multiplies by the scale,
-which may round a value to the other one of its two neighbours in FP8. With scales that are powers of two it does not,
-and then the results are equal but for the order of sums.
+Results may differ slightly from the layer's results: QuantizeLinear divides by `scale_inv`, whereas the layer
+multiplies by the scale, and this may round a value to the other neighboring FP8 value. With power-of-two scales the
+rounding is equal, and the results differ only in the order of sums.
 
 Shapes: k inputs, n outputs.
 """
@@ -28,13 +31,13 @@ from megafp8.numerics.tensor import TENSOR, ScaledTensor
 
 
 class QdqLinear(NamedTuple):
-    """A linear layer as ONNX computes it in FP8, with its weight `[n, k]`."""
+    """Linear layer expressed in ONNX's FP8 operators, with the weight `[n, k]`."""
 
     input: RecipeQuantizer
     weight: ScaledTensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x wᵀ`: `[..., k]` -> `[..., n]` in x's dtype."""
+        """Return `x wᵀ`, `[..., n]`, in x's dtype; x is `[..., k]`."""
         values, known = x.float(), self.input.known_scale
         scale_inv = self.input.rule.scale(values.abs().flatten().amax(0)).reciprocal() if known is None else known[1]
         x8 = torch.onnx.ops.symbolic(
@@ -45,7 +48,7 @@ class QdqLinear(NamedTuple):
 
 
 def _dequantized(x: ScaledTensor) -> Tensor:
-    # With a zero point, which onnxruntime copies to a QuantizeLinear that it adds: without one that would be to uint8.
+    # onnxruntime copies the zero point to a QuantizeLinear that it adds; without it, that operator would write uint8.
     inputs = (x.data, x.scale_inv, _zero_point())
     return torch.onnx.ops.symbolic("DequantizeLinear", inputs, dtype=torch.float32, shape=x.data.shape)
 
@@ -55,9 +58,10 @@ def _zero_point() -> Tensor:
 
 
 def exported(layer: StandaloneLinear, device: torch.device) -> QdqLinear | None:
-    """The layer in the forward that is exported; None where it runs in high precision.
+    """Return the ONNX form of a layer, or None if the layer runs in high precision.
 
-    ValueError where ONNX cannot express it, or its last forward was not one in FP8 with the weight that it has.
+    Raises:
+        ValueError: ONNX cannot express the layer, or the layer has not run in FP8 with its current weight.
     """
     name, context = layer.site.name or "the layer", current()
     if not context.enabled:
@@ -78,12 +82,12 @@ def exported(layer: StandaloneLinear, device: torch.device) -> QdqLinear | None:
     quantizer, weight = cast(RecipeQuantizer, state.own_quantizers.input), copies.required_rowwise
     if quantizer.granularity is not TENSOR or weight.granularity is not TENSOR:
         raise ValueError(
-            f"{name} has FP8 scales of {quantizer.recipe.name} scaling; ONNX export has one scale per tensor, that of "
+            f"{name} has FP8 scales of {quantizer.recipe.name} scaling; ONNX export needs one scale per tensor: use "
             "DelayedScaling, CurrentScaling or StaticScaling"
         )
     if quantizer.known_scale is None and quantizer.rule.power_of_two:
         raise ValueError(
-            f"{name} rounds a scale that follows from its input down to a power of two, for which ONNX has no "
-            "operator; use DelayedScaling or StaticScaling, or power_of_two=False"
+            f"{name} computes the scale from its input and rounds it down to a power of two, and ONNX has no operator "
+            "for this rounding; use DelayedScaling or StaticScaling, or power_of_two=False"
         )
     return QdqLinear(quantizer, weight)

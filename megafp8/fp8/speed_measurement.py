@@ -1,12 +1,12 @@
-"""Measures the speed of a linear layer in FP8 and in high precision on this device.
+"""Measurement of the speed of a linear layer in FP8 and in high precision on this device.
 
-What runs is the layer as trained: forward, backward, weight gradient added to its fp32 buffer. GPU time is measured,
-not host time: before each run the queue gets a millisecond of work, in which the host runs ahead, as in training where
-a GPU is busy. Meanwhile L2 is overwritten, because in training a layer reads its operands from memory. The runs that
-are compared alternate, so that clock drift affects all alike.
+The layer runs as in training: forward, backward, and the addition of the weight gradient to an fp32 buffer. GPU time is
+measured, not host time. Before each run, a millisecond of other work is queued, so that the host runs ahead as it does
+in training on a busy GPU. L2 is then overwritten, because in training a layer reads its operands from memory. The
+compared runs alternate, so that clock drift affects all of them equally.
 
-Limits: a GPU that pauses between runs draws less power than in training and runs at higher clocks; and there is no
-process group, so collectives, such as those of amaxes under tensor parallelism, are left out.
+Limits: a GPU that pauses between runs draws less power than in training and runs at higher clocks. There is no process
+group, so collectives, such as amax reductions under tensor parallelism, are not measured.
 
 Shapes: m tokens, k inputs, n outputs.
 """
@@ -30,14 +30,18 @@ from megafp8.numerics.recipes.base import Fp8Recipe
 from megafp8.plan import LinearSite
 
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond
-_WARM_STEPS = 2  # delayed scaling knows its scales then
+_WARM_STEPS = 2  # delayed scaling knows its scales after two steps
 _WEIGHT_STD = 0.02
 
 
 def time_round_robin(
     runs: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, warm_up: int = 2
 ) -> list[list[float]]:
-    """Seconds of each of `runs` in each of `rounds`, after `warm_up` rounds: GPU time from a cold L2, or CPU time."""
+    """Measure each of `runs` once per round, and return the seconds as one list per run.
+
+    On a GPU, the result is GPU time starting from a cold L2; on a CPU, it is wall-clock time. `warm_up` rounds run
+    first.
+    """
     time_round = _cuda_round if device.type == "cuda" else _cpu_round
     timed = [time_round(runs, device) for _ in range(warm_up + rounds)][warm_up:]
     return [list(times) for times in zip(*timed, strict=True)]
@@ -68,7 +72,7 @@ def _cuda_round(runs: Sequence[Callable[[], object]], device: torch.device) -> l
 
 
 class _Sum:
-    """Gradient sink of the weight: a sum over micro-batches, fp32 or wider, as in training."""
+    """Gradient sink that sums weight gradients over micro-batches in fp32 or wider, as in training."""
 
     wgrads: WgradStore | None = None
     pair: WgradPair | None = None
@@ -78,6 +82,7 @@ class _Sum:
         self.is_empty = False
 
     def added(self) -> None:
+        """Do nothing: nobody needs to know that a gradient has been added."""
         return
 
 
@@ -93,9 +98,21 @@ def measure(
     gemm_autotune: bool = True,
     rounds: int = 7,
 ) -> LinearSeconds:
-    """Median times of a layer of this size in `dtype` and in FP8, as `recipe` quantizes `layer`.
+    """Measure forward and backward of a linear layer, and return the median times per micro-batch.
 
-    The `micro_batches` of a step share one cast of the weight. Raises ValueError if the backend is not available.
+    Args:
+        size: Size of the layer.
+        recipe: Recipe of the FP8 layer.
+        device: Device to run on.
+        layer: Name of the layer; recipes may treat layers differently.
+        micro_batches: Number of micro-batches per step. They share one quantization of the weight.
+        dtype: Dtype of the high-precision layer.
+        gemm_backend: Backend of FP8 GEMMs.
+        gemm_autotune: Whether the backend measures its algorithms first.
+        rounds: Number of measurements.
+
+    Raises:
+        ValueError: The backend is not available.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -114,10 +131,10 @@ def measure(
 
     manager = Fp8Manager(recipe, amax_group=None, gemm_backend=gemm_backend, gemm_autotune=gemm_autotune)
     state = manager.linear(LinearSite(layer))
-    assert state.plan.fp8, f"{layer} is no FP8 layer"
+    assert state.plan.fp8, f"{layer} is not an FP8 layer"
     manager.materialize(device)
     step = 0
-    while step < _WARM_STEPS or state.plan.calibrating:  # until static scales are calibrated
+    while step < _WARM_STEPS or state.plan.calibrating:  # static scales need several steps to calibrate
         run()
         manager.end_step()
         step += 1

@@ -1,20 +1,20 @@
 """Model of the speed of a linear layer in FP8 and in high precision, simple enough to check by hand.
 
-FP8 doubles the speed of a GEMM's arithmetic and pays for it with casts, which read and write whole tensors. Arithmetic
-grows as m·k·n, casts as m·k + k·n + m·n, and every kernel costs a few microseconds whatever its size. So FP8 speeds up
-large layers and slows down small ones; the model says where:
+FP8 doubles the speed of a GEMM's arithmetic, but needs casts, which read and write whole tensors. The arithmetic grows
+as m·k·n, the casts as m·k + k·n + m·n, and every kernel costs a few microseconds whatever its size. FP8 therefore
+speeds up large layers and slows down small ones. The model predicts the boundary:
 
     GEMM   max(operations / rate, bytes / bandwidth) + launch
     cast   bytes / bandwidth + launch for each of its passes
 
-A layer is its three GEMMs, forward and backward, and in FP8 the casts of x, w and dy. x and dy are cast in every
-micro-batch, w once an optimizer step.
+The time of a layer is the time of its three GEMMs, forward and backward, and in FP8 of the casts of x, w and dy. x and
+dy are cast in every micro-batch, w once per optimizer step.
 
-What it gives up. Kernels slow down gradually towards small sizes, not at a corner; the chip's power limit,
-communication, the host's time and fast accumulation (a few percent) are left out. Casts of rows and blocks do not reach
-the bandwidth of a copy, so their layers are predicted too fast by about a tenth. A cast fused with a norm or an
-activation is counted as one by itself, so a layer predicted to be slightly slower may be slightly faster.
-`megafp8.fp8.speed_measurement` runs the layer instead.
+The model has limits. Real kernels slow down gradually towards small sizes, not at a sharp corner. The chip's power
+limit, communication, host time and fast accumulation (a few percent) are left out. Casts with scales per row or block
+do not reach the bandwidth of a copy, so the predictions for these recipes are too fast by about a tenth. A cast that is
+fused with a norm or an activation is counted as a separate cast, so a layer that is predicted to be slightly slower may
+be slightly faster. `megafp8.fp8.speed_measurement` runs the layer instead.
 
 Shapes: m tokens, k inputs, n outputs.
 """
@@ -29,7 +29,7 @@ from megafp8.numerics.tensor import on_hopper
 
 
 class LinearSize(NamedTuple):
-    """`m` tokens of a micro-batch, `k` inputs and `n` outputs of what one rank computes."""
+    """Size of a linear layer on one rank: `m` tokens per micro-batch, `k` inputs, `n` outputs."""
 
     m: int
     k: int
@@ -40,39 +40,47 @@ class LinearSize(NamedTuple):
 
     @property
     def elements(self) -> dict[OperandName, int]:
+        """Number of elements of each operand."""
         m, k, n = self
         return {"input": m * k, "weight": n * k, "grad_output": m * n}
 
 
 class LinearSeconds(NamedTuple):
-    """Forward and backward of a layer on one micro-batch."""
+    """Seconds of forward and backward of a layer on one micro-batch, in high precision and in FP8."""
 
     high_precision: float
     fp8: float
 
     @property
     def speedup(self) -> float:
-        """How many times as fast FP8 is."""
+        """Ratio of the time in high precision to the time in FP8; above 1 if FP8 is faster."""
         return self.high_precision / self.fp8
 
 
-_RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # of the same shape
+_RESULT: dict[str, OperandName] = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}  # operand of that shape
 BF16, FP8, _FP32 = 2, 1, 4
-"""Bytes of an element."""
+"""Bytes per element."""
 
 
 def predict(
     size: LinearSize, recipe: Fp8Recipe, ceilings: Ceilings, *, layer: str = "", micro_batches: int = 1
 ) -> LinearSeconds:
-    """The time of a layer of this size, in bf16 and as `recipe` has `layer`.
+    """Predict the time of a linear layer in bf16 and in FP8.
 
-    `micro_batches` of an optimizer step share one cast of the weight. ValueError for a recipe whose blocks
-    Hopper's tensor cores do not take.
+    Args:
+        size: Size of the layer.
+        recipe: Recipe of the FP8 layer.
+        ceilings: Rates, bandwidth and launch time of the GPU.
+        layer: Name of the layer; recipes may treat layers differently.
+        micro_batches: Number of micro-batches per optimizer step. They share one cast of the weight.
+
+    Raises:
+        ValueError: Hopper's tensor cores do not support the recipe's blocks.
     """
     recipes = recipe.operands(layer)
-    assert recipes is not None, f"{layer} is no FP8 layer"
+    assert recipes is not None, f"{layer} is not an FP8 layer"
     bf16 = fp8 = 0.0
-    copies = dict.fromkeys(OPERANDS, 0)  # FP8 copies of each operand: one for each GEMM that takes it
+    copies = dict.fromkeys(OPERANDS, 0)  # FP8 copies of each operand: one for each GEMM that reads it
     for (gemm, operands), high in zip(GEMMS.items(), recipe.override_linear_precision, strict=True):
         in_bf16 = gemm_seconds(size, gemm, BF16, ceilings.bf16, ceilings)
         bf16 += in_bf16
@@ -92,7 +100,7 @@ def predict(
 
 
 def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, OperandName]) -> str:
-    """The granularities of the two operands of a GEMM, as in `Ceilings.fp8`."""
+    """Return the granularities of the two operands of a GEMM as a key of `Ceilings.fp8`."""
     if is_dequantized(recipes, operands):
         names = " and ".join(dict.fromkeys(getattr(recipes, operand).name for operand in operands))
         raise ValueError(f"the speed of {names} cannot be predicted: its GEMMs run in bf16")
@@ -100,17 +108,23 @@ def granularities(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, O
 
 
 def is_dequantized(recipes: PerOperand[Fp8Recipe], operands: tuple[OperandName, ...]) -> bool:
-    """Whether Hopper's tensor cores do not take an operand's blocks: then casts dequantize, and GEMMs are in bf16."""
+    """Return whether casts dequantize and GEMMs run in bf16, because Hopper does not support an operand's blocks."""
     return not all(on_hopper(getattr(recipes, operand).granularity(operand)) for operand in operands)
 
 
 def gemm_seconds(size: LinearSize, gemm: str, element: int, rate: float, ceilings: Ceilings) -> float:
-    """Seconds of a GEMM whose operands have `element` bytes. wgrad reads and writes the fp32 sum, others write bf16."""
+    """Return the seconds of a GEMM with operands of `element` bytes per element.
+
+    wgrad reads and writes an fp32 sum; the other GEMMs write bf16.
+    """
     result = size.elements[_RESULT[gemm]] * (2 * _FP32 if gemm == "wgrad" else BF16)
     moved = result + element * sum(size.elements[operand] for operand in GEMMS[gemm])
     return max(2 * size.m * size.k * size.n / rate, moved / ceilings.bandwidth) + ceilings.launch
 
 
 def cast_seconds(elements: int, passes: int, copies: int, ceilings: Ceilings, element: int = FP8) -> float:
-    """Seconds of a cast that reads bf16 in `passes` kernels, and writes `copies` of `element` bytes an element."""
+    """Return the seconds of a cast that reads bf16 in `passes` kernels and writes `copies` copies.
+
+    A copy has `element` bytes per element.
+    """
     return elements * (passes * BF16 + copies * element) / ceilings.bandwidth + passes * ceilings.launch

@@ -1,24 +1,26 @@
-"""FP8 state of linear layers that no model of megafp8's own was built with: converted ones, and those of `megafp8.nn`.
+"""FP8 state of standalone linear layers: converted layers, and layers of `megafp8.nn`.
 
-A model of our own plans its layers together, and its training loop calls `Fp8Manager.end_step`. A standalone layer does
-not know its model, and training code calls nothing between steps. So its state is made at the first forward in FP8,
-when device, recipe and group are known, and three events are detected here:
+A megafp8 model plans its layers together, and its training loop calls `Fp8Manager.end_step`. A standalone layer does
+not know its model, and the training code calls nothing between steps. Its state is therefore created at the first FP8
+forward, when device, recipe and group are known. This module detects three events:
 
-- *A weight changed.* Its FP8 copies are valid while its version counter and address stay the same, and are dropped when
-  any torch optimizer steps: fused optimizers and writes to `.data` do not change the counter.
-- *FSDP2 freed or gathered a weight.* It writes to one tensor without changing its version counter, but also assigns
-  that tensor to the module each time; so an assignment to `weight` calls `StandaloneLinear.release_weight`. Backward
-  then quantizes the gathered weight again instead of holding the whole model in FP8 on every rank.
-- *A step ended.* Scales advance at the first training forward after an optimizer stepped: once per step, however many
-  micro-batches, optimizers or recomputed forwards it has. An evaluation in between neither communicates nor changes
+- *A weight has changed.* The FP8 copies of a weight are valid while the weight's version counter and address stay the
+  same. They are also dropped when any torch optimizer steps, because fused optimizers and writes to `.data` do not
+  change the counter.
+- *FSDP2 has freed or gathered a weight.* FSDP2 writes to one tensor without changing its version counter, but it also
+  assigns that tensor to the module each time. An assignment to `weight` therefore calls
+  `StandaloneLinear.release_weight`. Backward then quantizes the gathered weight again, so that no rank holds the whole
+  model in FP8.
+- *A step has ended.* Scales advance at the first training forward after an optimizer step: once per step, whatever the
+  number of micro-batches, optimizers or recomputed forwards. An evaluation in between neither communicates nor changes
   any state.
 
 Layers that ran within the same `autocast` end their step together, with one all-reduce for each group, so all ranks of
-a group must run the same layers. Two models that are trained in turn, each within its own `autocast`, end their steps
-apart: the graph of one may still need scales when the other begins its next step.
+a group must run the same layers. Two models that are trained in turn, each within a separate `autocast`, end their
+steps separately: the graph of one model may still need its scales when the other model begins its next step.
 
-A forward within a backward pass is a recomputation (activation checkpointing). It runs as the layer's last forward did:
-backward usually runs outside `autocast`, and in another thread.
+A forward within a backward pass is a recomputation (activation checkpointing). It uses the context of the layer's last
+forward, because backward usually runs outside `autocast` and in another thread.
 """
 
 from __future__ import annotations
@@ -52,15 +54,21 @@ _STEP_IS_OVER = "step_is_over"
 
 
 class StandaloneLinear:
-    """One linear layer of `layers`: an attribute of the module that has its weight.
+    """FP8 side of one linear layer, stored as an attribute of the module that owns the weight.
 
-    `gathered_in_fp8`: FSDP2 gathers its weight in FP8, and no rank has its values; it is then no part of a compiled
-    graph.
-    `last`: the context of its last forward outside a backward pass; `last_state`: its state in its last one in FP8, or
-    calibrating. `handle`: a number `[]` by which `layer_of` finds it. By `Autocast.recipe_key`, as far as known:
-    `saved_format`, the granularity, by name, in which a forward in FP8 keeps the input for the weight gradient, or
-    `VALUES`; `input_key`, by which `input_quantizer` finds what quantizes the input, where that depends on the values
-    alone, else empty.
+    Attributes:
+        layers: Layers that share state with this one.
+        site: Description of the layer.
+        tp_group: Ranks over which the layer is sharded, or None.
+        gathered_in_fp8: Whether FSDP2 gathers the weight in FP8, so that no rank has its values. Such a layer is not
+            part of a compiled graph.
+        last: Context of the last forward outside a backward pass.
+        last_state: State of the last forward in FP8 or with calibration.
+        handle: Number that identifies the layer for `layer_of`, int64 `[]` on the CPU.
+        saved_format: By `Autocast.recipe_key`, as far as known: the name of the granularity in which an FP8 forward
+            saves the input for the weight gradient, or `VALUES`.
+        input_key: By `Autocast.recipe_key`, as far as known: the key for `input_quantizer` if quantization of the input
+            depends only on its values, else empty.
     """
 
     def __init__(self, layers: StandaloneLayers, site: LinearSite) -> None:
@@ -101,10 +109,10 @@ class StandaloneLinear:
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[LinearState | None]:
-        """Context of one forward of the layer, with its state; None where it is to run in high precision.
+        """Enter one forward of the layer, and yield its state, or None if it runs in high precision.
 
-        Ends the step first if it is over. Within an `autocast` that calibrates, the state's plan is to calibrate. In
-        evaluation (not `training`) amaxes are not recorded, unless it calibrates.
+        A training forward first ends the previous step if it is over. Within an `autocast` that calibrates, the state
+        has a plan for calibration. In evaluation (not `training`), amaxes are recorded only while calibrating.
         """
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing:
@@ -139,7 +147,11 @@ class StandaloneLinear:
                     state.replan()
 
     def shard(self, site: LinearSite, tp_group: ProcessGroup) -> None:
-        """The layer is sharded over `tp_group`, as `site` says. ValueError if it has run in FP8 before."""
+        """Declare that the layer is sharded over `tp_group`, as `site` describes.
+
+        Raises:
+            ValueError: The layer has run in FP8 before.
+        """
         if self.layers.states_of(self.site.name):
             raise ValueError(f"{site.name} has run in FP8 before; parallelize the model before its first forward")
         self.site, self.tp_group = site, tp_group
@@ -147,11 +159,11 @@ class StandaloneLinear:
 
     @property
     def fp8_states(self) -> list[LinearState]:
-        """Its states in FP8, under all recipes and groups that it has run with."""
+        """FP8 states of the layer under all recipes and groups with which it has run."""
         return [state for state in self.layers.states_of(self.site.name) if state.precision is not None]
 
     def release_weight(self) -> None:
-        """Free the FP8 copies of the weight, whose memory comes or goes; where it is an expert's, of all experts'."""
+        """Free the FP8 copies of the weight, because FSDP2 has gathered or freed it; for an expert, of all experts."""
         for state in self.layers.states_of(self.site.name):
             state.release_weight()
         for group in self.layers.groups_with(self.site.name):
@@ -159,7 +171,7 @@ class StandaloneLinear:
 
 
 class StandaloneExperts:
-    """The layers `names` of `layers`, one for each expert, whose weights are one parameter."""
+    """FP8 side of the experts of one block: one layer for each expert, with one weight parameter for all."""
 
     def __init__(self, layers: StandaloneLayers, names: Sequence[str]) -> None:
         self.layers, self.names = layers, tuple(names)
@@ -167,7 +179,7 @@ class StandaloneExperts:
 
     @contextmanager
     def running(self, device: torch.device, *, training: bool) -> Iterator[GroupState | None]:
-        """`StandaloneLinear.running` of all experts."""
+        """Enter one forward of all experts, and yield their combined state. See `StandaloneLinear.running`."""
         with self.first.running(device, training=training) as state:
             if state is None:
                 yield None
@@ -190,7 +202,7 @@ class StandaloneExperts:
                         expert_state.replan()
 
     def release_weight(self) -> None:
-        """Free the FP8 copies of the weight, whose memory comes or goes."""
+        """Free the FP8 copies of the weight, because FSDP2 has gathered or freed it."""
         for name in self.names:
             self.layers.layers[name].release_weight()
 
@@ -201,7 +213,7 @@ _by_handle: weakref.WeakValueDictionary[int, StandaloneLinear] = weakref.WeakVal
 
 
 def layer_of(handle: Tensor) -> StandaloneLinear:
-    """The layer whose handle it is."""
+    """Return the layer with the given `StandaloneLinear.handle`."""
     return _by_handle[int(handle)]
 
 
@@ -209,20 +221,20 @@ _input_keys: dict[Fp8Recipe, str] = {}
 
 
 def input_quantizer(key: str, device: torch.device) -> RecipeQuantizer:
-    """Return what quantizes inputs on `device` of the layers with this `input_key`."""
+    """Return the quantizer of inputs on `device` for layers with the `input_key` `key`."""
     (recipe,) = (recipe for recipe, shared_key in _input_keys.items() if shared_key == key)
     return RecipeQuantizer(recipe, Fp8Tensor("", "input", None, None), device)
 
 
 def _saved_format(state: LinearState) -> str:
-    """The granularity of the input that the layer keeps for the weight gradient, or `VALUES`."""
+    """Return the name of the granularity in which the layer saves its input for the weight gradient, or `VALUES`."""
     if not state.plan.fp8 or state.high_precision.wgrad:
         return VALUES
     return cast(RecipeQuantizer, state.own_quantizers.input).granularity.name
 
 
 def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
-    """`_saved_format` of the layer `name` at its first forward, as far as it is known before."""
+    """Predict `_saved_format` of the layer `name` before its first forward; `VALUES` if it is not known yet."""
     operands = recipe.operands(name)
     if operands is None or recipe.override_linear_precision[2] or any(operand.calibrates for operand in operands):
         return VALUES
@@ -230,12 +242,12 @@ def _saved_format_under(recipe: Fp8Recipe, name: str) -> str:
 
 
 def _recording(state: LinearState) -> list[AmaxRecording]:
-    """The quantizers of the layer that can record amaxes."""
+    """Return the quantizers of the layer that can record amaxes."""
     return [quantizer for quantizer in state.own_quantizers if isinstance(quantizer, AmaxRecording)]
 
 
 class _Part(NamedTuple):
-    """Layers under one recipe and group."""
+    """States of the layers under one recipe and group."""
 
     manager: Fp8Manager
     states: dict[str, LinearState]
@@ -243,11 +255,12 @@ class _Part(NamedTuple):
 
     @property
     def fp8_states(self) -> list[LinearState]:
+        """States of the layers that are not in high precision."""
         return [state for state in self.states.values() if state.precision is not None]
 
 
 class _SharedInput(NamedTuple):
-    """An input that has been quantized, and what that depends on. `readers`: the layers that have taken it."""
+    """Quantized input of several layers, what its data depends on (`key`), and the layers that have read it."""
 
     x: weakref.ref[Tensor]
     key: tuple[Any, ...]
@@ -256,11 +269,17 @@ class _SharedInput(NamedTuple):
 
 
 class StandaloneLayers:
-    """Layers at `sites` whose state is allocated together. A deep or pickled copy has the same scales.
+    """Layers with FP8 state that is allocated together. A deep copy or a pickled copy has the same scales.
 
-    `recipe`: where `autocast` names none, by default delayed scaling. `tp_group`: the ranks over which each layer is
-    sharded, if any; `StandaloneLinear.shard` may say it later. `step_is_over`: an optimizer has stepped since the last
-    end of a step. `changes`: how often weights or scales have changed.
+    Args:
+        sites: Descriptions of the layers.
+        recipe: Recipe if `autocast` names none; None means delayed scaling.
+        gemm_backend: Backend of FP8 GEMMs.
+        tp_group: Ranks over which every layer is sharded, or None. `StandaloneLinear.shard` may set it later.
+
+    Attributes:
+        step_is_over: Whether an optimizer has stepped since the FP8 step last ended.
+        changes: Number of times that weights or scales have changed.
     """
 
     def __init__(
@@ -296,9 +315,10 @@ class StandaloneLayers:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, context: Autocast) -> None:
-        """Begin a layer's forward in training, which begins the next step if one is over.
+        """Begin a training forward of a layer, and end the previous step if it is over.
 
-        State that was loaded while a step was over is made first, by `state_of`: then it may be begun again.
+        `running` calls this method twice, before and after `state_of`. State that was loaded while a step was over
+        exists only after `state_of`, and then the second call ends that step.
         """
         begin_step_if_over([self])
         if self._ran_in.ran_together is not context.ran_together:
@@ -306,15 +326,16 @@ class StandaloneLayers:
         self._ran_in = context
 
     def state_of(self, name: str, context: Autocast, device: torch.device) -> LinearState:
-        """The state of the layer `name`, made at the first call for the context's recipe and group.
+        """Return the state of the layer `name`; the first call for the context's recipe and group creates it.
 
-        That of all layers is made at once under their own recipe, and each layer's when it runs under another.
+        Under the layers' default recipe, the states of all layers are created together. Under another recipe, each
+        layer's state is created when the layer runs.
         """
         if self._device is None:
             self._device = device
         if device != self._device:
             raise ValueError(
-                f"{name or 'the layer'} runs on {device}, and ran on {self._device} before; all layers that share FP8 "
+                f"{name or 'the layer'} runs on {device}, but ran on {self._device} before; all layers that share FP8 "
                 "state must be on one device, and be moved there before their first FP8 forward"
             )
         key = self._key(name, context)
@@ -325,12 +346,12 @@ class StandaloneLayers:
         return part.states[name]
 
     def known_state_of(self, name: str, context: Autocast) -> LinearState | None:
-        """`state_of`, if it has been made."""
+        """Return the state of the layer `name` if it has been created, else None."""
         part = self._parts.get(self._key(name, context))
         return None if part is None else part.states[name]
 
     def group_of(self, names: tuple[str, ...], context: Autocast, device: torch.device) -> GroupState:
-        """The state of the experts `names`, whose weights are one parameter."""
+        """Return the combined state of the experts `names`, which share one weight parameter."""
         states = [self.state_of(name, context, device) for name in names]
         part = self._part_of(names[0], context)
         if names not in part.groups:
@@ -346,11 +367,11 @@ class StandaloneLayers:
         return recipe, context.amax_group, None if is_default else name
 
     def states_of(self, name: str) -> list[LinearState]:
-        """The states of the layer `name` under all recipes and groups that it has run with."""
+        """Return the states of the layer `name` under all recipes and groups with which it has run."""
         return [part.states[name] for part in self._parts.values() if name in part.states]
 
     def groups_with(self, name: str) -> list[GroupState]:
-        """The states of experts, the layer `name` among them, whose weights are one parameter."""
+        """Return the combined states of experts that include the layer `name`."""
         return [group for part in self._parts.values() for names, group in part.groups.items() if name in names]
 
     def _build(
@@ -364,7 +385,7 @@ class StandaloneLayers:
             watches_weights=True,
         )
         states = {name: manager.linear(self.layers[name].site, tp_group=self.layers[name].tp_group) for name in names}
-        with torch.inference_mode(False):  # training writes to it, also where an evaluation ran first
+        with torch.inference_mode(False):  # training writes to the state later, even if an evaluation runs first
             manager.materialize(device)
         part = _Part(manager, states, {})
         if self._loaded:
@@ -373,7 +394,7 @@ class StandaloneLayers:
         return part
 
     def _load(self, part: _Part, state: dict[str, Tensor], *, strict: bool) -> None:
-        """Load what is of this part, if all of it is there; `strict`: there must be nothing else."""
+        """Load the state of this part if `state` contains all of it. With `strict`, it must contain nothing else."""
         expected = part.manager.state_dict()
         if strict:
             part.manager.load_state_dict(state)
@@ -383,11 +404,13 @@ class StandaloneLayers:
     def quantized_input(
         self, x: Tensor, state: LinearState, *, dtype: torch.dtype, columnwise: bool
     ) -> QuantizedTensor | None:
-        """`x` in `dtype`, quantized for `state`; layers that follow with the same input share it.
+        """Cast `x` to `dtype`, quantize it for `state`, and share the result with later layers that have this input.
 
-        None where they cannot, as the scale does not depend on the values alone. It is kept as long as `x` is, and each
-        layer takes it once: collectives and replays of CUDA graphs write new values to an `x` that a layer had before,
-        and do not change its version counter.
+        The result is kept while `x` exists. Each layer reads it only once: collectives and replayed CUDA graphs write
+        new values to an `x` that a layer has read before, without changing the version counter of `x`.
+
+        Returns:
+            The quantized input, or None if it cannot be shared because the scale does not depend only on the values.
         """
         quantizer = state.quantizers.input
         if type(quantizer) is not RecipeQuantizer or not state.plan.fp8_only or x.is_inference():
@@ -408,7 +431,7 @@ class StandaloneLayers:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self) -> None:
-        """Drop the FP8 copies. Amaxes of the new weights are recorded when the next step begins."""
+        """Drop the FP8 copies of weights. Amaxes of the new weights are recorded when the next step begins."""
         self.step_is_over = True
         self.changes += 1
         for part in self._parts.values():
@@ -423,34 +446,39 @@ class StandaloneLayers:
         return {name: tensor for part in self._parts.values() for name, tensor in part.manager.state_dict().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Amaxes and scales by name, where the recipe keeps them between steps; empty before the first FP8 forward.
+        """Return, by name, the amaxes and scales that the recipe keeps between steps.
 
-        The same on all ranks of a group. ValueError if an optimizer has stepped and the step has not ended.
+        The state is equal on all ranks of a group, and empty before the first FP8 forward.
+
+        Raises:
+            ValueError: An optimizer has stepped, but the FP8 step has not ended.
         """
         state = self._state()
         if state and self.step_is_over:
             raise ValueError(
-                "the FP8 state is between two steps, as an optimizer has stepped; call megafp8.fp8.end_step(model) on "
-                "every rank before megafp8.fp8.state_dict(model)"
+                "the FP8 state is between two steps, because an optimizer has stepped; call "
+                "megafp8.fp8.end_step(model) on every rank before megafp8.fp8.state_dict(model)"
             )
         return dict(state)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """`state_dict` of this rank at any time; where a step has not ended, `restore` has that step end."""
+        """Return the state of this rank, which may be between two steps; after `restore` that step still ends."""
         state = dict(self._state())
         return state | {_STEP_IS_OVER: torch.tensor(self.step_is_over)} if state else {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Load what `snapshot` returned."""
+        """Load the state that `snapshot` returned."""
         step_is_over = bool(state[_STEP_IS_OVER])
         self.load_state_dict({name: tensor for name, tensor in state.items() if name != _STEP_IS_OVER})
         if step_is_over:
             self.optimizer_stepped()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned, on any device, before or after the first forward.
+        """Load the state that `state_dict` returned, from any device, before or after the first forward.
 
-        ValueError, at the first FP8 forward at the latest, unless names and shapes are those of the layers.
+        Raises:
+            ValueError: Names or shapes do not match the layers. If nothing has run in FP8 yet, the first FP8 forward
+                raises the error.
         """
         self.step_is_over = False
         self.changes += 1
@@ -461,7 +489,7 @@ class StandaloneLayers:
 
 
 def begin_step_if_over(several: Sequence[StandaloneLayers]) -> None:
-    """End the steps that are over of `several` layers and of those that ran with them."""
+    """End the steps that are over: of `several`, and of all layers that ran in the same `autocast`."""
     refs = [ref for layers in several if layers.step_is_over for ref in layers._ran_in.ran_together]
     together = [layers for ref in refs if (layers := ref()) is not None]
     over = [layers for layers in (*several, *together) if layers.step_is_over and (layers._parts or not layers._loaded)]
@@ -470,7 +498,7 @@ def begin_step_if_over(several: Sequence[StandaloneLayers]) -> None:
 
 
 def end_steps(several: Sequence[StandaloneLayers]) -> None:
-    """End a step of all layers, with one all-reduce for each group."""
+    """End the step of all `several` layers, with one all-reduce for each process group."""
     unique = list(dict.fromkeys(several))
     for layers in unique:
         layers.step_is_over = False
@@ -482,13 +510,13 @@ def end_steps(several: Sequence[StandaloneLayers]) -> None:
 
 
 def linears_of(module: nn.Module) -> list[StandaloneLinear | StandaloneExperts]:
-    """The FP8 layers of `module` and the modules in it."""
+    """Return the standalone FP8 layers of `module` and its submodules."""
     values = [value for m in module.modules() for value in vars(m).values()]
     return [value for value in values if isinstance(value, StandaloneLinear | StandaloneExperts)]
 
 
 def layers_of(module: nn.Module) -> list[StandaloneLayers]:
-    """What the state of each of `linears_of` is allocated with."""
+    """Return the `StandaloneLayers` of all FP8 layers in `module`, each once."""
     return list(dict.fromkeys(linear.layers for linear in linears_of(module)))
 
 
@@ -507,16 +535,19 @@ def _optimizer_stepped(*_: Any) -> None:
         layers.optimizer_stepped()
 
 
-# One for all, which stays: torch iterates over its hooks, and must not find one gone when a model is collected then.
+# One hook for all models that is never removed: torch iterates over its hooks, and a model may be collected meanwhile.
 register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 class FixedWeightCopies:
-    """The FP8 copies of a layer's weight at addresses that stay, where a CUDA graph writes and another reads them.
+    """FP8 copies of a layer's weight at fixed addresses: one CUDA graph writes them, and another graph reads them.
 
-    They have the orientations that `copies` of the layer's state have when this is made. While they are of the weight
-    as it is, they are the layer's own, so that eager forwards read them too. `records`: a cast records the weight's
-    amax where one of training does now; not of a layer in evaluation.
+    While the copies are up to date, they are also the layer's current copies, so that eager forwards read them too.
+
+    Args:
+        state: State of the layer.
+        copies: Current copies of the layer; they determine the orientations.
+        records: Whether quantizing records the weight's amax, as in training; False for a layer in evaluation.
     """
 
     def __init__(self, state: LinearState, copies: WeightCopies, *, records: bool) -> None:
@@ -531,7 +562,7 @@ class FixedWeightCopies:
         self._copies: WeightCopies | None = None
 
     def quantize(self) -> None:
-        """Allocate the copies and write them: to be recorded, and replayed to write them again."""
+        """Allocate and write the copies. Record this call in a graph: each replay writes the copies again."""
         parts = parts_of(self._weight)
         is_view = self._weight.data_ptr() == parts[0].data_ptr()
         values = self._weight if is_view else torch.cat([part.detach() for part in parts])
@@ -540,16 +571,16 @@ class FixedWeightCopies:
         self.written()
 
     def written(self) -> None:
-        """Tell the layer that these are the copies of its weight as it is."""
+        """Make these copies the layer's current ones, because they match the weight now."""
         assert self._made is not None
         self._copies = self._state.take_copies(self._weight, self._made, recorded=self._records)
 
     def forget(self) -> None:
-        """Tell the layer that it has no copies."""
+        """Drop the layer's current copies."""
         self._state.invalidate_weight()
 
     @property
     def current(self) -> bool:
-        """Whether these are the copies that the layer uses, of its weight as it is."""
+        """Whether the layer uses these copies, and they match its weight."""
         copies = self._copies
         return copies is not None and self._state.weight_copies is copies and copies.made is self._made

@@ -1,22 +1,23 @@
-"""`Fp8Weight`: a tensor of a high-precision dtype whose only copy is in FP8, for `fp8.model_init`.
+"""`Fp8Weight`: a tensor with a high-precision dtype that is stored only in FP8, for `fp8.model_init`.
 
-The user owns a parameter: optimizers, checkpoints, DDP, initialization and plain code read and write it, with no call
-of ours in between. So it is a tensor (a wrapper subclass), and these rules hold for every operation:
+Optimizers, checkpoints, DDP, initialization and user code read and write a parameter directly, without calling
+megafp8. `Fp8Weight` is therefore a tensor (a wrapper subclass), and these rules hold for every operation:
 
-- *Reading.* An operation that is not named below gets the dequantized values, in the tensor's dtype. GEMMs of FP8
-  layers read `scaled` instead, the stored data.
-- *Writing.* An in-place operation computes in the tensor's dtype, and all values are then cast again: the weight is
-  always the cast of what a tensor of its dtype would hold. The scale follows from the amax of these values, also under
-  recipes that scale activations by a history: values of a checkpoint or an initialization bear no relation to what the
-  history has seen, and would saturate. That costs one more pass over the weight for each write.
-- *Views.* Slices, transposes and others write to the weight they are of, as a tensor's do.
-- *Copies.* `detach`, `clone`, `deepcopy`, `.to(device)`, pickle and `copy_` from another such weight keep the FP8 bits.
-  `.to(dtype)` with another dtype gives a plain tensor, and so does `.float()` always.
+- *Reading.* An operation that is not named below reads the dequantized values in the tensor's dtype. GEMMs of FP8
+  layers read the stored data, `scaled`, instead.
+- *Writing.* An in-place operation computes in the tensor's dtype, and all values are then cast again. The weight is
+  always the cast of the values that a plain tensor would hold. The scale is computed from the amax of these values,
+  even if the recipe scales activations by a history: the values of a checkpoint or an initialization have nothing to do
+  with the history, and would saturate. The amax costs one more pass over the weight for each write.
+- *Views.* Writing to a slice, a transpose or another view writes to the weight, as with plain tensors.
+- *Copies.* `detach`, `clone`, `deepcopy`, `.to(device)`, pickle, and `copy_` from another FP8 weight keep the FP8 bits.
+  `.to(dtype)` with another dtype returns a plain tensor. `.float()` always returns a plain tensor.
 
-A write puts new tensors in the place of data and scale: what an older graph has of them stays as it was.
+A write replaces the data and scale tensors by new ones, so tensors that an older autograd graph refers to keep their
+values.
 
-Blocks of 128×128 and one scale per tensor serve both orientations, so columnwise data is the transposed copy, made
-when it is needed. Finer scales would need a second cast, from values that no longer exist.
+Blocks of 128×128 and one scale per tensor serve both orientations: columnwise data is a transposed copy, created when
+it is needed. Finer scales would need a second cast, from values that no longer exist.
 
 Shapes: n rows, k columns.
 """
@@ -48,16 +49,17 @@ aten = torch.ops.aten
 
 
 class Fp8WeightFormat(NamedTuple):
-    """How values are cast to an `Fp8Weight`: in blocks of 128×128 or with one scale, which follow from amaxes."""
+    """Format of an `Fp8Weight`: one scale per tensor or per 128×128 block, computed from the amax by `rule`."""
 
     rule: ScaleRule
     blocks: bool = False
 
     @classmethod
     def from_recipe(cls, recipe: Fp8Recipe, layer: str) -> Fp8WeightFormat | None:
-        """That of a layer's weight under `recipe`; None where the layer stays in high precision.
+        """Return the format of a layer's weight under `recipe`, or None if the layer stays in high precision.
 
-        ValueError for recipes whose columnwise data is another cast than rowwise.
+        Raises:
+            ValueError: The recipe casts a weight separately for each orientation.
         """
         operands = recipe.operands(layer)
         if operands is None:
@@ -72,11 +74,11 @@ class Fp8WeightFormat(NamedTuple):
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements share a scale."""
+        """Elements that share a scale."""
         return BLOCK_128X128 if self.blocks else TENSOR
 
     def cast(self, values_nk: Tensor) -> ScaledTensor:
-        """The values in E4M3, rowwise."""
+        """Cast the values `[n, k]` to E4M3, rowwise."""
         source, options = Plain(values_nk.detach().contiguous()), {"rowwise": True, "columnwise": False}
         if self.blocks:
             cast, rule = implementation(cast_128x128, source.device), self.rule
@@ -89,39 +91,43 @@ class Fp8WeightFormat(NamedTuple):
 
 @dataclass(eq=False)
 class _Stored:
-    """What a weight and all tensors that alias it share. `dtype`: of the values."""
+    """Storage that a weight shares with all its aliases and views."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the dequantized values
     format: Fp8WeightFormat
     data: Tensor
     scale_inv: Tensor
 
     @property
     def scaled(self) -> ScaledTensor:
+        """Stored data and scales, rowwise."""
         return ScaledTensor(self.data, self.scale_inv, self.format.granularity)
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values `[n, k]`, rounded once, to `dtype`."""
+        """Return the dequantized values, `[n, k]`, rounded once, to `dtype` (default: the weight's dtype)."""
         dtype = dtype or self.dtype
         return self.scaled.dequantize(torch.promote_types(dtype, torch.float32)).to(dtype)
 
     def write(self, values_nk: Tensor) -> None:
+        """Round the values to the weight's dtype, cast them to FP8, and store the result in new tensors."""
         self.data, self.scale_inv, *_ = self.format.cast(values_nk.to(self.data.device, self.dtype))
 
     def copy(self, **to: Any) -> _Stored:
-        """A copy, with what `to` says to `Tensor.to`."""
+        """Return a copy. `to` are arguments of `Tensor.to`."""
         return replace(self, data=self.data.to(**to, copy=True), scale_inv=self.scale_inv.to(**to, copy=True))
 
 
 class Fp8Weight(torch.Tensor):
-    """A tensor of `dtype` that is stored as E4M3 data `[n, k]` and fp32 scales. See the module's docstring.
+    """Tensor of a high-precision dtype that is stored as E4M3 data `[n, k]` and fp32 scales.
 
-    Where `fp8.model_init` was to preserve them, `get_high_precision_init_val()` returns the values that it was first
-    cast from, on the CPU, and `clear_high_precision_init_val()` frees them; it then returns None.
+    The rules for operations are at the top of this module.
+
+    If `fp8.model_init` was told to preserve initial values, `get_high_precision_init_val()` returns them on the CPU,
+    and `clear_high_precision_init_val()` frees them. Afterwards `get_high_precision_init_val()` returns None.
     """
 
     _stored: _Stored
-    _view: Callable[[Tensor], Tensor] | None  # which view of the values it is; None: all of them
+    _view: Callable[[Tensor], Tensor] | None  # function that takes this view of the values; None for the whole weight
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -129,10 +135,10 @@ class Fp8Weight(torch.Tensor):
     def __new__(
         cls, stored: _Stored, view: Callable[[Tensor], Tensor] | None = None, like: Tensor | None = None
     ) -> Fp8Weight:
-        """`like`: a tensor of the view's shape, strides and dtype."""
+        """Create a tensor on the storage `stored`, or a view of it with the shape, strides and dtype of `like`."""
         like = stored.data if like is None else like
         dtype = stored.dtype if view is None else like.dtype
-        with torch.inference_mode(False):  # a view of a normal tensor is one, also in inference
+        with torch.inference_mode(False):  # a view of a normal tensor is a normal tensor, even in inference mode
             self: Fp8Weight = torch.Tensor._make_wrapper_subclass(
                 cls, like.shape, strides=like.stride(), dtype=dtype, device=stored.data.device
             )
@@ -141,7 +147,7 @@ class Fp8Weight(torch.Tensor):
 
     @classmethod
     def cast(cls, values_nk: Tensor, how: Fp8WeightFormat) -> Fp8Weight:
-        """`values_nk` in FP8, of their dtype."""
+        """Return an FP8 weight with the values and the dtype of `values_nk`."""
         data, scale_inv, *_ = how.cast(values_nk)
         return cls(_Stored(values_nk.dtype, how, data, scale_inv))
 
@@ -149,37 +155,40 @@ class Fp8Weight(torch.Tensor):
 
     @property
     def scaled(self) -> ScaledTensor:
-        """The stored data and scales, rowwise, as GEMMs take them."""
+        """Stored data and scales, rowwise, as GEMMs read them."""
         return self._stored.scaled
 
     @property
     def fp8_data(self) -> Tensor:
-        """The stored data `[n, k]`, E4M3."""
+        """Stored data, `[n, k]`, E4M3."""
         return self._stored.data
 
     @property
     def scale_inv(self) -> Tensor:
-        """The inverse scales, fp32: `[]`, or one for each 128×128 block."""
+        """Inverse scales, fp32: `[]`, or one value for each 128×128 block."""
         return self._stored.scale_inv
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of `dtype`, by default the weight's, without gradient."""
+        """Return the values as a plain tensor of `dtype` (default: the weight's dtype), without gradient."""
         return self._stored.read(dtype) if self._view is None else self._view(self._stored.read()).to(dtype)
 
     def float(self) -> Tensor:
-        """The values as a plain fp32 tensor, also where the weight's dtype is fp32, as for an optimizer's master."""
+        """Return the values as a plain fp32 tensor, even if the weight's dtype is fp32.
+
+        Optimizers create their masters with it.
+        """
         return self._converted(torch.float32)
 
     def double(self) -> Tensor:
-        """The values as a plain float64 tensor."""
+        """Return the values as a plain float64 tensor."""
         return self._converted(torch.float64)
 
     def half(self) -> Tensor:
-        """The values as a plain fp16 tensor."""
+        """Return the values as a plain fp16 tensor."""
         return self._converted(torch.float16)
 
     def bfloat16(self) -> Tensor:
-        """The values as a plain bf16 tensor."""
+        """Return the values as a plain bf16 tensor."""
         return self._converted(torch.bfloat16)
 
     def _converted(self, dtype: torch.dtype) -> Tensor:
@@ -194,14 +203,14 @@ class Fp8Weight(torch.Tensor):
 
     @property
     def data(self) -> Fp8Weight:
-        """The weight without its gradient; what is assigned to it is written into the weight."""
+        """Weight without its gradient. Assigning a tensor writes the tensor's values into the weight."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, values: Tensor) -> None:
         if values.shape != self.shape:
             raise ValueError(
-                f"an FP8 weight is {list(self.shape)}, and what is assigned to its data {list(values.shape)}"
+                f"an FP8 weight has shape {list(self.shape)}, but the tensor assigned to its data {list(values.shape)}"
             )
         if _conversion.running and isinstance(values, Fp8Weight):
             torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
@@ -215,11 +224,11 @@ class Fp8Weight(torch.Tensor):
     # --- initial values ---------------------------------------------------------------------------------------------
 
     def preserve_init_val(self, values: Tensor) -> None:
-        """Keep `values`, which it was first cast from, on the CPU."""
+        """Keep a CPU copy of `values`, the initial values that the weight was cast from."""
         vars(self)["_init_val"] = values.detach().cpu()
 
     def __getattr__(self, name: str) -> Any:
-        # Code for Transformer Engine asks whether a weight has these methods.
+        # Code written for Transformer Engine checks whether a weight has these methods.
         if name in _INIT_VAL_METHODS and "_init_val" in vars(self):
             return MethodType(_INIT_VAL_METHODS[name], self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -261,7 +270,7 @@ class _Dequantized(Function):
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What has been set on a tensor from outside, `nn.Parameter` included."""
+    """Return the attributes that other code, including `nn.Parameter`, has set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if name not in ("_stored", "_view")}
 
 
@@ -306,7 +315,7 @@ _conversion = _Conversion()
 
 @contextmanager
 def converting_modules() -> Iterator[None]:
-    """Within, `.to(dtype)` of an FP8 weight changes the dtype of its values and not how it is stored."""
+    """Make `.to(dtype)` of an FP8 weight change only the dtype of its values, and not the storage."""
     before, _conversion.running = _conversion.running, True
     try:
         yield
@@ -316,7 +325,7 @@ def converting_modules() -> Iterator[None]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument."""
+    """Return whether an operation returns views of its first argument."""
     return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
 
 
@@ -334,7 +343,7 @@ def _views(func: Any, weight: Fp8Weight, *args: Any, **kwargs: Any) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on dequantized values, which are cast again where it has written to them."""
+    """Run an operation on dequantized values, and cast the values again that it has written to."""
     read: dict[int, Tensor] = {}
 
     def values(x: Any) -> Any:

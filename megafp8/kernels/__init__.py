@@ -1,6 +1,7 @@
-"""Kernels shared by kinds of layers and by optimizers: casts, GEMMs of experts, random numbers.
+"""Kernels that several kinds of layers or optimizers share: casts, GEMMs of experts, random numbers.
 
-Each file names the PyTorch reference that specifies it. A kernel of one kind of layer is in `megafp8.layers`.
+Each file names the PyTorch reference that specifies its results. A kernel for only one kind of layer is in
+`megafp8.layers`.
 """
 
 from importlib import import_module

@@ -1,9 +1,8 @@
-"""AdamW of many tensors in one pass over memory. Reference: `megafp8.optimizer.adamw` on CPUs.
+"""AdamW for many tensors in one pass over memory. Reference: `megafp8.optimizer.adamw` on CPUs.
 
-A step of AdamW by PyTorch reads and writes gradients to clip them, updates fp32 masters and moments, and then reads the
-masters again to round them into bf16 weights. Here each element is read once and written once, in the form in which it
-is stored. Tensors are found by a table of their addresses, as in PyTorch's fused optimizers, so that a launch updates
-as many as there are.
+PyTorch's AdamW step reads and writes gradients to clip them, updates fp32 masters and moments, and reads the masters
+again to round them into bf16 weights. This kernel reads and writes each element once, in its storage format. A table of
+addresses lists the tensors, as in PyTorch's fused optimizers, so that one launch updates all of them.
 
 Shapes: n elements of a tensor; t tensors; c chunks of `CHUNK` elements.
 """
@@ -21,19 +20,23 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div
 
 CHUNK, _WARPS = 1024, 4
-"""Elements of a program."""
+"""Number of elements per program."""
 _COLUMNS = 8
-"""Columns of the table that has a row for each tensor: addresses of gradient, first and second moment, master,
+"""Number of columns of the table. Each tensor has one row: addresses of gradient, first and second moment, master,
 parameter and remainder, then length and first chunk."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class AdamWTensors(NamedTuple):
-    """The tensors of one weight, all flat, of n elements and contiguous.
+    """Tensors of one weight, each flat and contiguous with n elements.
 
-    `gradient_n` fp32; the moments fp32 or bf16. `master_n` fp32, None where the parameter and its remainder are the
-    master. `param_n`: what the new master is rounded into, in any precision, if anything. `remainder_n`: int16
-    (`megafp8.optimizer.state_storage`).
+    Attributes:
+        gradient_n: Gradient, fp32.
+        exp_avg_n: First moment, fp32 or bf16.
+        exp_avg_sq_n: Second moment, fp32 or bf16.
+        master_n: Master, fp32, or None if parameter and remainder together are the master.
+        param_n: Parameter that the new master is rounded into, of any dtype, or None.
+        remainder_n: Remainder of the master, int16 (`megafp8.optimizer.state_storage`), or None.
     """
 
     gradient_n: Tensor
@@ -45,12 +48,16 @@ class AdamWTensors(NamedTuple):
 
     @property
     def addresses(self) -> tuple[int, ...]:
+        """Addresses of the tensors in their order, 0 for None."""
         return tuple(0 if x is None else x.data_ptr() for x in self)
 
     @property
     def form(self) -> tuple[torch.dtype, torch.dtype | None, bool, bool]:
-        """What tensors of a launch share: dtypes of moments and parameter, whether there are remainders, and whether
-        all addresses and the length are multiples of 16, without which loads under a mask are of single elements."""
+        """Properties that all tensors of a launch must share.
+
+        These are the dtypes of moments and parameter, whether there are remainders, and whether all addresses and the
+        length are multiples of 16. Without this alignment, masked loads read single elements.
+        """
         param = None if self.param_n is None else self.param_n.dtype
         aligned = not any(number % 16 for number in (*self.addresses, len(self.gradient_n)))
         return self.exp_avg_n.dtype, param, self.remainder_n is not None, aligned
@@ -58,7 +65,7 @@ class AdamWTensors(NamedTuple):
 
 @triton.jit
 def _tensor(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tensor of a column of a row of the table."""
+    """Return the pointer to the tensor in a column of a table row."""
     address = tl.load(table + column).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16) if ALIGNED else address
 
@@ -67,9 +74,10 @@ def _tensor(table, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.conste
 def adamw_kernel(table_t8, tensor_c, factor, skip, shrink, rate, beta1, beta2, root2, eps, MOMENT: tl.constexpr,
                  PARAM: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
                  CHUNK: tl.constexpr):  # fmt: skip
-    """A chunk. `shrink` is 1 - lr · decay, `rate` lr / (1 - beta1^step), `root2` the root of 1 - beta2^step.
+    """Update a chunk.
 
-    PARAM None: the master is not rounded into a parameter.
+    `shrink` is 1 - lr · decay, `rate` is lr / (1 - beta1^step), and `root2` is √(1 - beta2^step). If PARAM is None, the
+    master is not rounded into a parameter.
     """
     row = table_t8 + tl.load(tensor_c + tl.program_id(0)) * COLUMNS
     exp_avg_n, exp_avg_sq_n = _tensor(row, 1, MOMENT, ALIGNED), _tensor(row, 2, MOMENT, ALIGNED)
@@ -109,7 +117,7 @@ def adamw_kernel(table_t8, tensor_c, factor, skip, shrink, rate, beta1, beta2, r
 
 
 class AdamWTable:
-    """The addresses of tensors of one form, and which of them each program updates."""
+    """Addresses of tensors of one form, and the tensor that each program updates."""
 
     def __init__(self, tensors: Sequence[AdamWTensors]) -> None:
         self._moment, self._param, self._remainder, self._aligned = tensors[0].form
@@ -129,10 +137,16 @@ class AdamWTable:
         self, *, lr: float, decay: float, betas: tuple[float, float], eps: float, count: int,
         factor: Tensor | None, skip: Tensor | None,
     ) -> None:  # fmt: skip
-        """Update `count`, from 1, of all tensors in place.
+        """Update all tensors in place.
 
-        `factor`, fp32 `[]`, multiplies the gradients, which stay as they are; where `skip`, bool `[]`, is true nothing
-        is written.
+        Args:
+            lr: Learning rate.
+            decay: Weight decay.
+            betas: Decay rates of the two moments.
+            eps: Number added to the denominator.
+            count: Number of this update, counted from 1.
+            factor: Factor of the gradients, fp32 `[]`, or None. The stored gradients do not change.
+            skip: Nothing is written if it is true, bool `[]`; or None.
         """
         beta1, beta2 = betas
         if not len(self._tensor_c):

@@ -1,8 +1,8 @@
-"""Arithmetic shared by kernels. References: the functions of these names in `megafp8.fp8`'s sources, scaling, quantize.
+"""Arithmetic shared by kernels. References: functions of equal names in `megafp8.numerics.sources` and `.quantize`.
 
-Triton's interpreter casts to FP8 incorrectly where rounding carries into the exponent, and E4M3's NaN; under it, and
-only there, `_interpreted_fp8` rounds values to the format's grid first. It also misreads bf16's subnormals: there
-kernels get fp32 inputs (`kernel_input`).
+Triton's interpreter has two bugs. It casts to FP8 incorrectly if rounding carries into the exponent, and for E4M3's
+NaN; in the interpreter, `_interpreted_fp8` therefore rounds values to the format's grid first. It also misreads bf16's
+subnormals; in the interpreter, kernels therefore get fp32 inputs (`kernel_input`).
 """
 
 from __future__ import annotations
@@ -15,45 +15,48 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run on the CPU in Triton's interpreter, for tests."""
+"""Whether kernels run on the CPU in Triton's interpreter, for tests."""
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Rounded up. Triton's `cdiv`, which kernels can call too, costs the host 2 µs a call."""
+    """Return `number / divisor` rounded up. Triton's `cdiv` would cost the host 2 µs per call."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of 2 that is not below `number` >= 1. Faster on the host than Triton's, too."""
+    """Return the smallest power of 2 that is at least `number` (1 or more). It is faster than Triton's function."""
     return 1 << (number - 1).bit_length()
 
 
 def kernel_input(x: Tensor) -> Tensor:
-    """`x`, in fp32 where the interpreter would misread bf16's subnormals."""
+    """Return x, or in the interpreter x in fp32 if it is bf16, because the interpreter misreads bf16's subnormals."""
     return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x
 
 
 @triton.jit
 def magnitude(x):
-    """|x|, and infinity for NaN."""
+    """Return |x|, or infinity if x is NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as an integer of the same order, NaN above infinity: their maximum is one instruction and keeps NaNs."""
+    """Return |x| as an integer with the same order and NaN above infinity.
+
+    The maximum of such integers is one instruction, and keeps NaNs.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def atomic_amax(amax, bits, mask):
-    """Raise amaxes in memory, as integers, to `magnitude_bits`; NaN counts as infinity."""
+    """Update amaxes in memory, stored as integers, with the maximum of `magnitude_bits`. NaN becomes infinity."""
     tl.atomic_max(amax, tl.minimum(bits, 0x7F800000), mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _exp2(x, INTERPRETED: tl.constexpr):
-    """2^x; a subnormal result may become zero."""
+    """Return 2^x. A subnormal result may become zero."""
     if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -61,10 +64,10 @@ def _exp2(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, INTERPRETED: tl.constexpr):
-    """1 / x rounded to nearest, of x from 1 to 2^126.
+    """Return 1 / x rounded to nearest, for x from 1 to 2^126.
 
-    A division branches for results that are not normal numbers. Without branches it is the hardware's estimate and one
-    Newton step in fused arithmetic.
+    A division would branch for results that are not normal numbers. This function has no branches: it computes the
+    hardware's estimate and one Newton step in fused arithmetic.
     """
     if INTERPRETED:
         return tl.div_rn(1.0, x)
@@ -77,14 +80,14 @@ def reciprocal(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, INTERPRETED: tl.constexpr):
-    """`sources.sigmoid`. A subnormal power does not change the sum, so it may be flushed to zero."""
+    """Compute `sources.sigmoid`. A subnormal power does not change the sum, so it may be flushed to zero."""
     exponent = tl.minimum(x * -1.4426950408889634, 126.0, propagate_nan=tl.PropagateNan.ALL)
     return reciprocal(1.0 + _exp2(exponent, INTERPRETED), INTERPRETED)
 
 
 @triton.jit
 def activate(x, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """f(x) and f'(x) of the activation function that `sources.FUNCTIONS` has by this name."""
+    """Return f(x) and f'(x) of the activation function with the name FUNCTION in `sources.FUNCTIONS`."""
     if FUNCTION == "silu":
         s = sigmoid(x, INTERPRETED)
         y = x * s
@@ -112,13 +115,14 @@ def activate(x, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_from_amax(bits, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr):
-    """`scaling.scale_from_amax` of `magnitude_bits`.
+    """Compute `quantize.scale_from_amax` from an amax given as `magnitude_bits`.
 
-    A power of two needs no division: FP8_MAX is 1.75 · 2^e for both formats, so the quotient's exponent is the
-    difference of the exponents, one less where amax's mantissa is above 1.75: adding 0.25 less one bit carries then.
+    A power of two needs no division. FP8_MAX is 1.75 · 2^e in both formats, so the quotient's exponent is the
+    difference of the exponents, minus one if the amax has a mantissa above 1.75. In this case, adding 0.25 minus one
+    bit to the mantissa carries into the exponent.
     """
     bits = tl.maximum(bits, tl.full([], eps, tl.float32).to(tl.int32, bitcast=True))
-    # One unsigned comparison excludes infinity, NaN and zero, which is 0 - 1.
+    # One unsigned comparison excludes infinity, NaN, and zero, for which 0 - 1 wraps around.
     usable = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF
     if POWER_OF_TWO:
         GREATEST: tl.constexpr = 0x7F000000  # 2^127
@@ -131,7 +135,7 @@ def scale_from_amax(bits, FP8_MAX: tl.constexpr, eps, POWER_OF_TWO: tl.constexpr
 
 @triton.jit
 def inverse(scale, POWER_OF_TWO: tl.constexpr):
-    """1 / scale; of the greatest power of two it is subnormal."""
+    """Return 1 / scale. It is subnormal for the largest power of two."""
     if POWER_OF_TWO:
         bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
         return tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)
@@ -140,10 +144,10 @@ def inverse(scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _interpreted_fp8(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr):
-    """The byte of y in FP8 under the interpreter, whose casts are exact on the grid of the format."""
+    """Return the FP8 byte of y in the interpreter. Its casts are exact for values on the grid of the format."""
     MANTISSA: tl.constexpr = 2 if FORMAT == "e5m2" else 3
     MIN_NORMAL: tl.constexpr = 2.0**-14 if FORMAT == "e5m2" else 2.0**-6
-    y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))  # a NaN passes both
+    y = tl.where(y > FP8_MAX, FP8_MAX, tl.where(y < -FP8_MAX, -FP8_MAX, y))  # a NaN stays
     bits = y.to(tl.int32, bitcast=True)
     size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
@@ -166,9 +170,9 @@ E5M2X4: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def to_fp8(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Bytes of a scaled fp32 tile in FP8: saturating, to nearest even, NaN stays NaN (`quantize.quantize`).
+    """Cast a scaled fp32 tile to FP8 bytes: saturating, to nearest even, NaN stays NaN (`quantize.quantize`).
 
-    By the GPU's instruction: Triton's own cast to E5M2 goes through another format and rounds twice.
+    This uses the GPU's instruction, because Triton's cast to E5M2 goes through another format and rounds twice.
     """
     if INTERPRETED:
         return _interpreted_fp8(y, FORMAT, FP8_MAX).to(tl.uint8)
@@ -179,7 +183,7 @@ def to_fp8(y, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.const
 
 @triton.jit
 def to_fp8_words(y0, y1, y2, y3, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`to_fp8` of four tiles: 32-bit words of their four bytes, y0's the lowest."""
+    """Cast four tiles as `to_fp8` does, and pack their bytes into 32-bit words, with y0 in the lowest byte."""
     if INTERPRETED:
         return (
             _interpreted_fp8(y0, FORMAT, FP8_MAX)

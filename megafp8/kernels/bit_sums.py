@@ -1,8 +1,8 @@
 """Bit sums of many tensors in one launch. Reference: `megafp8.training.consistency.bit_sums_reference`.
 
-A tensor has `_PROGRAMS` programs, which read blocks of its words in turn and add their two sums to the tensor's by
-atomics. Sums are integers modulo 2^64, so the order of additions makes no difference. Tensors are read in place, by
-address, and each byte once.
+`_PROGRAMS` programs read blocks of a tensor's words in turn, and add their two sums to the tensor's sums by atomics.
+Sums are integers modulo 2^64, so the order of additions makes no difference. Tensors are read in place, by address, and
+each byte is read once.
 
 Shapes: t tensors.
 """
@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 256  # for each tensor; a small one leaves some idle
+_PROGRAMS = 256  # per tensor; with a small tensor, some are idle
 _BLOCK = 2048
 
 
 @triton.jit
 def bit_sums_kernel(addresses_t, words_t, sums_t2, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add a program's words of one tensor, plain and weighted by position, to the tensor's two sums."""
     tensor, program = tl.program_id(1), tl.program_id(0)
     count = tl.load(words_t + tensor)
     if program * BLOCK < count:
@@ -40,7 +41,7 @@ def bit_sums_kernel(addresses_t, words_t, sums_t2, PROGRAMS: tl.constexpr, BLOCK
 
 
 def bit_sums(words: Sequence[Tensor]) -> Tensor:
-    """Sums of `words`, int32 `[n]` each, all on one device: int64 `[t, 2]`."""
+    """Return the two bit sums of each tensor, int64 `[t, 2]`; each of `words` is int32 `[n]`, all on one device."""
     assert all(w.dtype == torch.int32 and w.is_contiguous() for w in words)
     device = words[0].device
     sums_t2 = torch.zeros(len(words), 2, dtype=torch.int64, device=device)

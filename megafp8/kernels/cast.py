@@ -1,23 +1,23 @@
-"""Compute a tile of a source, quantize it, and store it rowwise and columnwise: one kernel for all granularities.
+"""Casts of a source: compute a tile, quantize it, and store it rowwise and columnwise, in one kernel.
 
-In PyTorch quantizing moves some thirty bytes for each element of a bf16 tensor: an amax, a copy to fp32, a product, a
-clamp, a cast, and later a transpose. Four would suffice: two in, one out for each orientation. So a program computes a
-tile in fp32, casts it, and stores it twice, columnwise by words of four bytes (`tiles`). Where both orientations have
-the same scales it nevertheless casts twice: the instruction casts pairs, which are neighbours in a row for one and in a
-column for the other, and taking words apart would cost more.
+In PyTorch, quantizing moves about thirty bytes for each element of a bf16 tensor: for an amax, a copy to fp32, a
+product, a clamp, a cast, and later a transpose. Four bytes suffice: two are read, and one is written for each
+orientation. A program of this kernel computes a tile in fp32, casts it, and stores it twice, columnwise in words of
+four bytes (`tiles`). It casts twice even if both orientations have the same scales: the instruction casts pairs, which
+are neighbors in a row for one orientation and in a column for the other, and unpacking words would cost more.
 
-SCALES is the granularity. Reference: the function of `megafp8.numerics.reference` in the last column.
+SCALES is the granularity. The last column names the reference, in `megafp8.numerics.reference` or in the recipe's file.
 
-    none      the values themselves, in the dtype of their storage              materialize
+    none      values without a scale, in the dtype of their storage             materialize
     tensor    a given scale; the tile's amax may be recorded by one atomic      cast_tensor
     current   one scale, computed from the tensor's amax                        cast_current
     vectors   a scale for each row, or column, computed from their amaxes       cast_rows
-    1x128     a tile is 128 × 128, so it has whole blocks of both: one pass     cast_1x128
+    1x128     a tile is 128 × 128 and contains whole blocks both ways: one pass cast_1x128
     128x128   a tile is a block                                                 cast_128x128
 
-Amaxes that must be known before (current, vectors) are computed by `reductions`. An activation that needs two passes is
-computed twice rather than stored in between: the same traffic, and no bf16 copy. The second pass runs backwards, to
-begin with what is still in the cache.
+Amaxes that must be known before the cast (current, vectors) are computed by `reductions`. An activation that needs two
+passes is computed twice instead of being stored in between, which causes equal traffic, but needs no bf16 copy. The
+second pass runs backwards, so that it begins with data that is still in the cache.
 
 Shapes: r rows, c columns of a part of the source; a tile has TILE_R / 4 quads of rows. Amaxes are integers, the bits of
 fp32.
@@ -37,7 +37,7 @@ from megafp8.kernels.tiles import column_amax, compute_quads, part_columns, quad
 def _tile_scale(y, scale, columnwise_scale, amax, i0, j0, r, c, eps, SCALES: tl.constexpr, ROWWISE: tl.constexpr,
                 COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, TILE_R: tl.constexpr,
                 TILE_C: tl.constexpr):  # fmt: skip
-    """The one scale of a tile; the reciprocal of a computed one is stored."""
+    """Return the scale of a tile that has only one, and store its reciprocal."""
     if SCALES == "current":
         s = scale_from_amax(tl.load(amax), FP8_MAX, eps, POWER_OF_TWO)
         tl.store(scale, inverse(s, POWER_OF_TWO), mask=i0 + j0 == 0)  # one program writes
@@ -53,7 +53,7 @@ def _tile_scale(y, scale, columnwise_scale, amax, i0, j0, r, c, eps, SCALES: tl.
 
 @triton.jit
 def _vector_scales(scale, amax, at, end, first, eps, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Scales from the amaxes `at` below `end`; one program, the `first`, stores their reciprocals."""
+    """Return the scales for the amaxes at the positions `at` below `end`. The `first` program stores reciprocals."""
     s = scale_from_amax(tl.load(amax + at, mask=at < end, other=0), FP8_MAX, eps, POWER_OF_TWO)
     if first:
         tl.store(scale + at, inverse(s, POWER_OF_TWO), mask=at < end)
@@ -63,9 +63,10 @@ def _vector_scales(scale, amax, at, end, first, eps, FP8_MAX: tl.constexpr, POWE
 @triton.jit
 def _rowwise_block_scales(y, partner, scale, scale_stride, i0, i, j0, r, eps, FP8_MAX: tl.constexpr,
                           POWER_OF_TWO: tl.constexpr, TILE_R: tl.constexpr):  # fmt: skip
-    """Scales of the rows of four tiles, from the tiles and `partner`, the other half of their blocks or themselves.
+    """Return the scales of the rows of four tiles, and store their reciprocals.
 
-    The reciprocals of a block column are contiguous, `scale_stride` from those of the next.
+    `partner` is the other half of the blocks, or the tiles themselves. The reciprocals of a column of blocks are
+    contiguous, and `scale_stride` is the distance to the next column of blocks.
     """
     s0 = scale_from_amax(_row_amax(y[0], partner[0]), FP8_MAX, eps, POWER_OF_TWO)
     s1 = scale_from_amax(_row_amax(y[1], partner[1]), FP8_MAX, eps, POWER_OF_TWO)
@@ -91,7 +92,7 @@ def _columnwise_block_scales(y, scale, p0, j0, j, end, c, eps, FP8_MAX: tl.const
 
 @triton.jit
 def record_amax(amax, parts, SOURCE: tl.constexpr):
-    """Raise `amax` to that of the parts of a source, by one atomic."""
+    """Update `amax` with the amax of the parts of a source, by one atomic."""
     bits = quad_amax(parts[0])
     if SOURCE == "gated_grad" or SOURCE == "qkv_grad":
         bits = tl.maximum(bits, quad_amax(parts[1]))
@@ -106,9 +107,9 @@ def cast(y, partner, rowwise, columnwise, scale, columnwise_scale, amax, columnw
          FULL: tl.constexpr = False):  # fmt: skip
     """Cast four interleaved tiles of one part, at columns j0 + j below `end` of the matrix, which is c wide.
 
-    Their rows, from i0 on and below r, lie from `p0` on in the columnwise copy. `scale`: the value where SCALES is
-    "tensor", else a pointer. `scale_stride`: from the rowwise scales of a column of 1×128 blocks to the next. `first`:
-    no rows are above the tile's.
+    The rows of the tiles, from i0 on and below r, begin at `p0` in the columnwise copy. `scale` is a value if SCALES is
+    "tensor", else a pointer. `scale_stride` is the distance between the rowwise scales of neighboring columns of 1×128
+    blocks. `first` means that no rows are above the tile's rows.
     """
     i = 4 * q
     if SCALES == "none":
@@ -150,9 +151,10 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
                 ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr,
                 FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr,
                 TILE_R: tl.constexpr, TILE_C: tl.constexpr, FULL: tl.constexpr, QUAD_ANGLES: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source.
+    """Cast one tile of each part of the source.
 
-    FULL: all tiles lie inside. QUAD_ANGLES: four neighbouring tokens from a multiple of four on have the same angles.
+    FULL means that all tiles are inside the source. QUAD_ANGLES means that four consecutive tokens, from a multiple of
+    four on, have the same angles.
     """
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
     heads = (a, g, b, stride_s, None if QUAD_ANGLES else stride_b, statistics, weights)
@@ -160,7 +162,7 @@ def tile_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
     if SCALES == "current" or SCALES == "vectors":
         across, down = tl.num_programs(0) - 1 - across, tl.num_programs(1) - 1 - down
     if SCALES == "tensor":
-        scale = tl.load(scale)  # before the atomic's barrier, behind which it would delay the stores
+        scale = tl.load(scale)  # load before the atomic's barrier; after it, the load would delay the stores
     i0, j0 = down * TILE_R, across * TILE_C
     q, j = tl.arange(0, TILE_R // 4), tl.arange(0, TILE_C)
     parts = compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)

@@ -1,29 +1,29 @@
-"""Casts by blocks of 16 (NVFP4) and 32 (MXFP8), dequantized to bf16 for tensor cores that do not take such blocks.
+"""Casts with blocks of 16 (NVFP4) and 32 (MXFP8), dequantized to bf16, because Hopper does not support such blocks.
 
-References: the functions of these names in `megafp8.numerics.recipes.nvfp4` and `mxfp8`, bit for bit.
+References: functions of equal names in `megafp8.numerics.recipes.nvfp4` and `mxfp8`, bit for bit.
 
-A program reads a tile of the source from memory once and writes it twice, in the order in which it lies: with blocks
-along its columns and with blocks along its rows. GEMMs in bf16 take either operand transposed, so nothing is transposed
-here.
+A program reads a tile of the source from memory once, and writes it twice in its memory order: with blocks along its
+columns and with blocks along its rows. bf16 GEMMs can transpose both operands, so nothing is transposed here.
 
-NVFP4 transforms 16 rows of a column before it casts them. So its tile is held as 16 tiles of interleaved rows, 0, 16,
-32, ..., then 1, 17, 33, ... and so on: the transform and the amaxes of columns combine whole tiles, element by element,
-in a thread's registers. Blocks along a row belong to a few neighbouring threads; a few rows at a time are read again,
-from the cache, since casting both ways at once would take more registers than there are.
+NVFP4 transforms 16 rows of a column before it casts them. A tile is therefore split into 16 tiles of interleaved rows:
+0, 16, 32, ..., then 1, 17, 33, ..., and so on. The transform and the amaxes of columns then combine whole tiles,
+element by element, in a thread's registers. Blocks along a row belong to a few neighboring threads. For these, a few
+rows at a time are read again, from the cache, because casting both ways at once would need too many registers.
 
-Arithmetic. Casts wait for it, not for memory, so instructions are counted (docs/decisions/0005). A value is rounded to
-a format by adding and subtracting a power of two, 2^23 times the distance of the format's values there, which rounds to
-nearest even as fp32 does; one and a half times that power where values have signs. The power is a multiple of that of
-the value, so each takes one multiply-add, whose product is exact. Values beyond the format's range are cut off before,
-so that nothing overflows.
+*Arithmetic.* Arithmetic limits the speed of these casts, not memory, so every instruction matters
+(docs/decisions/0005). A value is rounded to a format by adding and subtracting a power of two: 2^23 times the distance
+between the format's neighboring values, which rounds to nearest even like fp32 does. For signed values it is 1.5 times
+that power. The power is a multiple of the value's power of two, so each operation is one multiply-add with an exact
+product. Values beyond the format's range are clamped first, so that nothing overflows.
 
-Stochastic rounding takes half a word of Philox for each value in either orientation: eight neighbours in a row, or in a
-column, share one call. The half k is put into the mantissa of a number of fp32, 96 + k·2^-17. That number times P, the
-power of two below the value (at least 1), plus the value, has the steps P·2^-17, so it is rounded to the 2^16th part of
-the format's step, P / 2; then it is rounded down to whole steps, by the rounding mode of one instruction.
+*Stochastic rounding* uses half a word of Philox for each value in each orientation: eight neighbors in a row, or in a
+column, share one call. The half-word k is put into the mantissa of an fp32 number, 96 + k·2^-17. Let P be the power of
+two below the value (at least 1). The product of P and this number, plus the value, has the resolution P·2^-17, so the
+sum is rounded to 2^-16 of the format's step, P / 2. Then it is rounded down to whole steps, by the rounding mode of one
+instruction.
 
-Masks and addresses cost as much as a butterfly: kernels of matrices that are whole tiles (FULL) have no masks, and the
-number of columns is a constant of theirs (C).
+Masks and addresses cost as much as a stage of the transform. Kernels for matrices that consist of whole tiles (FULL)
+therefore have no masks, and the number of columns is a constant (C).
 
 Shapes: r rows, c columns of a part of the source; q groups of 16 rows.
 """
@@ -55,7 +55,7 @@ _NOISE_NUMBERS = ("row_key0", "row_key1", "column_key0", "column_key1")
 @triton.jit
 def _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                  INTERPRETED: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Both parts of the source as 16 tiles each, of the rows i0 + 16q, i0 + 16q + 1, ..."""
+    """Compute both parts of the source as 16 tiles each, with the rows i0 + 16q, i0 + 16q + 1, i0 + 16q + 2, ..."""
     first, second = (), ()
     for k in tl.static_range(16):
         y, z = compute(inputs, i0, 16 * q + k, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
@@ -66,7 +66,7 @@ def _interleaved(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTI
 
 @triton.jit
 def _butterflies(z, DISTANCE: tl.constexpr):
-    """Sums and differences of those of 16 tiles that are DISTANCE apart."""
+    """Return sums and differences of the pairs among 16 tiles that are DISTANCE apart."""
     w = ()
     for k in tl.static_range(16):
         w += (z[k - DISTANCE] - z[k] if k & DISTANCE else z[k] + z[k + DISTANCE],)  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def _butterflies(z, DISTANCE: tl.constexpr):
 
 @triton.jit
 def _transformed(y, i, r, WHOLE: tl.constexpr):
-    """`nvfp4.hadamard_sums` of 16 tiles, of the rows i, i + 1, ..., which are all below r if WHOLE."""
+    """Return `nvfp4.hadamard_sums` of 16 tiles with the rows i, i + 1, ...; all of them are below r if WHOLE."""
     z = _butterflies(_butterflies(_butterflies(_butterflies(y, 1), 2), 4), 8)
     if WHOLE:
         return z
@@ -87,19 +87,19 @@ def _transformed(y, i, r, WHOLE: tl.constexpr):
 
 @triton.jit
 def _larger(x, y):
-    """The larger of x and |y|, NaN if either is."""
+    """Return the larger of x and |y|, or NaN if one of them is NaN."""
     return tl.maximum(x, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _largest(x, y):
-    """The larger of |x| and |y|, NaN if either is."""
+    """Return the larger of |x| and |y|, or NaN if one of them is NaN."""
     return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _amax_of_tiles(y):
-    """Elementwise amax of tiles, NaN where one is."""
+    """Return the elementwise amax of tiles; NaN if an element of one is NaN."""
     amax = tl.abs(y[0])
     for k in tl.static_range(1, len(y)):
         amax = _larger(amax, y[k])
@@ -108,14 +108,14 @@ def _amax_of_tiles(y):
 
 @triton.jit
 def _signed(size, x):
-    """Magnitudes with the signs of x."""
+    """Return magnitudes with the signs of x."""
     bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rounded(size, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """Magnitudes rounded to nearest even: to MANTISSA bits after the first, below 2^LEAST as from 2^LEAST on."""
+    """Round magnitudes to nearest even, to MANTISSA bits after the first; below 2^LEAST, the step is constant."""
     power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, (LEAST + 127) << 23)
     shift = (power + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
     return (size + shift) - shift
@@ -123,11 +123,12 @@ def _rounded(size, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _mx_scales(bits, FP8_MAX: tl.constexpr):
-    """2^(127 - e) and 2^(e - 127) of blocks with these amaxes, given as `magnitude_bits`: `mxfp8.quantize_mxfp8`.
+    """Return the scales 2^(127 - e) and 2^(e - 127) of blocks, as in `mxfp8.quantize_mxfp8`.
 
-    FP8_MAX is 1.75 · 2^EXPONENT, so the exponent of amax / FP8_MAX, rounded up, is the difference of the exponents, one
-    more where amax's mantissa is above 1.75: adding 0.25 less one bit carries then. One amax, the next after
-    FP8_MAX · 2^-127, has a quotient that fp32 rounds to 2^-127.
+    The blocks' amaxes are given as `magnitude_bits`. FP8_MAX is 1.75 · 2^EXPONENT, so the exponent of amax / FP8_MAX,
+    rounded up, is the difference of the exponents, plus one if the amax has a mantissa above 1.75. In this case, adding
+    0.25 minus one bit carries into the exponent. There is one exception: the first amax above FP8_MAX · 2^-127 has a
+    quotient that fp32 rounds to 2^-127.
     """
     EXPONENT: tl.constexpr = (15 if FP8_MAX == 57344.0 else 8) << 23
     bits -= (bits == EXPONENT + 0x600001).to(tl.int32)
@@ -140,7 +141,7 @@ def _mx_scales(bits, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def _mx(x, scale, scale_inv, FP8_MAX: tl.constexpr):
-    """x, cast by its block's scale and back."""
+    """Cast x with its block's scale, and dequantize it."""
     MANTISSA: tl.constexpr = 2 if FP8_MAX == 57344.0 else 3
     LEAST: tl.constexpr = -14 if FP8_MAX == 57344.0 else -6
     size = tl.minimum(tl.abs(x * scale), FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -149,7 +150,7 @@ def _mx(x, scale, scale_inv, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def _clamped(x, INTERPRETED: tl.constexpr):
-    """x within ±6; NaN stays NaN."""
+    """Clamp x to ±6. NaN stays NaN."""
     if INTERPRETED:
         x = tl.minimum(x, 6.0, propagate_nan=tl.PropagateNan.ALL)
         return tl.maximum(x, -6.0, propagate_nan=tl.PropagateNan.ALL)
@@ -160,7 +161,7 @@ def _clamped(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _floor(x, power, INTERPRETED: tl.constexpr):
-    """x rounded down to a multiple of power / 2, plus power · (1.5·2^22 - 96); x from 64 to 128 times `power`."""
+    """Round x down to a multiple of power / 2, and add power · (1.5·2^22 - 96); x is from 64 to 128 times `power`."""
     if INTERPRETED:
         return tl.floor(x * (2.0 / power)) * (power * 0.5) + power * 6291360.0
     return tl.inline_asm_elementwise(
@@ -170,17 +171,20 @@ def _floor(x, power, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _nv_scales(amax, sixth, tensor_scale, INTERPRETED: tl.constexpr):
-    """b and S / b of blocks with these amaxes; 0 where b is 0. `sixth`: S / 6."""
-    size = tl.minimum(amax * sixth, 448.0)  # of NaN too
+    """Return b and S / b of blocks with these amaxes; S / b is 0 if b is 0. `sixth` is S / 6."""
+    size = tl.minimum(amax * sixth, 448.0)  # NaN becomes 448 too
     power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23).to(tl.float32, bitcast=True)
-    b = tl.fma(power, -1048576.0, tl.fma(power, 1048576.0, size))  # 2^20: to three bits after the first
+    b = tl.fma(power, -1048576.0, tl.fma(power, 1048576.0, size))  # 2^20 rounds to three bits after the first
     factor = reciprocal(tl.where(b == 0.0, 1.0, b), INTERPRETED) * tensor_scale
     return b, tl.where(b == 0.0, 0.0, factor)
 
 
 @triton.jit
 def _nv(x, factor, b, random, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x · S / b, rounded, times b: by `random`, of `_half`, if NOISE. A zero is positive."""
+    """Return x · S / b, rounded, times b. With NOISE, round stochastically with `random`, from `_half`.
+
+    A zero is positive.
+    """
     value = _clamped(x * factor, INTERPRETED)
     power = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23).to(tl.float32, bitcast=True)
     if NOISE:
@@ -192,13 +196,13 @@ def _nv(x, factor, b, random, NOISE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tensor_scale(amax):
-    """S: at most 2^118, so that S / b is finite."""
+    """Return S, at most 2^118, so that S / b is finite."""
     return tl.minimum(scale_from_amax(tl.load(amax), 2688.0, 0.0, False), 332306998946228968225951765070086144.0)
 
 
 @triton.jit
 def _sixth(scale, INTERPRETED: tl.constexpr):
-    """A sixth of a scale, rounded to nearest (Markstein 1990)."""
+    """Return a sixth of a scale, rounded to nearest (Markstein 1990)."""
     if INTERPRETED:
         return tl.div_rn(scale, 6.0)
     quotient = scale * 0.16666667
@@ -207,7 +211,7 @@ def _sixth(scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _half(word, UPPER: tl.constexpr, INTERPRETED: tl.constexpr):
-    """96 + k·2^-17 of the lower or upper 16 bits k of words."""
+    """Return 96 + k·2^-17, where k is the lower or upper 16 bits of a word."""
     if INTERPRETED:
         word = word >> 16 if UPPER else word & 0xFFFF
         return (word | 0x42C00000).to(tl.float32, bitcast=True)
@@ -222,9 +226,9 @@ def _half(word, UPPER: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _words(group, noise):
-    """Four words of noise for each group of eight elements, uint32: Philox of seven rounds.
+    """Return four words of noise for each group of eight elements, uint32, by Philox with seven rounds.
 
-    `tl.philox_impl` takes two instructions for the halves of a product, and 4% more for a gradient's cast.
+    `tl.philox_impl` needs two instructions for the halves of a product, and makes a gradient's cast 4% slower.
     """
     step, microbatch, key0, key1 = noise
     x0, x1, x2, x3 = group, group * 0, group * 0 + step, group * 0 + microbatch
@@ -238,7 +242,7 @@ def _words(group, noise):
 
 @triton.jit
 def _row_noise(row, at, j, width, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`_half` `[q, j]` for the elements of rows `row`, columns at + j, of a matrix with `width` columns."""
+    """Return `_half`, `[q, j]`, for the elements in rows `row` and columns at + j of a matrix with `width` columns."""
     COLUMNS: tl.constexpr = j.shape[0]
     if GROUPED:
         group = row[:, None] * (width // 8) + (at // 8 + tl.arange(0, COLUMNS // 8))[None, :]
@@ -257,9 +261,10 @@ def _row_noise(row, at, j, width, noise, GROUPED: tl.constexpr, INTERPRETED: tl.
 
 @triton.jit
 def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`_half` `[q, j]` eight times, for the elements of rows `row`, row + 1, ..., row + 7 of the transposed matrix.
+    """Return `_half`, `[q, j]`, eight times: for the elements of rows `row` to row + 7 of the columns.
 
-    x: a tile with which they are to share a layout. Without the zero made of it Triton converts one into the other.
+    x is a tile with the layout that the results should have. A zero computed from x is added to the results; without
+    it, Triton would convert the layout.
     """
     values = ()
     if GROUPED:
@@ -276,7 +281,7 @@ def _column_noise(row, column, r, x, noise, GROUPED: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def _noise_of(element, noise, INTERPRETED: tl.constexpr):
-    """`_half` for any element, int64."""
+    """Return `_half` for arbitrary elements, int64."""
     w0, w1, w2, w3 = _words((element >> 3).to(tl.uint32), noise)
     place = (element & 7).to(tl.int32) >> 1
     word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
@@ -297,7 +302,7 @@ def _mx_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                r, c, a, g, b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr,
                TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source."""
+    """Cast one tile of each part of the source to MXFP8, and dequantize it."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
     tl.store(scale_inv, 1.0, mask=i0 + j0 == 0)
@@ -324,7 +329,7 @@ def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistic
                     TRANSFORMED: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
                     FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
                     DOWN: tl.constexpr):  # fmt: skip
-    """DOWN tiles below each other of each part of the source."""
+    """Update the two amaxes with DOWN tiles, one below the other, of each part of the source."""
     i0, j0 = tl.program_id(1) * DOWN * TILE_R, tl.program_id(0) * TILE_C
     q, j = tl.arange(0, TILE_R // 16), tl.arange(0, TILE_C)
     c = C if C else c
@@ -348,12 +353,12 @@ def _nv_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistic
 @triton.jit
 def _nv_rows(y, i, at, j, width, scale, sixth, noise, WEIGHT: tl.constexpr, NOISE: tl.constexpr,
              GROUPED: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """Values `[i, j]` cast by blocks along rows; by squares of 16×16 if WEIGHT."""
+    """Cast values `[i, j]` to NVFP4 with blocks along rows, or with 16×16 blocks if WEIGHT, and dequantize them."""
     ROWS: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]
     HEIGHT: tl.constexpr = 16 if WEIGHT else 1
     x = y.reshape(ROWS // HEIGHT, HEIGHT, COLUMNS // 16, 16)
-    if INTERPRETED:  # where a reduction by a function of ours takes long
+    if INTERPRETED:  # a reduction with a custom function is slow in the interpreter
         amax = tl.max(magnitude_bits(x), axis=3, keep_dims=True).to(tl.float32, bitcast=True)
     else:
         amax = tl.reduce(x, 3, _largest, keep_dims=True)
@@ -373,9 +378,10 @@ def _nv_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, we
                COLUMN_GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, BATCH: tl.constexpr, C: tl.constexpr,
                FULL: tl.constexpr, WHOLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source, the last first, as the amaxes' kernel has left those in the cache.
+    """Cast one tile of each part of the source to NVFP4, and dequantize it.
 
-    Columns are cast first, then CHUNK rows after the other, which are read from the cache.
+    The last tiles are cast first, because the kernel for amaxes has left them in the cache. Columns are cast first.
+    Then rows are read again from the cache and cast, CHUNK rows at a time.
     """
     i0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_R
     j0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_C
@@ -426,16 +432,17 @@ _MX, _NV_AMAX, _NV = (
 
 
 class BlockTile(NamedTuple):
-    """Elements of a program's tile for each row of a block, its columns at most, and warps."""
+    """Tile of a program: number of elements per row of a block, largest number of columns, and warps."""
 
     elements: int
     columns: int
     warps: int = 4
 
     def shape(self, block: int, width: int, half: int) -> tuple[int, int]:
-        """Rows and columns of a program, of a part with `width` columns. `half`: those of half a head, or 0.
+        """Return the rows and columns of a program, for a part with `width` columns.
 
-        Columns are as many as divide the width, so that no mask is needed, if that leaves 64 of them.
+        If possible, the number of columns divides the width, so that no mask is needed, unless this leaves fewer than
+        64 columns. `half` is the width of half a head, or 0.
         """
         dividing = width & -width
         columns = min(self.columns, half or (dividing if dividing >= 64 else self.columns))
@@ -447,19 +454,19 @@ TILES = {
     "nv_amax": BlockTile(512, 512), "nv_amax_parts": BlockTile(256, 256),
     "nv": BlockTile(256, 256), "nv_parts": BlockTile(256, 256),
 }  # fmt: skip
-"""By kernel; "parts": of sources with two parts. Measured on H200 (docs/measurements/2026-11-26-fp4-on-hopper, and `nv`
-again on 2026-11-27: others are no faster)."""
+"""Tiles by kernel; names with "parts" are for sources with two parts. Measured on H200
+(docs/measurements/2026-11-26-fp4-on-hopper; `nv` again on 2026-11-27, and no other tile was faster)."""
 
 
 _PROGRAMS = 512
-"""With more programs of one tile, those of `_NV_AMAX` have several tiles, up to 8."""
+"""Number of programs above which a program of `_NV_AMAX` processes several tiles, up to 8."""
 
 
 @cache
 def _bound(
     kernel: TritonKernel, warps: int, kind: str, function: str, half: int, constants: tuple[tuple[str, Any], ...]
 ) -> BoundKernel:
-    """The kernel for sources of this kind."""
+    """Return the kernel for sources of this kind."""
     return kernel.bind(
         SOURCE=kind, FUNCTION=function, HALF=half, INTERPRETED=INTERPRETED, num_warps=warps, enable_fp_fusion=False,
         **dict(constants),
@@ -475,7 +482,7 @@ def _launch(
     *numbers: int,
     **constants: Any,
 ) -> None:
-    """Launch `kernel`, called `what` in `TILES`, on tiles of whole blocks of the source."""
+    """Launch `kernel`, named `what` in `TILES`, on tiles that contain whole blocks of the source."""
     kind, inputs, width, function, heads, half, norms = inputs_of(_whole_blocks(source, block))
     parts = 2 if kind in ("gated_grad", "qkv_grad") else 1
     tile, r = TILES[what if parts == 1 else f"{what}_parts"], source.shape[0]
@@ -486,11 +493,11 @@ def _launch(
         while tiles < 8 and across * ceil_div(r, 2 * tiles * rows) >= _PROGRAMS:
             tiles *= 2
         constants["DOWN"] = tiles
-    elif kernel is _NV:  # a thread has eight neighbours in a row, in a row of either part or in two rows
+    elif kernel is _NV:  # a thread has eight neighbors in a row: in a row of each part, or in two rows of one part
         chunk = 2 // parts * 8 * 32 * tile.warps // columns
         constants["CHUNK"] = 16 if constants["WEIGHT"] else min(rows, max(1, chunk))
     if kernel is not _MX:
-        batch = heads[2]  # by a constant power of two a division is a shift
+        batch = heads[2]  # dividing by a constant power of two is a shift
         constants["BATCH"] = batch if half and not batch & (batch - 1) else 0
         full = r % (tiles * rows) == 0 and width % columns == 0
         constants |= {"C": width if full else 0, "FULL": full, "WHOLE": r % block == 0}
@@ -500,7 +507,7 @@ def _launch(
 
 
 def _whole_blocks(source: MatrixSource, block: int) -> MatrixSource:
-    """`source`, or its values where its two parts would share a block."""
+    """Return `source`, or its values as a plain source if its two parts would share a block."""
     if isinstance(source, QKVGrad):
         half = source.dq_sbad.shape[3] // 2
         split = half % block or half & (half - 1)  # tiles are powers of two wide
@@ -510,7 +517,7 @@ def _whole_blocks(source: MatrixSource, block: int) -> MatrixSource:
 
 
 def _outputs(source: MatrixSource, rowwise: bool, columnwise: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Matrices to be written, in fp32 for the interpreter, which rounds to bf16 incorrectly."""
+    """Allocate the matrices to write; in fp32 for the interpreter, which rounds to bf16 incorrectly."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     by_rows, by_columns = (
         torch.empty(source.shape, dtype=dtype, device=source.device) if wanted else None
@@ -579,6 +586,6 @@ def cast_nvfp4(
 
 @cache
 def _numbers(rows: Key, columns: Key) -> tuple[int, int, int, int]:
-    """Keys as 32-bit integers with a sign."""
+    """Return the keys as signed 32-bit integers."""
     a, b, c, d = np.array([*rows, *columns], dtype=np.uint32).view(np.int32).tolist()
     return a, b, c, d

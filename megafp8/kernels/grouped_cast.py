@@ -1,13 +1,13 @@
-"""Quantize the rows of many experts in one launch, with a scale for each expert, row and column, or 1×128 block.
+"""Casts of the rows of many experts in one launch, with a scale for each expert, row and column, or 1×128 block.
 
-Rowwise copies have the rows where the source has them. In the columnwise copy, which sums over rows read, the rows of
-each expert are padded with zeros to a multiple of 128 (`RowGroups.padded_ends_e`): so no product reaches the rows of
-another expert, and addresses are aligned whatever the sizes. A program casts a tile of one expert,
-as `cast` does it for one matrix; how many rows the experts have is read on the device. Blocks of 128 rows begin where
-the expert's rows begin, as those of a matrix do. Scales of 1×128 blocks of both copies are padded like the columnwise
-one, so that the copy engine reads them in aligned vectors.
+In rowwise copies, rows have the same positions as in the source. In columnwise copies, which sums over rows read, the
+rows of each expert are padded with zeros to a multiple of 128 (`RowGroups.padded_ends_e`). Then no product reaches the
+rows of another expert, and addresses are aligned whatever the sizes. A program casts a tile of one expert, as `cast`
+does for one matrix. The number of rows per expert is read on the device. Blocks of 128 rows begin at the expert's first
+row. The scales of 1×128 blocks of both copies are padded like the columnwise copy, so that the copy engine reads them
+in aligned vectors.
 
-Reference: the functions of these names in `megafp8.numerics.groups`.
+Reference: functions of equal names in `megafp8.numerics.groups`.
 
 Shapes: r rows of e experts, c columns.
 """
@@ -36,8 +36,10 @@ from megafp8.parallel.collectives import all_reduce
 
 @triton.jit
 def _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS: tl.constexpr):
-    """Of row `p0` of the columnwise copy: its expert, e behind the last; its row in the source, and where those of the
-    expert end there; whether it is the expert's first.
+    """Look up row `p0` of the columnwise copy.
+
+    Return its expert (e after the last expert), its row in the source, the end of the expert's rows in the source, and
+    whether it is the expert's first row.
     """
     index = tl.arange(0, EXPERTS)
     padded_ends = tl.load(padded_ends_e + index, mask=index < e, other=2147483647)
@@ -55,10 +57,11 @@ def groups_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, rowwise, co
                   TILE_C: tl.constexpr, SCALES: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
                   RECORD: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                   EPS: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source, from one expert's rows.
+    """Cast one tile of each part of the source, from one expert's rows.
 
-    SCALES is "tensor": scales and amaxes of experts, `scale_stride` and `amax_stride` apart. "vectors": of rows, and of
-    the columns of one expert after the other. "1x128": scales of blocks, those of rows where the padded rows are.
+    If SCALES is "tensor", the scales and amaxes belong to experts, with the strides `scale_stride` and `amax_stride`.
+    If it is "vectors", they belong to rows, and to the columns of one expert after the other. If it is "1x128", the
+    scales belong to blocks, and rowwise scales are at the positions of the padded rows.
     """
     p0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     expert, i0, end_r, first = _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS)
@@ -88,7 +91,7 @@ def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_exp
                        padded_ends_e, c, e, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, INTERPRETED: tl.constexpr,
                        EXPERTS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, WHOLE: tl.constexpr,
                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source, from one expert's rows."""
+    """Update amaxes with one tile of each part of the source, from one expert's rows."""
     p0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     expert, i0, end_r, _ = _rows_at(p0, ends_e, padded_ends_e, e, EXPERTS)
     if expert < e:
@@ -107,7 +110,7 @@ def groups_amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, of_exp
 
 
 def _launch(source: MatrixSource, what: str, groups: RowGroups) -> tuple[SourceArguments, CastTile, dict[str, Any]]:
-    """Arguments for `source`, its tile in the pass `what`, and constants of either kernel."""
+    """Return the kernel arguments for `source`, its tile in the pass `what`, and constants of both kernels."""
     inputs, tile = inputs_of(source), TILES[what][tile_group(source)]
     assert inputs.kind != "qkv_grad"
     constants = {
@@ -140,9 +143,9 @@ def cast_groups_rows(
     eps: float, token_group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
-    start, columns = r + -r % 4, len(groups.ends_e) * c  # each part begins at a multiple of 16 bytes
+    start, columns = r + -r % 4, len(groups.ends_e) * c  # rows and columns begin at multiples of 16 bytes
     amaxes = torch.zeros(start + columns, dtype=torch.float32, device=source.device)
-    scale_inv = torch.ones_like(amaxes)  # those of experts without rows are read, too
+    scale_inv = torch.ones_like(amaxes)  # GEMMs also read the scales of experts without rows
     _amaxes(source, groups, (amaxes, amaxes, amaxes[start:]), rows=rowwise, columns=columnwise)
     if columnwise:
         all_reduce(amaxes[start:], token_group, "max")
@@ -185,7 +188,10 @@ def _cast(
     scale_stride: int, *, rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False,
     eps: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Allocate data and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `groups_kernel`."""
+    """Allocate the data and launch `groups_kernel`; return rowwise and columnwise data.
+
+    `arguments` are the kernel's scale, columnwise scale, amax and columnwise amax.
+    """
     (r, c), device = source.shape, source.device
     scale, columnwise_scale, amax, columnwise_amax = arguments
     data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
@@ -218,7 +224,7 @@ def amax_of_groups(source: MatrixSource, groups: RowGroups) -> Tensor:
 def _amaxes(
     source: MatrixSource, groups: RowGroups, outputs: tuple[Tensor, ...], *, rows: bool = False, columns: bool = False
 ) -> None:
-    """Raise `outputs`, fp32, to the amaxes of rows, and columns of one expert after the other; or else of experts."""
+    """Update `outputs`, fp32, with the amaxes of experts, or of rows and of each expert's columns."""
     if 0 not in source.shape:
         whole = not (rows or columns)
         inputs, tile, constants = _launch(source, "amax" if whole else "vector_amax", groups)

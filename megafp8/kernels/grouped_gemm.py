@@ -1,27 +1,32 @@
-"""Matrix products of many experts in one launch; how many rows each expert has is read on the device.
+"""Grouped GEMMs: matrix products of many experts in one launch. The number of rows per expert is read on the device.
 
-The rows of one operand are those of the experts, one expert after the other. There are two products: FP8 rows times the
-matrix of their expert (fprop, dgrad), for which bf16 has `torch.nn.functional.grouped_mm`; and for each expert the sum
-over its rows of outer products (wgrad), added to fp32 in place. Sums are fp32. FP8 operands have one scale an expert,
-or one for each row of the operand and expert, by which finished sums are multiplied; or blocks of 128 summands have
-scales, by which each block's product is multiplied before it is added. On Hopper FP8 operands other than those with a
-scale for each row have kernels of their own: with scales of blocks in CUDA (`megafp8.kernels.grouped_gemm_cuda`), where
-what compiles it is installed; with one scale an expert in Gluon (`megafp8.kernels.grouped_gemm_hopper`).
+One operand contains the rows of all experts, one expert after the other. There are two products:
 
-Operands are read through tensor descriptors, by the GPU's copy engine for tiles (TMA); a descriptor covers the rows of
-all experts. A tile that reaches beyond the rows of its expert therefore reads those of the next. In products of rows
-these are computed and not stored. In sums over rows of bf16 they are set to zero, in those of FP8 there are none: each
-expert's rows begin at a multiple of TILE_K and zeros follow them (`megafp8.numerics.groups`).
+- FP8 rows times the matrix of their expert (fprop, dgrad). For bf16, `torch.nn.functional.grouped_mm` does this.
+- For each expert, the sum of outer products over its rows (wgrad), which is added to fp32 in place.
 
-Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. With blocks
-registers hold sums and a block's product, so a program has eight warps, and a multiprocessor one program. Products of
-rows have no more programs than fit, each of which takes tile after tile (docs/decisions/0015-experts.md).
+Sums are fp32. FP8 operands have one scale per expert, or one for each row of each expert, and the final sums are
+multiplied by the scales. With scales for blocks of 128 summands, each block's product is multiplied before it is added.
+On Hopper, separate kernels are faster: in CUDA for block scales (`megafp8.kernels.grouped_gemm_cuda`), if their
+compiler is installed, and in Gluon for one scale per expert (`megafp8.kernels.grouped_gemm_hopper`). Operands with one
+scale per row always use the kernels of this file.
 
-Reference: `megafp8.gemm.dispatch.emulated`, one expert after the other; sums are taken in another order.
+Operands are read through tensor descriptors by the GPU's copy engine for tiles (TMA). A descriptor covers the rows of
+all experts, so a tile that reaches beyond the rows of its expert reads rows of the next expert. In products of rows,
+the results of such rows are not stored. In sums over bf16 rows, such rows are set to zero. In sums over FP8 rows there
+are none, because each expert's rows begin at a multiple of TILE_K and are followed by zeros
+(`megafp8.numerics.groups`).
 
-Shapes: e experts, m rows of all of them; n columns and k summands of a product of rows; a sum over rows is `[p, q]` for
-each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once: a block, where blocks have scales. SCALES
-is the name of the granularity of a.
+Two programs of four warps share a multiprocessor: while one reads and writes results, the other multiplies. With block
+scales, registers must hold the sums and a block's product, so a program has eight warps, and a multiprocessor runs one
+program. Products of rows launch only as many programs as fit, and each program computes several tiles
+(docs/decisions/0015-experts.md).
+
+Reference: `megafp8.gemm.dispatch.emulated` for each expert, which adds in another order.
+
+Shapes: e experts with m rows in total; n columns and k summands of a product of rows; a sum over rows is `[p, q]` for
+each expert. A tile is TILE_M × TILE_N, and TILE_K summands are read at once, which is one block if blocks have scales.
+SCALES is the name of a's granularity.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Sca
 
 
 class GemmTile(NamedTuple):
-    """Rows and columns of a program's results, its warps and stages; programs that fit on a multiprocessor."""
+    """Tile of a program: rows, columns, warps and stages, and the number of programs that fit on a multiprocessor."""
 
     rows: int
     columns: int
@@ -59,7 +64,7 @@ _TILE_K = {torch.bfloat16: 64, torch.float8_e4m3fn: _BLOCK, torch.float8_e5m2: _
 
 @triton.jit
 def _product(a, b, INTERPRETED: tl.constexpr):
-    """a·b in fp32."""
+    """Return a·b in fp32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b)
@@ -67,7 +72,7 @@ def _product(a, b, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, sums, FAST: tl.constexpr, INTERPRETED: tl.constexpr):
-    """sums + a·b. Hopper's FP8 sums have 14 bits; where not FAST they are added up in fp32 every 128."""
+    """Return sums + a·b. Hopper's FP8 sums have 14 bits; unless FAST, they are added in fp32 every 128 summands."""
     if INTERPRETED:
         return sums + _product(a, b, INTERPRETED)
     if FAST:
@@ -77,7 +82,7 @@ def _dot(a, b, sums, FAST: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _scaled(sums, a_scale_inv, b_scale_inv, i, j, p, q):
-    """Sums of rows i of a and j of b, times their scales; a has p rows, b has q."""
+    """Multiply the sums of rows i of a and rows j of b by their scales; a has p rows, b has q."""
     a_scale = tl.load(a_scale_inv + i, mask=i < p, other=0.0)
     b_scale = tl.load(b_scale_inv + j, mask=j < q, other=0.0)
     return sums * a_scale[:, None] * b_scale[None, :]
@@ -85,7 +90,7 @@ def _scaled(sums, a_scale_inv, b_scale_inv, i, j, p, q):
 
 @triton.jit
 def tile_at(index, down, across, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP tiles down, then the next column of them."""
+    """Return row and column of a tile. Tiles are numbered GROUP tiles down, then in the next column of tiles."""
     group = index // (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
     within = index % (GROUP * across)
@@ -97,12 +102,15 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
                 column_step, EXPERTS: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr,
                 INTERPRETED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                 TILE_K: tl.constexpr):  # fmt: skip
-    """Tiles of rows times matrices; that of expert i, `[n, k]`, begins at row i·row_step and column i·column_step of b.
+    """Compute tiles of rows times the matrix of their expert.
 
-    EXPERTS: e rounded up to a power of two. Scales of a's blocks lie where the rows lie in the columnwise copy.
-    `a_stride`, `b_stride`: from the scale of an expert to the next; with
-    blocks, which are 1 × TILE_K in a and square in b, from a block of k to the next in a, of rows in b. Scales of rows
-    are contiguous.
+    The matrix of expert i, `[n, k]`, begins at row i·row_step and column i·column_step of b. EXPERTS is e rounded up to
+    a power of two.
+
+    `a_stride` and `b_stride` are the distances between the scales of neighboring experts. With blocks, which are
+    1 × TILE_K in a and square in b, they are the distances between neighboring blocks of k in a, and between
+    neighboring blocks of rows in b. The scales of a's blocks are at the positions that the rows have in the columnwise
+    copy. Scales of rows are contiguous.
     """
     index = tl.arange(0, EXPERTS)
     ends = tl.load(ends_e + index, mask=index < e, other=m)
@@ -110,7 +118,7 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
     across = tl.cdiv(n, TILE_N)
     tiles = tl.cumsum(tl.cdiv(ends - starts, TILE_M), axis=0) * across
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
-        done = tiles <= tile  # experts whose tiles come before
+        done = tiles <= tile  # experts that have only earlier tiles
         expert = tl.sum(done.to(tl.int32), axis=0)
         start = tl.max(tl.where(done, ends, 0), axis=0)
         end = tl.min(tl.where(done, m, ends), axis=0)
@@ -142,7 +150,7 @@ def rows_kernel(a_mk, b, out_mn, ends_e, a_scale_inv, b_scale_inv, m, n, k, e, a
 def _add_blocks(sums, a, b, a_scale_inv, b_scale_inv, start, end, i0, j0, a_stride, b_stride,
                 INTERPRETED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                 TILE_K: tl.constexpr):  # fmt: skip
-    """sums + the products of the blocks of rows from `start` to `end`, each times its scales."""
+    """Add the products of the blocks of rows from `start` to `end`, each multiplied by its scales, to `sums`."""
     a_scale_inv += i0 + tl.arange(0, TILE_M)
     b_scale_inv += j0 + tl.arange(0, TILE_N)
     for k0 in range(start, end, TILE_K):
@@ -158,14 +166,15 @@ def sums_kernel(a, b, earlier_a, earlier_b, out_epq, ends_e, earlier_ends_e, a_s
                 earlier_a_scale_inv, earlier_b_scale_inv, p, q, a_stride, b_stride, SCALES: tl.constexpr,
                 ACCUMULATE: tl.constexpr, PAIR: tl.constexpr, FAST: tl.constexpr, INTERPRETED: tl.constexpr,
                 GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
-    """A tile of one expert's sum over its rows of a's row times b's: into `out_epq`, or added to it (ACCUMULATE).
+    """Compute a tile of one expert's sum of outer products over its rows, and store it or add it to `out_epq`.
 
-    PAIR: over the rows of `earlier_a` and `earlier_b`, too, which are another micro-batch's with scales of their own.
+    With ACCUMULATE, the tile is added. With PAIR, the sum also covers the rows of `earlier_a` and `earlier_b`, which
+    belong to another micro-batch and have separate scales.
 
-    The operands are `[p, padded]` and `[q, padded]`, rows of an expert padded to a multiple of TILE_K; or
-    `[m, p]` and `[m, q]` where SCALES is "none". `a_stride`, `b_stride`: from the scale of an expert to the next; with
-    blocks, which are 1 × TILE_K, from a block of padded rows to the next, and tiles divide p and q. Scales of rows are
-    contiguous.
+    The operands are `[p, padded]` and `[q, padded]`, with an expert's rows padded to a multiple of TILE_K. If SCALES is
+    "none", they are `[m, p]` and `[m, q]`. `a_stride` and `b_stride` are the distances between the scales of
+    neighboring experts. With blocks, which are 1 × TILE_K, they are the distances between neighboring blocks of padded
+    rows, and p and q are multiples of the tile. Scales of rows are contiguous.
     """
     down, across = tl.cdiv(p, TILE_M), tl.cdiv(q, TILE_N)
     expert = tl.program_id(0) // (down * across)
@@ -192,7 +201,7 @@ def sums_kernel(a, b, earlier_a, earlier_b, out_epq, ends_e, earlier_ends_e, a_s
                 sums = _dot(earlier_a.load([i0, k0]), earlier_b.load([j0, k0]).T, sums, FAST, INTERPRETED)
             a_ratio = tl.load(earlier_a_scale_inv + expert * a_stride) / tl.load(a_scale_inv + expert * a_stride)
             b_ratio = tl.load(earlier_b_scale_inv + expert * b_stride) / tl.load(b_scale_inv + expert * b_stride)
-            sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
+            sums = sums * a_ratio * b_ratio  # convert to the scales of a and b
         for k0 in range(start, end, TILE_K):
             sums = _dot(a.load([i0, k0]), b.load([j0, k0]).T, sums, FAST, INTERPRETED)
     else:
@@ -223,7 +232,10 @@ def _programs(device: torch.device, tile: GemmTile) -> int:
 
 
 def _launched(dtype: torch.dtype, scales: str, *, fast: bool) -> tuple[GemmTile, int, dict[str, Any]]:
-    """The tile of either kernel, summands that are read at once, and constants. Sums of blocks are never fast."""
+    """Return the tile of both kernels, the number of summands read at once, and constants.
+
+    Sums of blocks are never fast.
+    """
     blocks = scales == BLOCK_1X128.name
     tile, tile_k = _BLOCKS_TILE if blocks else _TILE, _TILE_K[dtype]
     return tile, tile_k, {
@@ -233,7 +245,7 @@ def _launched(dtype: torch.dtype, scales: str, *, fast: bool) -> tuple[GemmTile,
 
 
 def _check(a: ScaledTensor, b: ScaledTensor, *widths: int) -> None:
-    """Granularities fit together, and scales lie in memory as the kernels read them."""
+    """Assert that the granularities can be multiplied, and that scales have the memory order that kernels read."""
     assert (a.granularity, b.granularity) in _PAIRS
     if a.granularity is not TENSOR:
         assert a.scale_inv.stride(0) == b.scale_inv.stride(1 if b.granularity is BLOCK_128X128 else 0) == 1
@@ -244,20 +256,29 @@ def _check(a: ScaledTensor, b: ScaledTensor, *widths: int) -> None:
 def rows_times_matrices(
     a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, n: int, out_dtype: torch.dtype, *, columnwise: bool, fast: bool
 ) -> Tensor:
-    """`[m, n]` in `out_dtype`: FP8 rows `[m, k]` times the transpose of their expert's matrix `[n, k]`.
+    """Multiply FP8 rows, `[m, k]`, by the transpose of their expert's matrix, `[n, k]`.
 
-    A scale for each row of `a_mk` may meet one for each matrix.
+    Widths are multiples of 16, or of 128 with block scales. One scale per row of `a_mk` can be combined with one scale
+    per matrix.
 
-    `b`: the matrices one below the other, `[e·n, k]`; or `columnwise` beside each other, `[n, padded]`, as
-    `megafp8.numerics.groups` casts weights whose gradients are to flow on. Widths are multiples of 16; of 128 where a
-    has scales of 1×128 blocks and b of 128×128. `ends_e`: int32, where the rows of each expert end. `fast`: sums stay
-    in the tensor core; never those of blocks.
+    Args:
+        a_mk: Rows of all experts.
+        b: Matrices of all experts one below the other, `[e·n, k]`; or with `columnwise` side by side, `[n, padded]`, as
+            `megafp8.numerics.groups` casts weights columnwise.
+        ends_e: End of each expert's rows, int32.
+        n: Number of rows of a matrix.
+        out_dtype: Dtype of the result.
+        columnwise: Arrangement of the matrices in b.
+        fast: Whether sums stay in the tensor core. Sums of blocks never do.
+
+    Returns:
+        The products, `[m, n]`.
     """
     (m, k), experts = a_mk.data.shape, len(ends_e)
     out_mn = torch.empty(m, n, dtype=out_dtype, device=a_mk.data.device)
     if not out_mn.numel():
         return out_mn
-    if a_mk.granularity is ROW and b.granularity is TENSOR:  # each row of a matrix has its scale
+    if a_mk.granularity is ROW and b.granularity is TENSOR:  # repeat the scale of a matrix for each of its rows
         b = b._replace(scale_inv=b.scale_inv.repeat_interleave(n).unsqueeze(1), granularity=ROW)
     _check(a_mk, b, n, k)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
@@ -279,8 +300,11 @@ def rows_times_matrices(
 
 
 def values_times_matrices(a_mk: Tensor, b: Tensor, ends_e: Tensor, n: int) -> Tensor:
-    """`rows_times_matrices` of bf16 or fp16 and matrices one below the other, with one tile for all numbers of rows:
-    a row's results do not depend on how many others there are, as those of `grouped_mm` may."""
+    """Multiply bf16 or fp16 rows, `[m, k]`, by the transpose of their expert's matrix; b is `[e·n, k]`.
+
+    All numbers of rows use one tile size, so the result of a row does not depend on the number of other rows. Results
+    of `grouped_mm` may depend on it.
+    """
     (m, k), experts = a_mk.shape, len(ends_e)
     out_mn = torch.empty(m, n, dtype=a_mk.dtype, device=a_mk.device)
     if not out_mn.numel():
@@ -299,12 +323,18 @@ def sums_over_rows(
     a: Tensor | ScaledTensor, b: Tensor | ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
     fast: bool = False, earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Each expert's sum over its rows of outer products, into `out_epq` or added to it (fp32).
+    """Sum outer products over each expert's rows.
 
-    bf16 operands are `[m, p]` and `[m, q]`, and `ends_e` where the rows of each expert end; FP8 ones are `[p, padded]`
-    and `[q, padded]` as `megafp8.numerics.groups` casts them, with its padded ends; p and q are multiples of 128 where
-    they have scales of 1×128 blocks. `earlier`: a, b and ends of another micro-batch, whose sum is added; FP8 with one
-    scale an expert or blocks only.
+    Args:
+        a: First operand: bf16 `[m, p]`, or FP8 `[p, padded]` as `megafp8.numerics.groups` casts it. p is a multiple of
+            128 with scales of 1×128 blocks.
+        b: Second operand: bf16 `[m, q]`, or FP8 `[q, padded]`, with the same restriction.
+        ends_e: End of each expert's rows, or of its padded rows for FP8.
+        out_epq: Result.
+        accumulate: Whether to add the sums to `out_epq` (fp32) instead of overwriting it.
+        fast: Whether FP8 sums stay in the tensor core.
+        earlier: a, b and ends of another micro-batch to be summed as well. Only for FP8 with one scale per expert or
+            block scales.
     """
     if earlier is not None and not earlier[0].data.numel():
         earlier = None
@@ -326,7 +356,7 @@ def sums_over_rows(
         if a.granularity is BLOCK_1X128 and out_epq.dtype in cuda.SUMS_RESULTS and cuda.takes(out_epq.device):
             cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
             return
-        on_hopper = a.granularity is TENSOR and p % 128 == 0  # else a tile would have rows of two experts
+        on_hopper = a.granularity is TENSOR and p % 128 == 0  # otherwise a tile would contain rows of two experts
         if on_hopper and hopper.takes(out_epq.device):
             hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
             return
@@ -346,7 +376,7 @@ def sums_over_rows(
 
 
 def _parts(x: Tensor | ScaledTensor) -> tuple[Tensor, Tensor | None, int, str]:
-    """Data, scales, the stride of these along summands or experts, their granularity."""
+    """Return data, scales, the stride of the scales along summands or experts, and the name of their granularity."""
     if isinstance(x, ScaledTensor):
         return x.data, x.scale_inv, x.scale_inv.stride(-1), x.granularity.name
     return x, None, 0, "none"

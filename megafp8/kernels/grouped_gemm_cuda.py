@@ -1,12 +1,12 @@
-"""Compiles and launches products of experts with scales of blocks on Hopper, which are written in CUDA.
+"""Compilation and launch of the CUDA kernels for grouped GEMMs with block scales on Hopper.
 
-Rows times matrices (`grouped_gemm_cuda.cu`) and sums over rows (`grouped_sums_cuda.cu`). In CUDA rather than Triton or
-Gluon, as these have no tensor-core products 192 columns wide and no copies to two multiprocessors at once. NVRTC
-compiles them at the first use in a process, each in about 3 s for each pair of FP8 formats; so products are computed
-once before they are captured in a CUDA graph, as with Triton's kernels. `cuda.bindings` calls NVRTC and the driver
-(extra `gpu`).
+The kernels are rows times matrices (`grouped_gemm_cuda.cu`) and sums over rows (`grouped_sums_cuda.cu`). They are
+written in CUDA because Triton and Gluon have no tensor-core products with 192 columns and no copies to two
+multiprocessors at once. NVRTC compiles each kernel at its first use in a process, which takes about 3 s for each pair
+of FP8 formats. As with Triton's kernels, a product must therefore be computed once before it is captured in a CUDA
+graph. `cuda.bindings` (extra `gpu`) calls NVRTC and the driver.
 
-Shapes as in `kernels.grouped_gemm`; n, k, p and q are multiples of 128.
+Shapes: as in `kernels.grouped_gemm`; n, k, p and q are multiples of 128.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SUMS_RESULTS = {torch.float32: "f32", **ROWS_RESULTS}
 
 
 class CudaKernel(NamedTuple):
-    """A kernel, and what a launch needs to know of its source, which asserts that it agrees."""
+    """CUDA kernel: its source, and sizes that a launch needs. The source asserts that the sizes agree."""
 
     name: str
     source: str
     shared_bytes: int
-    a_box_rows: int  # copied at once
-    b_box_rows: int  # half of the columns of a tile
+    a_box_rows: int  # rows of a that are copied at once
+    b_box_rows: int  # rows of b that are copied at once, half of the columns of a tile
 
 
 def _source(name: str) -> str:
@@ -48,14 +48,14 @@ def _source(name: str) -> str:
 ROWS = CudaKernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
 SUMS = CudaKernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
 NARROW_SUMS = SUMS._replace(shared_bytes=202_944, b_box_rows=64)
-_FEW_ROWS = 1536  # an expert's, padded: fewer are faster by narrow tiles; measured with 512 to 8,192
+_FEW_ROWS = 1536  # padded rows per expert below which narrow tiles are faster; measured with 512 to 8,192
 _CLUSTER, _THREADS = 2, 384
-_ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # of sums
+_ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # boxes of results
 
 
 @cache
 def takes(device: torch.device) -> bool:
-    """Whether the kernel runs on `device`; says so once if a Hopper GPU lacks what compiles it."""
+    """Return whether the kernels run on `device`. Log once if a Hopper GPU lacks the compiler."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
@@ -63,16 +63,19 @@ def takes(device: torch.device) -> bool:
 
         supported, (version, _) = _checked(driver.cuDriverGetVersion()) // 1000, _checked(nvrtc.nvrtcVersion())
         if version > supported:
-            raise RuntimeError(f"it is of CUDA {version}, the driver of CUDA {supported}")
+            raise RuntimeError(f"it belongs to CUDA {version}, but the driver supports only CUDA {supported}")
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        logger.info("blockwise experts: Triton's kernel, not the faster one in CUDA: NVRTC cannot be used: %s", reason)
+        logger.info(
+            "blockwise experts: using Triton's kernel instead of the faster CUDA kernel, as NVRTC cannot be used: %s",
+            reason,
+        )
         return False
     return True
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The values of a result of CUDA's bindings without its status. RuntimeError if the status is an error."""
+    """Return the values in a result of CUDA's bindings, or raise RuntimeError if its status is an error."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"{type(status).__name__}.{status.name}")
@@ -81,7 +84,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 @cache
 def compiled(kernel: CudaKernel, a: str, b: str, result: str) -> tuple[bytes, str]:
-    """Machine code for sm_90a of a kernel with these formats, and what the compiler says."""
+    """Compile a kernel for the formats a, b and result; return the machine code for sm_90a and the compiler's log."""
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(kernel.source.encode(), f"{kernel.name}.cu".encode(), 0, [], []))
@@ -94,7 +97,8 @@ def compiled(kernel: CudaKernel, a: str, b: str, result: str) -> tuple[bytes, st
     flags = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--ptxas-options=-v"]
     flags += [f"--define-macro={name}={value}".encode() for name, value in macros.items()]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
-    log = b"  " * _checked(nvrtc.nvrtcGetProgramLogSize(program))  # written to, so no single byte, which Python shares
+    # The buffer is written to, so it must not be a single byte, which Python shares.
+    log = b"  " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
     _checked(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode().strip("\0 \n")
     if int(status) != 0:
@@ -107,7 +111,7 @@ def compiled(kernel: CudaKernel, a: str, b: str, result: str) -> tuple[bytes, st
 
 @cache
 def _primary_context(device: int) -> Any:
-    """The context that torch uses on a device."""
+    """Return the CUDA context that torch uses on a device."""
     from cuda.bindings import driver
 
     return _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
@@ -115,7 +119,10 @@ def _primary_context(device: int) -> Any:
 
 @contextmanager
 def _on(device: int) -> Iterator[None]:
-    """`device` is the current one, also to the driver: to it a new thread, as those of backward, has none at first."""
+    """Make `device` the current device of torch and of the driver.
+
+    To the driver, a new thread, such as a thread of backward, has no current device at first.
+    """
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -126,7 +133,7 @@ def _on(device: int) -> Iterator[None]:
 
 @cache
 def _loaded(kernel: CudaKernel, a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
-    """The kernel on a device, which is current, and its module, which must live as long."""
+    """Load a kernel on the current device; return the kernel and its module, which must live as long as the kernel."""
     from cuda.bindings import driver
 
     module = _checked(driver.cuModuleLoadData(compiled(kernel, a, b, result)[0]))
@@ -137,16 +144,17 @@ def _loaded(kernel: CudaKernel, a: str, b: str, result: str, device: int) -> tup
 
 
 class _TensorMap(ctypes.Structure):
-    """`TensorMap` of the sources."""
+    """C structure `TensorMap` of the CUDA sources."""
 
     _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 @lru_cache(maxsize=4096)
 def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, size: int) -> _TensorMap:
-    """Boxes of `box_rows` rows of a matrix, swizzled in shared memory; `stride` and `size`, of a number, in bytes.
+    """Return a tensor map that copies boxes of `box_rows` rows of a matrix, swizzled in shared memory.
 
-    It holds these numbers and nothing of what is in memory, so it may be used again.
+    `stride` is the distance between rows, and `size` the size of an element, both in bytes. A tensor map contains only
+    these numbers and no data, so it can be cached.
     """
     from cuda.bindings import driver
 
@@ -166,14 +174,14 @@ def _tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: in
 
 
 def _map_of(matrix: Tensor, box_rows: int) -> _TensorMap:
-    """The tensor map of a matrix of operands or results."""
+    """Return the tensor map of a matrix of operands or results."""
     stride = matrix.stride(0) * matrix.element_size()
     assert matrix.stride(1) == 1 and stride % 16 == 0 and matrix.data_ptr() % 16 == 0  # noqa: PT018
     return _tensor_map(matrix.data_ptr(), *matrix.shape, stride, box_rows, matrix.element_size())
 
 
 class _RowsSizes(ctypes.Structure):
-    """`Sizes` of `grouped_gemm_cuda.cu`."""
+    """C structure `Sizes` of `grouped_gemm_cuda.cu`."""
 
     _fields_ = [
         (name, ctypes.c_int) for name in ("n", "k", "experts", "row_step", "column_step", "a_stride", "b_stride")
@@ -181,13 +189,13 @@ class _RowsSizes(ctypes.Structure):
 
 
 class _SumsSizes(ctypes.Structure):
-    """`Sizes` of `grouped_sums_cuda.cu`."""
+    """C structure `Sizes` of `grouped_sums_cuda.cu`."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("p", "q", "experts", "accumulate")]
 
 
 class _Operands(ctypes.Structure):
-    """`Operands` of `grouped_sums_cuda.cu`, of a multiple of 64 bytes as its tensor maps are aligned."""
+    """C structure `Operands` of `grouped_sums_cuda.cu`, padded to a multiple of 64 bytes to align its tensor maps."""
 
     _fields_ = [
         ("a", _TensorMap), ("b", _TensorMap), ("a_scale_inv", ctypes.c_void_p), ("b_scale_inv", ctypes.c_void_p),
@@ -202,7 +210,7 @@ def _programs(device: int) -> int:
 
 
 def _launch(kernel: CudaKernel, formats: tuple[str, str, str], device: int, *arguments: Any) -> None:
-    """`arguments`: values of ctypes, in the order of the kernel's parameters."""
+    """Launch a kernel. `arguments` are ctypes values in the order of the kernel's parameters."""
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -218,7 +226,7 @@ def _launch(kernel: CudaKernel, formats: tuple[str, str, str], device: int, *arg
 def rows_times_matrices(
     a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int
 ) -> None:
-    """Rows times the transpose of their expert's matrix, into `out_mn` (bf16 or fp16).
+    """Multiply rows by the transpose of their expert's matrix, and store the products in `out_mn` (bf16 or fp16).
 
     The matrix of expert i begins at row i·row_step and column i·column_step of b.
     """
@@ -237,9 +245,9 @@ def sums_over_rows(
     a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
     earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
+    """Sum outer products over each expert's rows, including the rows of `earlier`, into `out_epq`.
 
-    Added only to fp32; else written also in bf16 or fp16.
+    With `accumulate`, the sums are added to `out_epq`, which must be fp32. Otherwise it may also be bf16 or fp16.
     """
     experts, p, q = out_epq.shape
     assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
@@ -259,7 +267,7 @@ def sums_over_rows(
 
 
 def _scales_by_block(x: ScaledTensor) -> Tensor:
-    """The scales of `x`, transposed: those of a block of summands beside each other, as the copy engine reads them."""
+    """Return the scales of `x` transposed, so that the scales of a block of summands are contiguous for TMA."""
     scale_inv = x.scale_inv.t()
     assert scale_inv.stride(1) == 1 and scale_inv.stride(0) % 4 == 0 and scale_inv.data_ptr() % 16 == 0  # noqa: PT018
     return scale_inv

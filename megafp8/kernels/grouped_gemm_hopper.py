@@ -1,26 +1,27 @@
-"""Matrix products of many experts in FP8 on Hopper's warpgroup tensor cores, with one scale an expert, in Gluon.
+"""Grouped FP8 GEMMs with one scale per expert on Hopper's warpgroup tensor cores, in Gluon.
 
-Same functions in `kernels.grouped_gemm`; those with scales of blocks are in `kernels.grouped_gemm_cuda`. Products are
-added to sums in fp32, scaled and stored by the threads that wait for the tensor cores. In Triton all warps of a program
-do the same at the same time, so the tensor cores wait meanwhile. Here, in the language below it, warps have roles:
+The functions are the same as in `kernels.grouped_gemm`; products with block scales are in `kernels.grouped_gemm_cuda`.
+Threads add products to sums in fp32, scale the sums and store them. In Triton, all warps of a program do this at the
+same time, and the tensor cores wait meanwhile. In Gluon, the language below Triton, warps have roles:
 
-    producer    one warp: copies operands of the next 128 summands to shared memory, as far as there is room
+    producer    one warp: copies operands of the next 128 summands to shared memory while there is room
     consumers   two warpgroups: while one adds or stores, the tensor cores compute for the other
 
-A program has a multiprocessor for itself and takes tile after tile, of which each consumer has half of the rows unless
-said otherwise. The producer goes on to the next tile while the results of the last are stored.
+A program has a multiprocessor for itself and computes one tile after another. Each consumer computes half of a tile's
+rows unless noted otherwise. The producer goes on to the next tile while the results of the last tile are stored.
 
-Scales multiply finished sums.
+Scales multiply the final sums.
 
-*Rows times matrices.* Fast sums stay in the tensor cores: consumers alternate with tiles of 128 × 128 (CUTLASS'
-ping-pong), and while one stores results the other multiplies. Else products of 128 summands are added in fp32: tiles
-are 128 × 256, of whose columns a consumer multiplies 128 after the other, as sums and a product of all do not fit in
-registers. Tiles may reach beyond n, where nothing is stored, and beyond k, where the copy engine reads zeros.
+*Rows times matrices.* Fast sums stay in the tensor cores: the consumers alternate with tiles of 128 × 128 (CUTLASS'
+ping-pong), and while one stores results, the other multiplies. Otherwise, products of 128 summands are added in fp32.
+The tiles are then 128 × 256, and a consumer multiplies first one half of the columns, then the other, because the sums
+and a product of all columns do not fit in registers. Tiles may reach beyond n, where nothing is stored, and beyond k,
+where the copy engine reads zeros.
 
-*Sums over rows* are bound by the fp32 sums where experts are small. What is added to is copied to shared memory while
-products are computed, and results leave from there by the copy engine, for which no warp waits.
+*Sums over rows.* The fp32 sums in memory limit the speed if experts are small. The old sums are copied to shared memory
+while products are computed. The copy engine stores the results from shared memory, and no warp waits for it.
 
-Shapes as in `kernels.grouped_gemm`. p is a multiple of 128; n, k and q are multiples of 16.
+Shapes: as in `kernels.grouped_gemm`. p is a multiple of 128; n, k and q are multiples of 16.
 """
 
 from __future__ import annotations
@@ -46,30 +47,33 @@ from megafp8.numerics.tensor import ScaledTensor
 
 logger = logging.getLogger(__name__)
 
-# Gluon's names before Triton 3.9, and since.
+# Gluon's names since Triton 3.9, or before it.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _BLOCK = gl.constexpr(128)
-"""Summands that are read at once."""
+"""Number of summands read at once."""
 _SIDE = gl.constexpr(64)
-"""Rows of an instruction of a warpgroup, whose other side is 128."""
+"""Number of rows of a warpgroup instruction, which has 128 columns."""
 _GROUP = gl.constexpr(16)
-"""Tiles next to each other in a column, before the next column of them: their operands stay in the L2 cache."""
+"""Number of tiles computed down a column before the next column begins, so that operands stay in the L2 cache."""
 _DATA = gl.NVMMASharedLayout(128, 8, 2)
-_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)  # of a thread
+_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)  # per thread
 
 
 @gluon.constexpr_function
 def _sums():
-    """How a warpgroup holds the sums of a product of 64 × 128."""
+    """Return the register layout of a warpgroup's 64 × 128 sums."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 
 
 @gluon.constexpr_function
 def _stored(ROWS):
-    """How a warpgroup stores ROWS × 128 results: each thread 16 bytes of a row, each warp rows that it computed."""
+    """Return the layout for storing ROWS × 128 results.
+
+    A thread stores 16 bytes of a row, and a warp stores rows that it computed.
+    """
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] + ([[64, 0]] if ROWS == 128 else [])
     lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, 128])
@@ -77,14 +81,14 @@ def _stored(ROWS):
 
 @gluon.jit
 def _begin(x, y):
-    """Begin x·yᵀ of a block; `warpgroup_mma_wait` waits for it."""
+    """Start the product x·yᵀ of a block; `warpgroup_mma_wait` waits for it."""
     zeros = gl.zeros([_SIDE, 128], gl.float32, _sums())
     return warpgroup_mma(x, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _tile_at(index, down, across):
-    """Row and column of a tile: _GROUP tiles down, then the next column of them."""
+    """Return row and column of a tile. Tiles are numbered _GROUP tiles down, then in the next column of tiles."""
     group = index // (_GROUP * across)
     height = min(down - group * _GROUP, _GROUP)
     within = index % (_GROUP * across)
@@ -93,7 +97,7 @@ def _tile_at(index, down, across):
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Barriers of stages: filled by the copy engine, and emptied by all consumers."""
+    """Allocate two barriers per stage: the copy engine has filled the stage, and all consumers have emptied it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -108,9 +112,9 @@ def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _next_expert(tile, expert, start, end, first, stop, ends_e, e, across):
-    """The expert of a tile, from that of a tile before.
+    """Return the expert of a tile, given the expert of an earlier tile.
 
-    Its rows begin at `start` and end before `end`; its tiles begin at `first` and end before `stop`.
+    The expert's rows begin at `start` and end before `end`. Its tiles begin at `first` and end before `stop`.
     """
     while (stop <= tile) & (expert + 1 < e):
         expert += 1
@@ -123,7 +127,7 @@ def _next_expert(tile, expert, start, end, first, stop, ends_e, e, across):
 
 @gluon.jit
 def _first_expert(tile, ends_e, e, across):
-    """The expert of the first tile of a program, as `_next_expert` describes it."""
+    """Return the expert of a program's first tile, in the form of `_next_expert`."""
     expert, start, first = 0, 0, 0
     end = gl.load(ends_e)
     stop = (end + 127) // 128 * across
@@ -133,7 +137,7 @@ def _first_expert(tile, ends_e, e, across):
 @gluon.jit
 def _copy_tiles(a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_step, COLUMNS: gl.constexpr,
                 STAGES: gl.constexpr):  # fmt: skip
-    """The producer: operands of tiles of 128 × COLUMNS, 128 summands after the other."""
+    """Run the producer: copy the operands of tiles of 128 × COLUMNS, 128 summands at a time."""
     across, blocks = (n + COLUMNS - 1) // COLUMNS, (k + _BLOCK - 1) // _BLOCK
     tile, block = gl.program_id(0), 0
     expert, start, end, first, stop = _first_expert(tile, ends_e, e, across)
@@ -154,7 +158,7 @@ def _copy_tiles(a, b, a_s, b_s, full, empty, ends_e, n, k, e, row_step, column_s
 
 @gluon.jit
 def _store(out_mn, sums, i0, j0, end, n):
-    """Store results from row i0 and column j0 on, but none of rows from `end` and columns from n on."""
+    """Store results from row i0 and column j0 on; skip rows from `end` on and columns from n on."""
     to: gl.constexpr = _stored(sums.shape[0])
     i = i0 + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, to))
     j = j0 + gl.arange(0, 128, layout=gl.SliceLayout(0, to))
@@ -166,9 +170,10 @@ def _store(out_mn, sums, i0, j0, end, n):
 @gluon.jit
 def _multiply_pingpong(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, may_begin, ends_e, n, k, e, a_stride,
                        b_stride, CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A consumer of `fast_rows_kernel`: every second tile, in the tensor cores' accumulators.
+    """Run a consumer of `fast_rows_kernel`: compute every second tile in the tensor cores' accumulators.
 
-    A block is begun before the last ends. When the last of a tile is begun, the other consumer may begin its own.
+    A block is started before the previous block ends. When the last block of a tile has been started, the other
+    consumer may begin its tile.
     """
     across, blocks = (n + 127) // 128, (k + _BLOCK - 1) // _BLOCK
     tile, block, count = gl.program_id(0) + CONSUMER * gl.num_programs(0), CONSUMER * blocks, 0
@@ -177,8 +182,8 @@ def _multiply_pingpong(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, 
         down, right = _tile_at(tile - first, (end - start + 127) // 128, across)
         a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
         sums = gl.zeros([128, 128], gl.float32, _sums())
-        # A wait for `full` tells rounds of stages apart by parity alone. Begun before the other consumer has waited for
-        # the blocks of its tile, it could end a round too early.
+        # A wait for `full` distinguishes rounds of stages only by parity. If it began before the other consumer had
+        # waited for the blocks of its tile, it could end a round too early.
         mbarrier.wait(may_begin.index(CONSUMER), (count + 1 + CONSUMER) & 1)
         for i in range(blocks):
             stage = block % STAGES
@@ -200,9 +205,10 @@ def _multiply_pingpong(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, 
 @gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
 def fast_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, row_step, column_step, a_stride, b_stride,
                      STAGES: gl.constexpr):  # fmt: skip
-    """Tiles of rows of a times matrices; that of expert i begins at row i·row_step and column i·column_step of b.
+    """Multiply rows of a by the matrix of their expert, keeping sums in the tensor cores.
 
-    `a_stride`, `b_stride`: from the scale of an expert to the next.
+    The matrix of expert i begins at row i·row_step and column i·column_step of b. `a_stride` and `b_stride` are the
+    distances between the scales of neighboring experts.
     """
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 128, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
@@ -225,7 +231,7 @@ def fast_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, ro
 @gluon.jit
 def _multiply_halves(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, ends_e, n, k, e, a_stride, b_stride,
                      CONSUMER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A consumer of `precise_rows_kernel`: half of each tile's rows, whose products are added in fp32."""
+    """Run a consumer of `precise_rows_kernel`: compute half of each tile's rows, adding products in fp32."""
     across, blocks = (n + 255) // 256, (k + _BLOCK - 1) // _BLOCK
     tile, block = gl.program_id(0), 0
     expert, start, end, first, stop = _first_expert(tile, ends_e, e, across)
@@ -234,7 +240,7 @@ def _multiply_halves(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, en
         i0, j0 = start + down * 128 + CONSUMER * _SIDE, right * 256
         a_scale, b_scale = gl.load(a_scale_inv + expert * a_stride), gl.load(b_scale_inv + expert * b_stride)
         sums = gl.zeros([_SIDE, 128], gl.float32, _sums())
-        sums2 = gl.zeros([_SIDE, 128], gl.float32, _sums())  # of the next 128 columns
+        sums2 = gl.zeros([_SIDE, 128], gl.float32, _sums())  # sums of the next 128 columns
         for _ in range(blocks):
             stage = block % STAGES
             mbarrier.wait(full.index(stage), (block // STAGES) & 1)
@@ -256,7 +262,7 @@ def _multiply_halves(out_mn, a_scale_inv, b_scale_inv, a_s, b_s, full, empty, en
 @gluon.jit(do_not_specialize=["e", "a_stride", "b_stride"])
 def precise_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e, row_step, column_step, a_stride,
                         b_stride, STAGES: gl.constexpr):  # fmt: skip
-    """As `fast_rows_kernel`, with fp32 sums of products of 128 summands."""
+    """Compute the same products as `fast_rows_kernel`, adding products of 128 summands in fp32."""
     a_s = gl.allocate_shared_memory(a.dtype, [STAGES, 128, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 256, _BLOCK], b.layout)
     full, empty = _barriers(STAGES, 2)
@@ -279,9 +285,9 @@ def precise_rows_kernel(a, b, out_mn, a_scale_inv, b_scale_inv, ends_e, n, k, e,
 
 @gluon.jit
 def _sum_at(tile, ends_e, down, across):
-    """The expert of a tile, the tile's first row and column, and the blocks of rows that are summed.
+    """Return the expert of a tile, the tile's first row and column, and the range of row blocks to sum.
 
-    Not asked for a tile ahead: Triton 3.6 then takes the rows of the first tile for those of all.
+    Do not call it one tile ahead: Triton 3.6 would then use the rows of the first tile for all tiles.
     """
     expert = tile // (down * across)
     i, j = _tile_at(tile % (down * across), down, across)
@@ -292,7 +298,7 @@ def _sum_at(tile, ends_e, down, across):
 
 @gluon.jit
 def _copy_blocks(a, b, a_s, b_s, full, empty, i0, j0, first, stop, block, STAGES: gl.constexpr):
-    """Copy the blocks of rows from `first` to `stop` of a tile; blocks copied so far."""
+    """Copy the blocks of rows from `first` to `stop` of a tile; return the number of blocks copied so far."""
     for k in range(first, stop):
         stage = block % STAGES
         mbarrier.wait(empty.index(stage), (block // STAGES + 1) & 1)
@@ -309,7 +315,10 @@ def _copy_blocks(a, b, a_s, b_s, full, empty, i0, j0, first, stop, block, STAGES
 @gluon.jit
 def _copy_sums(a, b, earlier_a, earlier_b, out, a_s, b_s, out_s, full, empty, old, stored, ends_e, earlier_ends_e, p, q,
                e, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
-    """The producer of `sums_kernel`. What is added to follows the last block, when the tile before is stored."""
+    """Run the producer of `sums_kernel`.
+
+    The old sums are copied after a tile's last block, when the results of the previous tile have been stored.
+    """
     down, across, block, count = p // 128, (q + 127) // 128, 0, 0
     for tile in range(gl.program_id(0), e * down * across, gl.num_programs(0)):
         expert, i0, j0, first, stop = _sum_at(tile, ends_e, down, across)
@@ -333,9 +342,9 @@ def _copy_sums(a, b, earlier_a, earlier_b, out, a_s, b_s, out_s, full, empty, ol
 @gluon.jit
 def _add_blocks(sums, a_s, b_s, full, empty, stored, block, blocks, leaving, CONSUMER: gl.constexpr, FAST: gl.constexpr,
                 STAGES: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
-    """sums + the products of `blocks`; blocks multiplied so far.
+    """Add the products of `blocks` blocks to `sums`; return the sums and the number of blocks multiplied so far.
 
-    leaving: not 0 if results of the tile before may not have left shared memory, where what is added to will lie.
+    `leaving` is not 0 if the results of the previous tile may still be in the shared memory that the old sums need.
     """
     for k in range(blocks):
         stage = block % STAGES
@@ -365,7 +374,7 @@ def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b
                    empty, old, stored, ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, CONSUMER: gl.constexpr,
                    FAST: gl.constexpr, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr,
                    PAIR: gl.constexpr):  # fmt: skip
-    """A consumer of `sums_kernel`: half of the tile's rows."""
+    """Run a consumer of `sums_kernel`: compute half of each tile's rows."""
     layout: gl.constexpr = _sums()
     down, across, block, count = p // 128, (q + 127) // 128, 0, 0
     results = out_s.index(CONSUMER)
@@ -383,7 +392,7 @@ def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b
             b_ratio = gl.load(earlier_b_scale_inv + expert * b_stride) / b_scale
             sums, block = _add_blocks(sums, a_s, b_s, full, empty, stored, block, earlier_blocks, leaving, CONSUMER,
                                       FAST, STAGES, ACCUMULATE)  # fmt: skip
-            sums = sums * a_ratio * b_ratio  # as if they had the scales of a and b
+            sums = sums * a_ratio * b_ratio  # convert to the scales of a and b
             leaving = gl.where(earlier_blocks > 0, 0, leaving)
         sums, block = _add_blocks(sums, a_s, b_s, full, empty, stored, block, last_blocks, leaving, CONSUMER, FAST,
                                   STAGES, ACCUMULATE)  # fmt: skip
@@ -407,10 +416,11 @@ def _multiply_sums(out, a_scale_inv, b_scale_inv, earlier_a_scale_inv, earlier_b
 def sums_kernel(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_scale_inv, earlier_b_scale_inv, out,
                 ends_e, earlier_ends_e, p, q, e, a_stride, b_stride, FAST: gl.constexpr, STAGES: gl.constexpr,
                 ACCUMULATE: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
-    """Each expert's sum over its rows of a's row times b's: into `out` `[e·p, q]`, or added to it (ACCUMULATE).
+    """Compute each expert's sum of outer products over its rows, and store it in `out`, `[e·p, q]`.
 
-    PAIR: over the rows of `earlier_a` and `earlier_b`, too, which have scales of their own; else these are not read.
-    `a_stride` and `b_stride`: from the scale of an expert to the next. FAST sums stay in the tensor cores.
+    With ACCUMULATE, the sums are added to `out`. With PAIR, they also cover the rows of `earlier_a` and `earlier_b`,
+    which have separate scales; otherwise these are not read. `a_stride` and `b_stride` are the distances between the
+    scales of neighboring experts. FAST sums stay in the tensor cores.
     """
     a_s = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _SIDE, _BLOCK], a.layout)
     b_s = gl.allocate_shared_memory(b.dtype, [STAGES, 128, _BLOCK], b.layout)
@@ -438,13 +448,13 @@ def sums_kernel(a, b, a_scale_inv, b_scale_inv, earlier_a, earlier_b, earlier_a_
 
 @cache
 def takes(device: torch.device) -> bool:
-    """Whether `device` has the instructions that these kernels are written in; says so once if it has not."""
+    """Return whether `device` has the instructions that these kernels use. Log once if it does not."""
     if INTERPRETED or device.type != "cuda":
         return False
     if torch.cuda.get_device_capability(device) == (9, 0):
         return True
     name = torch.cuda.get_device_name(device)
-    logger.info("FP8 experts: Triton's kernels, since those for Hopper do not run on %s", name)
+    logger.info("FP8 experts: using Triton's kernels, because the kernels for Hopper do not run on %s", name)
     return False
 
 
@@ -456,9 +466,10 @@ def _programs(device: torch.device) -> int:
 def rows_times_matrices(
     a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int, *, fast: bool
 ) -> None:
-    """Rows times the transpose of their expert's matrix, with one scale an expert, into `out_mn`.
+    """Multiply rows by the transpose of their expert's matrix, with one scale per expert, into `out_mn`.
 
-    `fast`: sums stay in the tensor cores.
+    The matrix of expert i begins at row i·row_step and column i·column_step of b. With `fast`, sums stay in the tensor
+    cores.
     """
     k, n, experts = a_mk.data.shape[1], out_mn.shape[1], len(ends_e)
     kernel, columns, stages = (fast_rows_kernel, 128, 6) if fast else (precise_rows_kernel, 256, 4)
@@ -473,9 +484,9 @@ def sums_over_rows(
     a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
     earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None, fast: bool,
 ) -> None:  # fmt: skip
-    """Each expert's sum over its rows of outer products, and those of `earlier`, into `out_epq` or added to it.
+    """Sum outer products over each expert's rows, including the rows of `earlier`, into `out_epq`.
 
-    `fast`: sums stay in the tensor cores.
+    With `accumulate`, the sums are added to `out_epq`. With `fast`, they stay in the tensor cores.
     """
     experts, p, q = out_epq.shape
     results = gl.NVMMASharedLayout(128, 8 * out_epq.element_size(), 2)

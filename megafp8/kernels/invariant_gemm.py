@@ -1,26 +1,27 @@
-"""Products whose sums have an order that follows from the weight's shape, and not from the number of rows of x.
+"""Batch-invariant GEMM: the order of the sums depends on the weight's shape, and not on the number of rows of x.
 
     y[i, j] = (Σ x[i, k] · w[j, k]) · x_scale_inv[i] · w_scale_inv[j]
 
-The summed dim is cut into `parts(n, k)` parts. The sum of a part stays in the tensor core's accumulators from its first
-to its last k, and parts are added up in their order. For few rows each part is a program of its own, as reading w is
-all the work and a program for each tile alone would leave most of the GPU idle: the last program of a tile to end adds
-up what all of them have written. For many rows a program goes over all parts. Both compute the same numbers in the same
-order, so the same bits.
+The summed dim is split into `parts(n, k)` parts. The sum of a part stays in the tensor core's accumulators from its
+first to its last k, and the parts are added in order. With few rows, each part is a separate program: reading w is all
+the work, and one program per tile would leave most of the GPU idle. The last program of a tile to finish adds the sums
+of all parts. With many rows, one program computes all parts. Both add the same numbers in the same order, so the bits
+are equal.
 
-*One instruction.* A tile has outputs as its rows and rows of x as its columns: y transposed. Hopper's instruction
-(wgmma) multiplies 64 rows by 8 to 256 columns, so few rows of x need no padding to 64, and all numbers of columns add
-up the instruction's 16 (FP8: 32) summands in one way (tests/kernels/test_invariant_gemm.py, on a GPU).
+*One instruction.* The rows of a tile are outputs, and its columns are rows of x: a tile computes y transposed. Hopper's
+instruction (wgmma) multiplies 64 rows by 8 to 256 columns, so few rows of x need no padding to 64. For every number of
+columns, the instruction adds its 16 (FP8: 32) summands in the same way (tests/kernels/test_invariant_gemm.py, on a
+GPU).
 
-*Scales.* Those of tensors and rows multiply finished sums. With blocks of 128 summands each block's product is
-multiplied and then added. FP8 sums of one part stay in the tensor core, with its 14 bits, where `fast`, else they are
-added in fp32 every 128.
+*Scales.* Scales of tensors and rows multiply the final sums. With blocks of 128 summands, each block's product is
+multiplied by its scales and then added. With `fast`, the FP8 sums of a part stay in the tensor core, which has 14 bits;
+otherwise they are added in fp32 every 128 summands.
 
-Multiplications and additions are never contracted (`enable_fp_fusion`): whether they are could differ between kernels.
+Multiplications and additions are never contracted (`enable_fp_fusion`), because kernels might differ in this.
 
-Reference: `megafp8.gemm.invariant.product` on a CPU, whose order is another.
+Reference: `megafp8.gemm.invariant.product` on a CPU, which uses another order.
 
-Shapes: m rows of x, n outputs, k summands; tiles of N outputs, M rows, K summands read at once.
+Shapes: m rows of x, n outputs, k summands. A tile has N outputs and M rows, and reads K summands at once.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from megafp8.kernels.launch import TritonKernel
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, DEQUANTIZED, ROW, TENSOR, Granularity, ScaledTensor
 
 _BLOCK = 128
-"""Summands of which parts have a whole number."""
+"""Number of summands in a block. The length of a part is a multiple of it."""
 _FEW_N, _FEW_M = 64, 64
-"""Outputs of a tile, and the most rows, where each part is a program."""
+"""Outputs per tile, and largest number of rows, for launches with one program per part."""
 _PROGRAMS, _MOST_PARTS, _LEAST_BLOCKS = 264, 8, 4
-"""Programs that keep a GPU of 132 multiprocessors busy; a part has at least so many blocks."""
+"""Number of programs that keeps a GPU with 132 multiprocessors busy, most parts, and least blocks per part."""
 
 
 class _Tile(NamedTuple):
@@ -55,7 +56,7 @@ class _Tile(NamedTuple):
 
 @cache
 def parts(n: int, k: int) -> int:
-    """How many parts the summed dim of a weight `[n, k]` is cut into; nothing else may decide it."""
+    """Return the number of parts that the summed dim of a weight `[n, k]` is split into. It depends only on n and k."""
     tiles, count = ceil_div(n, _FEW_N), 1
     while count < _MOST_PARTS and 2 * count * tiles <= _PROGRAMS and ceil_div(k, _BLOCK) >= 2 * count * _LEAST_BLOCKS:
         count *= 2
@@ -75,9 +76,10 @@ def _sum_of_part(
     BLOCKS: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """`[N, M]`: the products of summands from `begin` to `until`. `WHOLE`: all tiles have K of them.
+    """Return the sums of the products from summand `begin` to `until`, `[N, M]`.
 
-    `w_step`, `x_step`: from the scale of a block of summands to the next.
+    `w_step` and `x_step` are the distances between the scales of neighboring blocks of summands. WHOLE means that k is
+    a multiple of K.
     """
     sums = tl.zeros([N, M], tl.float32)
     for k0 in range(begin, until, K):
@@ -116,17 +118,17 @@ def product_kernel(
     FAST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, or with SIDE_BY_SIDE one part of a tile of all rows.
+    """Compute a tile of y, or with SIDE_BY_SIDE one part of a tile that covers all rows.
 
-    `w_stride`, `x_stride`: from the scale of a row (of W_ROWS rows of w) to the next. `arrived`: int32, how many parts
-    of each tile have ended; zeros before and after.
+    `w_stride` and `x_stride` are the distances between the scales of neighboring rows (of W_ROWS rows of w). `arrived`
+    counts the parts of each tile that have finished, int32; it contains zeros before and after a launch.
     """
     if SIDE_BY_SIDE:
         down, right = tl.program_id(0), 0
     else:
         down, right = tile_at(tl.program_id(0), tl.cdiv(n, N), tl.cdiv(m, M), 8)
     j, i = down * N + tl.arange(0, N), right * M + tl.arange(0, M)
-    # Beyond the last row the last one is read again.
+    # Rows beyond the last one read the last row again.
     row_j, row_i = tl.minimum(j, n - 1), tl.minimum(i, m - 1)
     w_rows, x_rows = w_nk + row_j.to(tl.int64) * k, x_mk + row_i.to(tl.int64) * k
     w_scales, x_scales = w_scale_inv + row_j // W_ROWS * w_stride, x_scale_inv + row_i * x_stride
@@ -139,7 +141,7 @@ def product_kernel(
         at = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
         sums_of_tile = sums_of_parts + down.to(tl.int64) * (PARTS * N * M)
         tl.store(sums_of_tile + part * (N * M) + at, sums)
-        tl.debug_barrier()  # all threads have written
+        tl.debug_barrier()  # wait until all threads have written
         if tl.atomic_add(arrived + down, 1, sem="acq_rel") == PARTS - 1:
             total = tl.zeros([N, M], tl.float32)
             for p in tl.static_range(PARTS):
@@ -167,29 +169,29 @@ _PAIRS = {
     (BLOCK_1X128, BLOCK_1X128),
 }  # fmt: skip
 _MOST_TILES = _PROGRAMS
-"""Tiles whose parts are side by side: the more there are, the fewer parts."""
+"""Largest number of tiles that have several parts: the more tiles there are, the fewer parts a tile has."""
 
 
 @cache
 def _arrived(device: torch.device) -> Tensor:
-    """Counts of parts that have ended; a kernel leaves zeros, so kernels of a stream share them."""
+    """Return the counters of finished parts. A kernel resets them to zero, so all kernels of a stream share them."""
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def _strides(scale_inv: Tensor, granularity: Granularity) -> tuple[int, int]:
-    """From the scale of a row (of 128 rows) to the next, and from that of a block of summands."""
+    """Return the strides of scales along rows (or blocks of 128 rows), and along blocks of summands."""
     if granularity in (TENSOR, DEQUANTIZED):
         return 0, 0
     return scale_inv.stride(0), scale_inv.stride(1)
 
 
 def tile_of(m: int, size: int, *, blocks: bool) -> tuple[_Tile, int]:
-    """The tile of m rows of elements of `size` bytes, and summands that are read at once."""
+    """Return the tile for m rows with elements of `size` bytes, and the number of summands to read at once."""
     few = m <= _FEW_M
     tile = _Tile(_FEW_N, max(16, next_power_of_2(m)), 4, 6 if size == 1 else 5) if few else _Tile(128, 128, 8, 4)
     if size > 2:  # not multiplied by tensor cores
         return tile._replace(stages=2), 32
-    if blocks and not few:  # registers hold the sums of all parts, of one, and of a block
+    if blocks and not few:  # registers hold three sums: of all parts, of one part, and of a block
         tile = tile._replace(m=64)
     return tile, _BLOCK if size == 1 or blocks or few else 64
 
@@ -198,7 +200,15 @@ def product(
     x: Tensor | ScaledTensor, w: Tensor | ScaledTensor, dtype: torch.dtype, *, fast: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x wᵀ`, `[m, n]` in `dtype`, into `out`, contiguous, if given. Does not synchronize the host."""
+    """Compute `x wᵀ`, `[m, n]` in `dtype`, without synchronizing with the host.
+
+    Args:
+        x: Input `[m, k]`, with high-precision or quantized values.
+        w: Weight `[n, k]` in the same form.
+        dtype: Dtype of the result.
+        fast: Whether FP8 sums of a part stay in the tensor core.
+        out: Contiguous tensor for the result, or None.
+    """
     scaled = isinstance(x, ScaledTensor)
     x_data, w_data = (y.data if isinstance(y, ScaledTensor) else y for y in (x, w))
     (m, k), n = x_data.shape, len(w_data)

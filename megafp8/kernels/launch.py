@@ -1,17 +1,17 @@
-"""Launches of Triton kernels without Triton's dispatch in Python, which costs the host some 25 µs each time.
+"""Fast launches of Triton kernels that bypass Triton's dispatch in Python, which takes the host about 25 µs.
 
-Triton compiles a kernel anew for each specialization of its arguments: their dtypes, which pointers are multiples of 16
-bytes, which integers are 1 or multiples of 16, and the constants. At every launch it works out the specialization,
-looks up the compiled kernel, and calls that kernel's launcher. A `BoundKernel` leaves the first launch with certain
-arguments to Triton, keeps the compiled kernel that this returns, and calls its launcher itself from then on.
+Triton compiles a kernel for each specialization of its arguments: the dtypes, which pointers are multiples of 16 bytes,
+which integers are 1 or multiples of 16, and the constants. At every launch it computes the specialization, looks up the
+compiled kernel, and calls the kernel's launcher. A `BoundKernel` lets Triton do the first launch with given arguments,
+keeps the compiled kernel that Triton returns, and calls its launcher directly from then on.
 
-The look-up must never find a kernel of another specialization: its results would be wrong without any error. So the key
-(`launch_key`) does not repeat Triton's rules. It has the numbers themselves, the pointers modulo 16, the dtypes and the
-device, and is thereby finer. Kernels whose numbers differ at every launch would gain nothing and stay with
-`triton.jit`.
+The lookup must never find a kernel of another specialization, because the results would be wrong without any error. The
+key (`launch_key`) therefore does not repeat Triton's rules. It contains the numbers themselves, the pointers modulo 16,
+the dtypes and the device, and is thus finer. Kernels with different numbers at every launch would gain nothing, and
+keep using `triton.jit`.
 
-Pointers are passed as integers, so a CPU tensor among the arguments is reported by the first launch only. Environment
-variables and `triton.knobs` that influence compilation are read at the first launch only, too.
+Pointers are passed as integers, so only the first launch reports a CPU tensor among the arguments. Environment
+variables and `triton.knobs` that influence compilation are also read only at the first launch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-_MAX_KEYS = 4096  # of a bound kernel, where shapes differ at every launch
+_MAX_KEYS = 4096  # limit per bound kernel, in case shapes differ at every launch
 
 
 def launch_key(
     device: int, tensors: Sequence[Tensor | None], pointers: Sequence[int | None], numbers: Sequence[float]
 ) -> Hashable:
-    """Equal for two launches of a bound kernel only if Triton compiles the same for both. `pointers`: of `tensors`."""
+    """Return a key that is equal for two launches of a bound kernel only if Triton runs the same compiled kernel.
+
+    `pointers` are the addresses of `tensors`.
+    """
     return (
         device, *[None if x is None else x.dtype for x in tensors], *[p and p % 16 for p in pointers],
         *numbers, *map(type, numbers),
@@ -38,10 +41,11 @@ def launch_key(
 
 
 class TritonKernel:
-    """`function` as a Triton kernel. Its parameters are tensors, some of which may be None, then numbers, constants.
+    """Triton kernel with fast launches. Its parameters are tensors, which may be None, then numbers, then constants.
 
-    `function`: of Python, or a kernel of Gluon. `do_not_specialize`: numbers that Triton is not to compile a kernel of
-    its own for.
+    Args:
+        function: Python function to compile, or a Gluon kernel.
+        do_not_specialize: Names of numbers that Triton must not specialize on.
     """
 
     def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str] = ()) -> None:
@@ -50,7 +54,10 @@ class TritonKernel:
         self._bound: dict[Hashable, BoundKernel] = {}
 
     def bind(self, **constants: Any) -> BoundKernel:
-        """The kernel with its constants, and Triton's options such as `num_warps`; the same object for the same."""
+        """Return the kernel with the given constants and Triton options such as `num_warps`.
+
+        Equal constants return the same object.
+        """
         key = (*constants, *constants.values())
         bound = self._bound.get(key)
         if bound is None:
@@ -59,7 +66,7 @@ class TritonKernel:
 
 
 class BoundKernel:
-    """`jit` with `constants`, launched as described above; in Triton's interpreter every launch is Triton's."""
+    """Triton kernel with constants, launched directly. In Triton's interpreter, Triton does every launch."""
 
     def __init__(self, jit: Any, constants: dict[str, Any]) -> None:
         self._jit, self._constants = jit, constants
@@ -80,7 +87,7 @@ class BoundKernel:
             return
         run, function, metadata, constants = launcher
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # The arguments of `JITFunction.run`; the three None are what hooks are told, and the two hooks.
+        # The arguments of `JITFunction.run`; the three None are the data for hooks and the two hooks.
         run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
 
     def _launch_first(self, key: Hashable, grid: tuple[int, int], arguments: tuple[Any, ...]) -> None:
@@ -92,7 +99,7 @@ class BoundKernel:
 
 
 def _has_hooks() -> bool:
-    """Whether a hook, such as a profiler's, is registered for launches, which Triton then calls."""
-    runtime = knobs.runtime  # either hook is a chain of functions, which may be empty, or one function
+    """Return whether a launch hook is registered, for example by a profiler. Triton must then do the launch."""
+    runtime = knobs.runtime  # a hook is either one function or a chain of functions, which may be empty
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

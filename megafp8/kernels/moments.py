@@ -1,8 +1,9 @@
-"""Adam's moments to FP8 in one pass, random bits included. Reference: `megafp8.optimizer.fp8_moments.encode`.
+"""Conversion of Adam's moments to FP8 in one pass, including random bits.
 
-In PyTorch the random bits alone, Philox in 64-bit integers, move some 600 bytes an element. Here a program takes a few
-blocks of 128, computes their scales, draws a word for each element in registers, and stores bytes. The arithmetic is
-the reference's: products with powers of two, which are exact, one sum and a truncation.
+Reference: `megafp8.optimizer.fp8_moments.encode`. In PyTorch, the random bits alone (Philox in 64-bit integers) move
+about 600 bytes per element. Here a program computes the scales of a few blocks of 128, draws a random word for each
+element in registers, and stores bytes. The arithmetic is equal to the reference's: products with powers of two, which
+are exact, one sum, and a truncation.
 
 Shapes: n elements, b blocks of 128.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div, magnitude_bits
 from megafp8.numerics.philox import Key
 
-_BLOCKS, _WARPS = 16, 4  # of a program
+_BLOCKS, _WARPS = 16, 4  # per program
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _power_of_two(exponent):
 @triton.jit(do_not_specialize=["key0", "key1"])
 def encode_kernel(x_n, data_n, exponent_b, n, b, key0, key1, LARGEST_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr,
                   POSITIVE: tl.constexpr, NAN: tl.constexpr, LOWEST: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """BLOCKS blocks of 128."""
+    """Encode BLOCKS blocks of 128 elements."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None].to(tl.int64) * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_n + at, mask=at < n, other=0.0)
@@ -59,12 +60,13 @@ def encode_blocks(
     x_n: Tensor, data_n: Tensor, exponent_b: Tensor, key: Key, *, largest: float, min_exponent: int, positive: bool,
     nan: int, lowest: int,
 ) -> None:  # fmt: skip
-    """Write x, fp32 `[n]`, as bytes `data_n`, uint8 `[n]`, with exponents of scale_inv, int8 `[b]`; all contiguous.
+    """Encode x, fp32 `[n]`, as bytes `data_n`, uint8 `[n]`, and exponents of scale_inv, int8 `[b]`.
 
-    The rest describes the format, as in `megafp8.optimizer.fp8_moments`.
+    All tensors are contiguous. `key` is the Philox key. The other arguments describe the format, as in
+    `megafp8.optimizer.fp8_moments`.
     """
     n, b = len(x_n), len(exponent_b)
-    assert n < 1 << 31, "a counter for every four elements"
+    assert n < 1 << 31, "there is a 32-bit counter for every four elements"
     if not n:
         return
     key0, key1 = np.array(key, dtype=np.uint32).view(np.int32).tolist()

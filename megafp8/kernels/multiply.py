@@ -1,7 +1,7 @@
-"""Multiplication in place by a factor on the device, without a pass over memory where the factor is 1.
+"""In-place multiplication by a factor on the device, without a pass over memory if the factor is 1.
 
-Gradients are clipped in few of the steps of a run. torch's `mul_` reads and writes all of them in every step, unless
-the host looks at the factor first, and waits for it. Here each program looks.
+Gradients are clipped only in few steps of a run. torch's `mul_` reads and writes all gradients in every step, unless
+the host checks the factor first and waits for it. Here each program of the kernel checks the factor.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megafp8.kernels.arithmetic import ceil_div
 
-_STRETCH = 4096  # elements that a program multiplies at a time
+_STRETCH = 4096  # elements that a program multiplies in one iteration
 _PROGRAMS = 2048
 
 
 @triton.jit
 def multiply_kernel(x_n, factor, n, STRETCH: tl.constexpr):
+    """Multiply every element by the factor, unless the factor is 1."""
     by = tl.load(factor)
     if by != 1.0:
         i = tl.program_id(0).to(tl.int64) * STRETCH
@@ -28,7 +29,7 @@ def multiply_kernel(x_n, factor, n, STRETCH: tl.constexpr):
 
 
 def multiply_(x_n: Tensor, factor: Tensor) -> None:
-    """`x_n *= factor`, fp32: contiguous x and a scalar tensor."""
+    """Multiply the contiguous fp32 tensor `x_n` in place by `factor`, fp32 `[]`."""
     assert x_n.is_contiguous()
     n = x_n.numel()
     if n:

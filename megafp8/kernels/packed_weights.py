@@ -1,16 +1,16 @@
-"""Products of few tokens with a quantized weight, `x wᵀ + bias`: bound by the bytes of the weight, which are read once.
+"""Products of few tokens with a quantized weight, `x wᵀ + bias`. Reading the weight once limits the speed.
 
 Reference: `QuantizedWeight.dequantize`, and sums in fp32. Values are unpacked in registers to integers or E4M3, which
-bf16 and fp32 hold exactly; sums are multiplied by their scales. So nothing but the sums and the result is rounded.
+are exact in bf16 and fp32, and the sums are multiplied by the scales. Only the sums and the result are rounded.
 
-`vector_kernel`, for one token: each thread loads 16 bytes of a few rows at a time, multiplies them in fp32 with its
-part of the token, and adds these products; a program's threads cover a stretch of k, and add up at the end.
-`tile_kernel`, for up to 64: tiles are unpacked to bf16 and multiplied by tensor cores. Programs divide n. Both are
-deterministic.
+`vector_kernel` is for one token. Each thread loads 16 bytes of a few rows at a time, multiplies them in fp32 by its
+part of the token, and adds the products. The threads of a program cover a range of k, and add their sums at the end.
+`tile_kernel` is for up to 64 tokens. It unpacks tiles to bf16 and multiplies them by tensor cores. Programs divide n.
+Both kernels are deterministic.
 
-Kinds are those of `megafp8.linear.quantized_weight`, and "bf16" for a weight as it is.
+The kinds of weights are the same as in `megafp8.linear.quantized_weight`, and "bf16" for an unquantized weight.
 
-Shapes: m tokens, n outputs, k inputs; t threads' stretches, v values of one.
+Shapes: m tokens, n outputs, k inputs; t threads, v values that a thread loads at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INT8_TO_FP32: tl.constexpr = tl.constexpr(
     "sub.rn.f32 $0, a, 0f4B000080; sub.rn.f32 $1, b, 0f4B000080; "
     "sub.rn.f32 $2, c, 0f4B000080; sub.rn.f32 $3, d, 0f4B000080; }"
 )
-"""Four integers as fp32: a byte u in the last bits of 2²³ is 2²³ + u, and u is the integer plus 128."""
+"""Convert four integers to fp32: a byte u in the last bits of 2²³ means 2²³ + u, and u is the integer plus 128."""
 INT8_TO_BF16: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u, a, b, c, d; xor.b32 u, $2, 0x80808080; "
     "prmt.b32 a, u, 0x4B000000, 0x7440; prmt.b32 b, u, 0x4B000000, 0x7441; "
@@ -41,7 +41,7 @@ INT8_TO_BF16: tl.constexpr = tl.constexpr(
     "sub.rn.f32 c, c, 0f4B000080; sub.rn.f32 d, d, 0f4B000080; "
     "prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }"
 )
-"""Four integers as bf16: the upper halves of their fp32, whose lower halves are zero."""
+"""Convert four integers to bf16: take the upper halves of their fp32 values; the lower halves are zero."""
 INT4_TO_FP32: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u; and.b32 u, $8, 0x0F0F0F0F; "
     "prmt.b32 $0, u, 0x43000000, 0x7044; prmt.b32 $1, u, 0x43000000, 0x7144; "
@@ -50,7 +50,7 @@ INT4_TO_FP32: tl.constexpr = tl.constexpr(
     "prmt.b32 $4, u, 0x43000000, 0x7044; prmt.b32 $5, u, 0x43000000, 0x7144; "
     "prmt.b32 $6, u, 0x43000000, 0x7244; prmt.b32 $7, u, 0x43000000, 0x7344; }"
 )
-"""The low and the high halves of four bytes as fp32, plus 128: q in the first seven bits of the mantissa of 128."""
+"""Convert the low and high halves of four bytes to fp32, plus 128: q is in the top seven mantissa bits of 128."""
 INT4_TO_BF16: tl.constexpr = tl.constexpr(
     "{ .reg .b32 u, a, b, one; and.b32 u, $4, 0x0F0F0F0F; mov.b32 one, 0x3F803F80; "
     "prmt.b32 a, u, 0x43434343, 0x4140; prmt.b32 b, u, 0x43434343, 0x4342; "
@@ -59,7 +59,7 @@ INT4_TO_BF16: tl.constexpr = tl.constexpr(
     "prmt.b32 a, u, 0x43434343, 0x4140; prmt.b32 b, u, 0x43434343, 0x4342; "
     "fma.rn.bf16x2 $2, a, one, $5; fma.rn.bf16x2 $3, b, one, $6; }"
 )
-"""Both halves of four bytes in bf16, where 0x4300 + q is 128 + q, plus the second operand: -(128 + zero)."""
+"""Convert both halves of four bytes to bf16, where 0x4300 + q means 128 + q, and add -(128 + zero)."""
 
 FP8_TO_BF16: tl.constexpr = tl.constexpr(
     "{ .reg .b32 a, b, s, power, zero; mov.b32 power, 0x7B807B80; mov.b32 zero, 0x80008000; "
@@ -68,12 +68,12 @@ FP8_TO_BF16: tl.constexpr = tl.constexpr(
     "and.b32 s, b, 0x80008000; shr.u32 b, b, 4; and.b32 b, b, 0x07F007F0; or.b32 b, b, s; "
     "fma.rn.bf16x2 $0, a, power, zero; fma.rn.bf16x2 $1, b, power, zero; }"
 )
-"""Four finite E4M3 numbers in bf16: exponent and mantissa in their places, times 2¹²⁰ for the difference of biases."""
+"""Convert four finite E4M3 numbers to bf16: shift exponent and mantissa, and multiply by 2¹²⁰ to adjust the bias."""
 
 
 @triton.jit
 def _unpack_fp32(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Values in fp32; of int4 those of the low and of the high halves, plus 128, else the same twice."""
+    """Return values in fp32: for int4 the low halves and the high halves, plus 128; otherwise the values twice."""
     if KIND == "int4":
         if INTERPRETED:
             low, high = (w & 15).to(tl.float32) + 128.0, (w >> 4).to(tl.float32) + 128.0
@@ -92,7 +92,10 @@ def _unpack_fp32(w, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _unpack_bf16(w, zero, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Values in bf16 (interpreted: fp32), of int4 less `zero`, whose dims are those of w or 1."""
+    """Return values in bf16 (fp32 in the interpreter): for int4 the low halves and the high halves, minus `zero`.
+
+    Otherwise the values are returned twice. `zero` can be broadcast to the shape of w.
+    """
     if KIND == "int4":
         if INTERPRETED:
             low, high = (w & 15).to(tl.float32) - zero, (w >> 4).to(tl.float32) - zero
@@ -117,14 +120,15 @@ def _unpack_bf16(w, zero, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 def vector_kernel(x_k, data, scale_inv_gn, zero_gn, bias_n, y_n, n, k, KIND: tl.constexpr, HALF: tl.constexpr,
                     ROWS: tl.constexpr, T: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
                     INTERPRETED: tl.constexpr):  # fmt: skip
+    """Multiply one token by ROWS rows of the weight."""
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(j, n - 1)
     t, v = tl.arange(0, T), tl.arange(0, V)
-    width = k // 2 if KIND == "int4" else k  # of a row of data
+    width = k // 2 if KIND == "int4" else k  # width of a row of data
     at_row = data + row.to(tl.int64)[:, None, None] * width
     sums = tl.zeros([ROWS, T], tl.float32)
     for begin in tl.range(0, width, T * V):
-        first = begin + t * V  # of each thread
+        first = begin + t * V  # first position of each thread
         at = first[:, None] + v[None, :]
         if EVEN:
             w = tl.load(at_row + at[None, :, :])
@@ -161,7 +165,7 @@ def vector_kernel(x_k, data, scale_inv_gn, zero_gn, bias_n, y_n, n, k, KIND: tl.
 
 @triton.jit
 def _dot(x, w, sums, SPLIT: tl.constexpr):
-    """`x wᵀ + sums`, of batches of matrices where SPLIT."""
+    """Return `x wᵀ + sums`, for batches of matrices if SPLIT."""
     if SPLIT:
         y = tl.dot(x, tl.trans(w, 0, 2, 1), sums, input_precision="ieee")
     else:
@@ -172,10 +176,11 @@ def _dot(x, w, sums, SPLIT: tl.constexpr):
 def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: tl.constexpr, HALF: tl.constexpr,
                 M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr,
                 EVEN: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """A program multiplies M tokens with N rows, K columns of data at a time; of int4 these are HALF, those of a group.
+    """Multiply M tokens by N rows of the weight, K columns of data at a time. For int4, K is HALF, half of a group.
 
-    SPLIT: number of warps that each read columns of their own; their sums are added at the end: a product of batches
-    of matrices, which Triton divides over warps. 0: they divide each product. STEP: columns of all at a time.
+    SPLIT is the number of warps that read separate columns and add their sums at the end; this is a batched matrix
+    product, which Triton divides over warps. If SPLIT is 0, the warps share each product. STEP is the number of columns
+    that all warps read at a time.
     """
     j = tl.program_id(0) * N + tl.arange(0, N)
     i = tl.program_id(1) * M + tl.arange(0, M)
@@ -183,11 +188,11 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
     width = k // 2 if KIND == "int4" else k
     at = tl.arange(0, K)
     if SPLIT:
-        first = tl.arange(0, SPLIT)[:, None] * K  # of each warp
+        first = tl.arange(0, SPLIT)[:, None] * K  # first column of each warp
         at_k = first[:, :, None] + at[None, None, :]
         at_row = data + row.to(tl.int64)[None, :, None] * width
         at_token = x_mk + i.to(tl.int64)[None, :, None] * k
-        in_batch = (i < m)[None, :, None]  # what is beyond is not read: with few tokens it would be most of all bytes
+        in_batch = (i < m)[None, :, None]  # do not read beyond m: with few tokens, this would be most of the bytes
         at_scale = row[None, :]
         sums = tl.zeros([SPLIT, M, N], tl.float32)
     else:
@@ -231,7 +236,7 @@ def tile_kernel(x_mk, data, scale_inv_gn, zero_gn, bias_n, y_mn, m, n, k, KIND: 
 
 def dequantize_kernel(data, scale_inv_gn, zero_gn, w_nk, n, k, KIND: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
                       K: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """`QuantizedWeight.dequantize` of N rows and K bytes; of int4 K = HALF, the bytes of a group."""
+    """Dequantize N rows and K bytes of a weight. For int4, K is HALF, the bytes of a group."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     first = tl.program_id(1) * K
     at = first + tl.arange(0, K)
@@ -252,16 +257,16 @@ def dequantize_kernel(data, scale_inv_gn, zero_gn, w_nk, n, k, KIND: tl.constexp
 
 
 class VectorTile(NamedTuple):
-    """Tile of `vector_kernel`: rows of a program, warps of 32 stretches of 16 bytes."""
+    """Tile of `vector_kernel`: rows per program, and warps; each of a warp's 32 threads reads 16 bytes at a time."""
 
     rows: int
     warps: int
 
 
 class PackedWeightTile(NamedTuple):
-    """Tile of `tile_kernel`: rows of a program, bytes of a row read at a time, warps, stages of the pipeline.
+    """Tile of `tile_kernel`: rows per program, bytes of a row read at a time, warps, and pipeline stages.
 
-    `split`: each warp reads `k` bytes of columns of its own. Of int4 the bytes are always those of a group.
+    With `split`, each warp reads `k` bytes of separate columns. For int4, the bytes are always a group's bytes.
     """
 
     n: int
@@ -273,13 +278,13 @@ class PackedWeightTile(NamedTuple):
 
 _vector, _tile, _dequantize = TritonKernel(vector_kernel), TritonKernel(tile_kernel), TritonKernel(dequantize_kernel)
 MOST_TOKENS = 64
-"""Most tokens of a product by these kernels; more are worth a weight in bf16."""
+"""Largest number of tokens for these kernels. With more tokens, dequantizing the weight to bf16 is worth its cost."""
 
 
 class PackedData(NamedTuple):
-    """What kernels read of a quantized weight, as `megafp8.linear.quantized_weight` describes it, or of one in bf16.
+    """Weight in the form that kernels read: quantized (see `megafp8.linear.quantized_weight`) or bf16.
 
-    `group`: columns that share a scale; 0 where they are all of a row.
+    `group` is the number of columns that share a scale, or 0 if all columns of a row share one.
     """
 
     kind: str
@@ -293,9 +298,13 @@ class PackedData(NamedTuple):
 def multiply(
     x_mk: Tensor, weight: PackedData, bias_n: Tensor | None = None, tile: VectorTile | PackedWeightTile | None = None
 ) -> Tensor:
-    """`x wᵀ + bias`, `[m, n]` in x's dtype: contiguous bf16 x of at most `MOST_TOKENS` rows; fp32 interpreted.
+    """Compute `x wᵀ + bias`, `[m, n]` in x's dtype.
 
-    `tile`: instead of the one that is best for such products; a `VectorTile` for one token only.
+    Args:
+        x_mk: Contiguous bf16 tokens, at most `MOST_TOKENS`; fp32 in the interpreter.
+        weight: Weight, `[n, k]`.
+        bias_n: Bias, `[n]`, or None.
+        tile: Tile to use, or None for the best one. A `VectorTile` supports only one token.
     """
     (m, k), n = x_mk.shape, len(weight.data)
     y_mn = x_mk.new_empty(m, n)
@@ -326,12 +335,12 @@ _ONE_TOKEN = {
     "bf16": VectorTile(1, 4),
     "int8": VectorTile(4, 2),
     "fp8": VectorTile(4, 2),
-    "int4": VectorTile(4, 1),  # the more steps of a program, the fewer instructions for each weight
+    "int4": VectorTile(4, 1),  # the more iterations a program has, the fewer instructions it needs per value
 }
 
 
 def best_tile(kind: str, m: int, n: int) -> VectorTile | PackedWeightTile:
-    """The best tile for a weight's kind and shape."""
+    """Return the fastest tile for a weight's kind, m tokens and n outputs."""
     if m == 1:
         return _ONE_TOKEN[kind]
     if m <= 16:
@@ -340,7 +349,7 @@ def best_tile(kind: str, m: int, n: int) -> VectorTile | PackedWeightTile:
 
 
 def dequantize(weight: PackedData, dtype: torch.dtype) -> Tensor:
-    """`QuantizedWeight.dequantize`."""
+    """Return the dequantized weight, `[n, k]` in `dtype`; see `QuantizedWeight.dequantize`."""
     n, half = len(weight.data), weight.group // 2
     w_nk = torch.empty(n, weight.k, dtype=dtype, device=weight.data.device)
     if w_nk.numel():

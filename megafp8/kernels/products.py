@@ -1,20 +1,22 @@
-"""Products of whole matrices, many of one shape at once; of symmetric results only the lower half is computed.
+"""Batched products of matrices of one shape; only the lower half of symmetric results is computed.
 
     out = alpha · scale · a·b + beta · addend + gamma · I
 
-Newton-Schulz iterations of Muon consist of these: Gram matrices X·Xᵀ, and polynomials of them, which commute, so that
-their products are symmetric, too. Of a symmetric result tiles on and below the diagonal are computed, and stored with
-their mirror images: half the products. So results are exactly symmetric but for tiles on the diagonal, which are up to
-rounding. The polynomial's other terms are added to the sums in registers.
+Muon's Newton-Schulz iterations consist of such products: Gram matrices X·Xᵀ and polynomials of them. The polynomials
+commute, so their products are symmetric too. For a symmetric result, the tiles on and below the diagonal are computed,
+and stored together with their mirror images, which halves the work. Results are therefore exactly symmetric, except for
+the tiles on the diagonal, which are symmetric up to rounding. The other terms of the polynomial are added to the sums
+in registers.
 
-A program computes two square tiles, one below the other. In a symmetric result both are on or below the diagonal, for
-each second row of tiles, which leaves the other tiles on the diagonal: these are computed alone, at last. With sides of
-4,096 that are 256 pairs and 16 tiles, all of which 132 multiprocessors compute in the time of two pairs.
+A program computes a pair of square tiles, one below the other. In every second row of tiles of a symmetric result, both
+tiles of all pairs are on or below the diagonal. The remaining tiles on the diagonal are computed singly, at the end.
+With sides of 4,096 there are 256 pairs and 16 single tiles, and 132 multiprocessors compute all of them in the time of
+two pairs.
 
-Sums are fp32, over k in one order, whatever the number of matrices: a matrix has the same bits alone and among others.
-Operands are read and results written through tensor descriptors (TMA).
+Sums are fp32, over k in one order, whatever the number of matrices. A matrix therefore has the same bits alone and in a
+batch. Operands are read and results are written through tensor descriptors (TMA).
 
-Shapes: b matrices; results p × q, sums over k.
+Shapes: b matrices, results p × q, sums over k.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from megafp8.kernels.grouped_gemm import tile_at
 
 _TILE, _TILE_K, _WARPS, _STAGES = 128, 64, 8, 4
 ALIGNMENT = 8
-"""All sides are multiples of it: rows of a tensor descriptor are multiples of 16 bytes."""
+"""Number that all sides must be a multiple of, because rows of a tensor descriptor are multiples of 16 bytes."""
 
 
 @triton.jit
 def _operands(a, b, i0, j0, k0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr):
-    """Tiles of a, `[rows, TILE_K]`, and of b, `[TILE_K, TILE]`."""
+    """Load tiles of a, `[rows, TILE_K]`, and of b, `[TILE_K, TILE]`."""
     if A_COLUMNS:
         x = a.load([batch * k + k0, i0]).T
     else:
@@ -57,9 +59,9 @@ def _dot(x, y, sums, INTERPRETED: tl.constexpr):
 @triton.jit
 def _sums(a, b, i0, j0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
           ROWS: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
-    """Sums of products `[ROWS, TILE]`.
+    """Return sums of products, `[ROWS, TILE]`.
 
-    What operands have of the next matrix is multiplied by zero, or belongs to rows that are not stored.
+    Tiles may reach into the next matrix. Such elements are multiplied by zero, or belong to rows that are not stored.
     """
     sums = tl.zeros([ROWS, TILE], tl.float32)
     whole = k // TILE_K * TILE_K
@@ -76,7 +78,7 @@ def _sums(a, b, i0, j0, batch, p, q, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.c
 
 @triton.jit
 def _store(sums, addend, out, i, j, batch, alpha, beta, gamma, SYMMETRIC: tl.constexpr, TILE: tl.constexpr):
-    """Store tile (i, j) of the result, and where SYMMETRIC its mirror image."""
+    """Store tile (i, j) of the result, and if SYMMETRIC its mirror image."""
     sums = sums * alpha
     if addend is not None:
         sums += beta * addend.load([batch, i * TILE, j * TILE]).reshape(TILE, TILE).to(tl.float32)
@@ -93,10 +95,10 @@ def _store(sums, addend, out, i, j, batch, alpha, beta, gamma, SYMMETRIC: tl.con
 def product_kernel(a, a_single, b, addend, out, scale_b, p, q, k, alpha, beta, gamma, A_COLUMNS: tl.constexpr,
                    B_COLUMNS: tl.constexpr, SYMMETRIC: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
                    TILE: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
-    """Two tiles of the result of one matrix, or one on the diagonal.
+    """Compute two tiles of the result of one matrix, or one tile on the diagonal.
 
-    `a`, `b`: matrices one below the other, `[b·p, k]` and `[b·q, k]`, or with A_COLUMNS, B_COLUMNS `[b·k, p]` and
-    `[b·k, q]`. `a_single`: a, for single tiles.
+    `a` and `b` contain the matrices one below the other: `[b·p, k]` and `[b·q, k]`, or with A_COLUMNS and B_COLUMNS
+    `[b·k, p]` and `[b·k, q]`. `a_single` describes a for single tiles.
     """
     batch, index = tl.program_id(1), tl.program_id(0)
     if scale_b is not None:
@@ -127,10 +129,25 @@ def product(
     symmetric: bool = False, alpha: float = 1.0, scale_b: Tensor | None = None, addend: Tensor | None = None,
     beta: float = 0.0, gamma: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """alpha · scale · a·bᵀ, and with an `addend`, like the result, + beta · addend + gamma · I: `[b, p, q]`.
+    """Compute alpha · scale · a·bᵀ, plus beta · addend + gamma · I if there is an `addend`.
 
-    `a`: `[b, p, k]`, or with `a_columns` `[b, k, p]`; `b`: `[b, q, k]` or `[b, k, q]`; contiguous, sides multiples of
-    `ALIGNMENT`. `scale_b`: a factor of each product, fp32. `symmetric`: the result is, but for rounding.
+    All matrices are contiguous, and their sides are multiples of `ALIGNMENT`.
+
+    Args:
+        a: First operand, `[b, p, k]`, or `[b, k, p]` with `a_columns`.
+        b: Second operand, `[b, q, k]`, or `[b, k, q]` with `b_columns`.
+        out_dtype: Dtype of the result.
+        a_columns: Whether a is transposed.
+        b_columns: Whether b is transposed.
+        symmetric: Whether the result is symmetric up to rounding, so that half of it need not be computed.
+        alpha: Factor of the product.
+        scale_b: Additional factor of each matrix's product, fp32 `[b]`, or None.
+        addend: Matrices with the shape and dtype of the result, or None.
+        beta: Factor of the addend.
+        gamma: Factor of the identity matrix.
+
+    Returns:
+        The result, `[b, p, q]`.
     """
     count = len(a)
     (p, k), q = (a.shape[:0:-1] if a_columns else a.shape[1:]), b.shape[2 if b_columns else 1]

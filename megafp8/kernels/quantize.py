@@ -1,4 +1,6 @@
-"""Launches of the cast and reduction kernels. References: the functions of these names in `megafp8.numerics.reference`.
+"""Launches of the cast and reduction kernels.
+
+References: functions of equal names in `megafp8.numerics.reference` and in the recipes' files.
 
 Shapes: r rows, c columns of the source.
 """
@@ -33,7 +35,7 @@ from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Gra
 
 
 class CastTile(NamedTuple):
-    """Rows, columns and warps of a program; a limit on a thread's registers where more programs at once are faster."""
+    """Rows, columns and warps of a program. `registers` limits the registers per thread if more programs are faster."""
 
     rows: int
     columns: int
@@ -48,13 +50,13 @@ def _tiles(
 
 
 _SUM_TILE = CastTile(128, 64, 4)
-# By pass, then by `tile_group`. Measured on H200 (`benchmarks/bench_casts.py --sweep`). A qkv gradient's tile is at
-# most half a head wide.
+# Tiles by pass and `tile_group`, measured on H200 (`benchmarks/bench_casts.py --sweep`). The tile of a qkv gradient is
+# at most half a head wide.
 TILES = {
     "per_tensor": _tiles(
         CastTile(64, 128, 8), CastTile(64, 64, 4), CastTile(64, 128, 8, 80), qkv_grad=CastTile(64, 64, 4)
     ),
-    # per tensor, rows of many experts
+    # one scale per tensor, rows of many experts
     "experts": _tiles(CastTile(64, 128, 4), CastTile(64, 64, 4, 64), CastTile(64, 64, 4)),
     "amax": _tiles(CastTile(64, 256, 8), CastTile(32, 256, 8), CastTile(32, 128, 4), qkv_grad=CastTile(32, 64, 4)),
     "vector_amax": _tiles(
@@ -70,7 +72,7 @@ TILES = {
 
 
 def tile_group(source: MatrixSource) -> str:
-    """Sources of one group have the same tiles."""
+    """Return the group of a source. Sources of one group use the same tiles."""
     return _tile_group(type(source))
 
 
@@ -86,9 +88,14 @@ def _tile_group(source: type[MatrixSource]) -> str:
 class SourceArguments(NamedTuple):
     """Arguments of kernels for a source.
 
-    `tensors`: the six pointers, any tensor where one is not read, None for what is left out of the computation.
-    `width`: columns of a part. Only a qkv gradient has `heads` (a, g, samples, strides of the angles), `half_head` and
-    `norms`, statistics and weights.
+    Attributes:
+        kind: SOURCE of the kernels (`megafp8.kernels.tiles`).
+        tensors: The six pointers: any tensor if a pointer is not read, None to leave it out of the computation.
+        width: Number of columns of a part.
+        function: Activation function, or "zero_centered" for a norm.
+        heads: For a qkv gradient: a, g, number of samples, and the two strides of the angles.
+        half_head: For a qkv gradient: half of the head width.
+        norms: For a qkv gradient: statistics and weights of the norms of q and k.
     """
 
     kind: str
@@ -101,6 +108,7 @@ class SourceArguments(NamedTuple):
 
 
 def inputs_of(source: MatrixSource) -> SourceArguments:
+    """Return the kernel arguments for a source."""
     if isinstance(source, QKVGrad):
         cos, sin = source.cos, source.sin
         a, d = source.dq_sbad.shape[2:]
@@ -139,7 +147,7 @@ def inputs_of(source: MatrixSource) -> SourceArguments:
 
 
 class _CastConstants(NamedTuple):
-    """Constants of `tile_kernel` that say how it casts."""
+    """Constants of `tile_kernel` that determine the cast."""
 
     SCALES: str
     ROWWISE: bool
@@ -152,7 +160,7 @@ class _CastConstants(NamedTuple):
 
 
 class _AmaxConstants(NamedTuple):
-    """Constants of `amax_kernel` that say which amaxes it computes."""
+    """Constants of `amax_kernel` that determine which amaxes it computes."""
 
     WHOLE: bool = False
     ROWS: bool = False
@@ -172,7 +180,10 @@ def _bound(
     kernel: TritonKernel, tile: CastTile, columns: int, kind: str, function: str, half: int, full: bool,
     quad_angles: bool, constants: _Constants,
 ) -> BoundKernel:  # fmt: skip
-    """The kernel for sources of this kind; a program has `columns`. `full` and `quad_angles`: see `tile_kernel`."""
+    """Return the kernel for sources of this kind. See `tile_kernel` for `full` and `quad_angles`.
+
+    `columns` is the number of columns of a program, which may be less than in `tile`.
+    """
     options = {} if tile.registers is None else {"maxnreg": tile.registers}
     if kernel is tile_kernel:
         options |= {"FULL": full, "QUAD_ANGLES": quad_angles}
@@ -190,12 +201,12 @@ def _launch(
     constants: _Constants,
     *numbers: float,
 ) -> None:
-    """Launch `kernel` on tiles for the pass `what`; `outputs` and `numbers` follow the source's pointers and sizes.
+    """Launch `kernel` with the tiles for the pass `what`.
 
-    Where an output is not used it may be any tensor.
+    `outputs` and `numbers` follow the source's pointers and sizes. An output that is not used may be any tensor.
     """
     if isinstance(source, QKVGrad) and source.dq_sbad.shape[3] & (source.dq_sbad.shape[3] - 1):
-        source = Plain(source.values())  # tiles are powers of two wide, and this head is not
+        source = Plain(source.values())  # tiles are powers of two wide, but this head is not
     kind, inputs, width, function, heads, half, norms = inputs_of(source)
     r, tile = source.shape[0], TILES[what][tile_group(source)]
     columns = min(tile.columns, half) if half else tile.columns
@@ -211,8 +222,11 @@ def _cast(
     arguments: tuple[Tensor, Tensor, Tensor, Tensor], scale_inv: Tensor, columnwise_scale_inv: Tensor, *,
     rowwise: bool, columnwise: bool, record: bool = False, power_of_two: bool = False, eps: float = 0.0,
 ) -> QuantizedTensor:  # fmt: skip
-    """Allocate and launch. `arguments`: scale, columnwise scale, amax, columnwise amax of `tile_kernel`; the kernel
-    writes those of them that `scale_inv` and `columnwise_scale_inv` are views of."""
+    """Allocate the data, launch `tile_kernel`, and return the quantized tensor.
+
+    `arguments` are the kernel's scale, columnwise scale, amax and columnwise amax. Scales that the kernel computes are
+    written there, and `scale_inv` and `columnwise_scale_inv` are views of them.
+    """
     (r, c), device = source.shape, source.device
     data = torch.empty(r, c, dtype=fmt.dtype, device=device) if rowwise else None
     transposed = torch.empty(c, r, dtype=fmt.dtype, device=device) if columnwise else None
@@ -289,7 +303,7 @@ def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:
 
 
 def _amaxes(source: MatrixSource, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """Amaxes of rows `[r]` and columns `[c]`; zeros where they are not wanted."""
+    """Return the amaxes of rows, `[r]`, and columns, `[c]`; zeros if they are not wanted."""
     r, c = source.shape
     both = torch.zeros(r + c, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
@@ -304,7 +318,7 @@ def cast_rows(
 ) -> QuantizedTensor:  # fmt: skip
     r, c = source.shape
     amax_r, amax_c = _amaxes(source, rows=rowwise, columns=columnwise) if amaxes is None else amaxes
-    start = r + -r % 4  # of the columns' scales: each part begins at a multiple of 16 bytes
+    start = r + -r % 4  # the columns' scales begin at a multiple of 16 bytes
     scale_inv = torch.empty(start + c, dtype=torch.float32, device=source.device)
     if 0 in source.shape:
         scale_inv = scale_from_amax(scale_inv.zero_(), fmt.max, eps=eps, power_of_two=power_of_two).reciprocal()
@@ -318,7 +332,7 @@ def cast_rows(
 def cast_1x128(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    """The scales `[r, ceil(c/128)]` are column-major in memory, as cuBLASLt wants them."""
+    """Cast with 1×128 blocks. The scales `[r, ceil(c/128)]` are column-major in memory, as cuBLASLt requires."""
     r, c = source.shape
     scale_inv = torch.empty((ceil_div(c, 128), r), dtype=torch.float32, device=source.device)
     columnwise_scale_inv = torch.empty((ceil_div(r, 128), c), dtype=torch.float32, device=source.device)
@@ -332,7 +346,7 @@ def cast_1x128(
 def cast_128x128(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    """A row of the scales begins at a multiple of four, as cuBLASLt wants them."""
+    """Cast with 128×128 blocks. Each row of scales begins at a multiple of four elements, as cuBLASLt requires."""
     r, c = source.shape
     down, across = ceil_div(r, 128), ceil_div(c, 128)
     scale_inv = torch.empty((down, across + -across % 4), dtype=torch.float32, device=source.device)
@@ -345,7 +359,10 @@ def cast_128x128(
 
 
 def whole_blocks(source: MatrixSource, *, head: int | None) -> MatrixSource:
-    """`source`, or its values where its two parts would share a block; a head `head` wide is a block itself."""
+    """Return `source`, or its values as a plain source if its two parts would share a block.
+
+    A head of the width `head` is a block itself.
+    """
     split = isinstance(source, GatedGrad) and source.shape[1] % 256
     split = split or (isinstance(source, QKVGrad) and source.dq_sbad.shape[3] != head)
     return Plain(source.values()) if split else source

@@ -1,11 +1,11 @@
-"""Reductions of a source: amaxes, needed before it can be quantized, and the sums of its columns.
+"""Reductions of a source: amaxes, which some casts need first, and sums of columns.
 
-References: `amax`, `amaxes` and `column_sums` of `megafp8.numerics.reference`. Only a few numbers
-are stored, so a program takes a tile as it lies in memory and computes it as the cast will.
+References: `amax` and `column_sums` in `megafp8.numerics.reference`, `amaxes` in `megafp8.numerics.recipes.rowwise`.
+The kernels store only a few numbers, so a program reads a tile in its memory order, and computes it like the cast does.
 
-Sums are float64, one row for each row of tiles; the caller adds these and rounds once. Amaxes, of the whole or of all
-rows and columns, are raised by atomics. They are integers, the bits of |x| in fp32, ordered as the numbers are with NaN
-above infinity: no NaN is lost, and an atomic is one instruction.
+Sums are float64, with one row for each row of tiles; the caller adds these rows and rounds once. Amaxes, of the whole
+source or of all rows and columns, are updated by atomics. They are stored as integers, the bits of |x| in fp32, which
+are ordered like the numbers, with NaN above infinity: no NaN is lost, and an atomic is one instruction.
 
 Shapes: r rows, c columns of a part of the source.
 """
@@ -24,7 +24,7 @@ def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
                 r, c, a, g, b, stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                 WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
                 TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
-    """One tile of each part of the source."""
+    """Update amaxes with one tile of each part of the source."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)
@@ -50,7 +50,7 @@ def amax_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, w
 def sums_kernel(x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c, statistics, weights, of_columns, r, c, a, g, b,
                 stride_s, stride_b, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                 INTERPRETED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # fmt: skip
-    """Row `program_id(1)` of `of_columns`, float64: sums of columns over one tile's rows of each part."""
+    """Store sums of columns over the rows of one tile of each part, as row `program_id(1)` of `of_columns`, float64."""
     i0, j0 = tl.program_id(1) * TILE_R, tl.program_id(0) * TILE_C
     i, j = tl.arange(0, TILE_R), tl.arange(0, TILE_C)
     inputs = (x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c)

@@ -1,9 +1,9 @@
-"""The largest logit, or the largest of logits / temperature + Gumbel noise, and the logits' log-sum-exp.
+"""Sampling kernels: the best token (largest logit, or largest logit / temperature + Gumbel noise), and log-sum-exp.
 
-Each is one pass over the logits, in blocks that fill a GPU with one sequence too. Reference: the same in PyTorch in
-`megafp8.inference.sampling`, where Philox alone takes some eighty passes.
+Each kernel is one pass over the logits, in blocks that fill a GPU even for a single sequence. Reference:
+`megafp8.inference.sampling` in PyTorch, where Philox alone takes about eighty passes.
 
-Shapes: n sequences, v this rank's slice of the vocabulary, b blocks of it.
+Shapes: n sequences, v tokens in this rank's slice of the vocabulary, b blocks of the slice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def best_kernel(
     x_nv, temperature_n, least_n, position_n, stream0_n, stream1_n, value_nb, token_nb, first, columns, key0, key1,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a block of tokens, which begins at a multiple of 4, as four have the words of one Philox."""
+    """Find the best token of a block. A block begins at a multiple of 4, because four tokens share one Philox call."""
     block, row = tl.program_id(0), tl.program_id(1)
     begin = first // 4 * 4 + block * BLOCK
     token = begin + tl.arange(0, BLOCK)
@@ -52,7 +52,7 @@ def best_kernel(
 
 
 def log_sum_exp_kernel(x_nv, lse_nb, columns, BLOCK: tl.constexpr):
-    """Log-sum-exp of a block of columns."""
+    """Compute the log-sum-exp of a block of columns."""
     block, row = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_nv + row.to(tl.int64) * columns + column, mask=column < columns, other=float("-inf"))
@@ -67,9 +67,14 @@ _log_sum_exp = TritonKernel(log_sum_exp_kernel)
 
 
 class SamplingNoise(NamedTuple):
-    """Each sequence's temperature, float32, and the words of its noise's counter, int64; the noise's key.
+    """Temperature and noise of each sequence.
 
-    `least_n`: tokens with less than this, divided by the temperature, are left out.
+    Attributes:
+        temperature_n: Temperature, float32.
+        least_n: Smallest logit / temperature of tokens that may be sampled, float32.
+        position_n: Position word of the Philox counter, int64.
+        stream: The two stream words of the Philox counter, int64 `[n]` each.
+        key: Philox key.
     """
 
     temperature_n: Tensor
@@ -80,15 +85,20 @@ class SamplingNoise(NamedTuple):
 
 
 def best(x_nv: Tensor, first: int, noise: SamplingNoise | None = None) -> tuple[Tensor, Tensor]:
-    """Each block's largest value, float32, and its token, int64, the lowest of equal ones: `[n, b]`.
+    """Return the largest value of each block, float32 `[n, b]`, and its token, int64 `[n, b]`.
 
-    `x_nv`: float32, of tokens from `first` on.
+    Among equal values, the lowest token wins. Without `noise`, the values are the logits.
+
+    Args:
+        x_nv: Logits of the tokens from `first` on, float32.
+        first: First token of this rank's slice of the vocabulary.
+        noise: Temperature and noise, or None for greedy decoding.
     """
     (n, columns), x_nv = x_nv.shape, x_nv.contiguous()
     blocks = ceil_div(first % 4 + columns, _BLOCK)
     value_nb = torch.empty(n, blocks, device=x_nv.device)
     token_nb = torch.empty(n, blocks, dtype=torch.int64, device=x_nv.device)
-    inputs, words = [x_nv] * 5, [0, 0]  # not read
+    inputs, words = [x_nv] * 5, [0, 0]  # placeholders that the kernel does not read
     if noise is not None:
         inputs = [x.contiguous() for x in (noise.temperature_n, noise.least_n, noise.position_n, *noise.stream)]
         words = [word - (1 << 32) if word >= 1 << 31 else word for word in noise.key]
@@ -98,7 +108,7 @@ def best(x_nv: Tensor, first: int, noise: SamplingNoise | None = None) -> tuple[
 
 
 def log_sum_exp(x_nv: Tensor) -> Tensor:
-    """Log-sum-exp of each row of float32 `[n, v]`: `[n]`."""
+    """Return the log-sum-exp of each row of `x_nv`, float32: `[n, v]` to `[n]`."""
     (n, columns), x_nv = x_nv.shape, x_nv.contiguous()
     blocks = ceil_div(columns, _BLOCK)
     lse_nb = torch.empty(n, blocks, device=x_nv.device)

@@ -1,15 +1,15 @@
-"""End of a delayed-scaling step for all tensors in one launch: new scales, and histories rolled by one.
+"""End of a delayed-scaling step for all tensors in one launch: compute new scales, and roll histories by one slot.
 
 References: `megafp8.numerics.quantize.scale_from_amax` and `DelayedState.end_step`, bit for bit; the division rounds to
-nearest. An `amax_compute_algo` given as a Python function runs there.
+nearest. If `amax_compute_algo` is a Python function, the reference runs instead of this kernel.
 
-PyTorch takes some fifteen kernels, whose launches cost more than their work. Here a program takes one tensor: its
-history fits into registers (1024 steps are 4 KiB), so it is loaded once, reduced, and stored one slot further on.
+PyTorch needs about fifteen kernels, and their launches cost more than their work. Here a program processes one tensor:
+its history fits into registers (1024 steps are 4 KiB), so it is loaded once, reduced, and stored one slot further on.
 
 Rolling in place is safe because a row belongs to one program, with a barrier between its loads and its stores. A second
-buffer would have to be copied back, since quantizers and checkpoints hold views of the first. A ring buffer would move
-nothing, but checkpoints have the history newest first; and for the few hundred tensors of a rank rolling moves one or
-two megabytes a step, less time than the launch.
+buffer would have to be copied back, because quantizers and checkpoints have views of the first. A ring buffer would
+move nothing, but checkpoints store the history newest first. For the few hundred tensors of a rank, rolling moves one
+or two megabytes per step, which takes less time than the launch.
 
 Shapes: t tensors, l steps of history; slot 0 is the step that ends.
 """
@@ -29,7 +29,7 @@ from megafp8.kernels.arithmetic import magnitude, next_power_of_2
 @triton.jit
 def end_step_kernel(history_tl, scale_t, fp8_max_t, length, headroom, UPDATE: tl.constexpr, MOST_RECENT: tl.constexpr,
                     POWER_OF_TWO: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """One tensor. `headroom` is 2^-margin; `SLOTS` at least `length`."""
+    """Update the scale of one tensor and roll its history. `headroom` is 2^-margin; SLOTS is at least `length`."""
     t = tl.program_id(0)
     row = history_tl + t * length
     i = tl.arange(0, SLOTS)
@@ -44,7 +44,7 @@ def end_step_kernel(history_tl, scale_t, fp8_max_t, length, headroom, UPDATE: tl
             scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(scale_t + t, tl.where(usable, scale, tl.load(scale_t + t)))
     bad = (i == 0) & (magnitude(history) == float("inf"))
-    tl.debug_barrier()  # another thread has loaded what is overwritten below
+    tl.debug_barrier()  # wait until all threads have loaded the slots that are overwritten below
     tl.store(row + 1 + i, tl.where(bad, 0.0, history), mask=i + 1 < length)
     tl.store(row, 0.0)
 
@@ -59,11 +59,19 @@ def end_step_(
     algorithm: Literal["max", "most_recent"],
     update: bool,
 ) -> None:
-    """Update `scale_t` if `update`, then roll `history_tl` by one and zero its slot 0, both in place.
+    """Update `scale_t` if `update`, then roll `history_tl` by one slot and set slot 0 to zero, all in place.
 
-    `history_tl` `[t, l]` contiguous fp32, not negative, slot 0 already reduced over ranks; `scale_t` and `fp8_max_t`
-    `[t]` contiguous fp32. The scale is `fp8_max · 2^-margin / amax`, at most fp32's maximum, rounded down to a power of
-    two if `power_of_two`; it stays where the amax is 0, infinite or NaN. A slot 0 that is not finite is dropped.
+    A scale is `fp8_max · 2^-margin / amax`, limited to fp32's maximum. It does not change if the amax is 0, infinite or
+    NaN. An amax in slot 0 that is not finite is dropped.
+
+    Args:
+        history_tl: Amaxes, contiguous fp32 `[t, l]`, not negative. Slot 0 is already reduced over ranks.
+        scale_t: Scales, contiguous fp32 `[t]`.
+        fp8_max_t: Largest magnitudes of the formats, contiguous fp32 `[t]`.
+        margin: Powers of two left free above the amax.
+        power_of_two: Whether scales are rounded down to powers of two.
+        algorithm: Whether the amax is the maximum of the history, or the most recent amax.
+        update: Whether to update the scales.
     """
     t, length = history_tl.shape
     assert scale_t.shape == fp8_max_t.shape == (t,)

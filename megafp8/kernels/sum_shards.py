@@ -1,8 +1,8 @@
-"""Sum of the partial products that the ranks of a group computed, in one pass.
+"""Sum of the partial products that the ranks of a group have computed, in one pass.
 
-torch's kernel for a sum over the first dim reaches half of the bandwidth here; and adding two at a time would round in
-between and pass over memory again. Here a program reads a stretch of every partial sum, adds them in fp32 in the order
-of ranks, and rounds once.
+torch's kernel for a sum over the first dim reaches only half of the bandwidth. Adding two tensors at a time would round
+in between and pass over memory again. Here a program reads a range of every partial sum, adds them in fp32 in the order
+of the ranks, and rounds once.
 
 Shapes: t partial sums of n elements.
 """
@@ -17,11 +17,12 @@ from megafp8.kernels.arithmetic import ceil_div
 from megafp8.kernels.launch import TritonKernel
 from megafp8.parallel import tp_overlap
 
-_STRETCH = 2048  # elements of a program: two 16-byte loads of each partial sum for each of its threads, in bf16
+_STRETCH = 2048  # elements per program: in bf16, each thread loads 16 bytes of each partial sum twice
 
 
 @TritonKernel
 def sum_kernel(partials_tn, sum_n, n, T: tl.constexpr, STRETCH: tl.constexpr):
+    """Sum a range of all T partial sums."""
     i = tl.program_id(0).to(tl.int64) * STRETCH + tl.arange(0, STRETCH)
     inside = i < n
     total = tl.load(partials_tn + i, mask=inside, other=0.0).to(tl.float32)
@@ -31,7 +32,10 @@ def sum_kernel(partials_tn, sum_n, n, T: tl.constexpr, STRETCH: tl.constexpr):
 
 
 def sum_partials(partials_trn: Tensor) -> Tensor:
-    """`[t, ...]`, contiguous -> `[...]`. Reference, and used for float64: `tp_overlap.sum_partials`."""
+    """Sum the contiguous tensor `partials_trn` over its first dim: `[t, ...]` to `[...]`.
+
+    Reference: `tp_overlap.sum_partials`, which also computes the sums of float64.
+    """
     if partials_trn.dtype == torch.float64:
         return tp_overlap.sum_partials(partials_trn)
     assert partials_trn.is_contiguous()

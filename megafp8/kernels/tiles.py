@@ -1,8 +1,8 @@
-"""Tiles of sources: computed in fp32, arranged so that they can be transposed, and stored.
+"""Computation of the tiles of a source in fp32, in an arrangement that can be transposed, and storing of tiles.
 
 Reference: `values` of each source in `megafp8.numerics.sources`. No multiply-add is contracted, and divisions round to
-nearest. All kernels that read a source take the same six pointers, as a tuple `inputs`; SOURCE says what they are. What
-is None is left out of the computation, and what is not listed is not read:
+nearest. All kernels that read a source take six pointers as a tuple `inputs`. SOURCE determines their meaning. Pointers
+that are None are left out of the computation, and pointers that are not listed are not read:
 
     plain             x
     gathered          x, numbers of its rows, and as rstd their factors
@@ -14,18 +14,19 @@ is None is left out of the computation, and what is not listed is not read:
     gated_grad        [gate | up], dy
     qkv_grad          dq, dk, cos, sin, dv, and x where q and k have norms
 
-FUNCTION is the activation's; of norms "zero_centered" if they multiply by 1 + weight. The last two have two parts,
-computed together, which are apart in memory: the halves of the matrix, or of each head. So kernels count the columns of
-one part, c, and `part_columns` says where they are in the matrix.
+FUNCTION is the activation function; for norms it is "zero_centered" if they multiply by 1 + weight. The last two
+sources have two parts, which are computed together but stored separately: the halves of the matrix, or of each head.
+Kernels therefore count the columns c of one part, and `part_columns` returns their position in the matrix.
 
-The expensive step of a cast is the transpose. Byte by byte it takes a load from shared memory for each element. So a
-tile is held as four tiles, of the rows 0, 4, 8, ..., of the rows 1, 5, 9, ... and so on (a quad is four rows): one
-thread holds the bytes of four neighbouring rows as one 32-bit word, and words are transposed. Where the number of rows
-is not a multiple of four, the columnwise copy is stored in bytes.
+The expensive step of a cast is the transpose. Byte by byte, it takes one load from shared memory for each element. So a
+tile is split into four tiles: one with the rows 0, 4, 8, ..., one with the rows 1, 5, 9, ..., and so on. A quad is four
+consecutive rows. A thread then holds the bytes of a quad as one 32-bit word, and words are transposed. If the number of
+rows is not a multiple of four, the columnwise copy is stored in bytes.
 
-Shapes: r rows, c columns of a part; q quads of rows; heads: a of queries, g of keys, g of values, for b samples, the
-strides of the angles, and of norms of q and k the statistics `[2, r, a + g]` and weights `[a + g, d]`, None without.
-The angles' stride of samples is None where those of a quad have the same angle (`compute_quads` only).
+Shapes: r rows, c columns of a part, q quads of rows. `heads` is a tuple: a query heads, g key heads and g value heads,
+b samples, the strides of the angles along tokens and samples, and the statistics `[2, r, a + g]` and weights `[a + g,
+d]` of the norms of q and k, or None. The stride along samples is None if all tokens of a quad have the same angle
+(`compute_quads` only).
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from megafp8.kernels.arithmetic import activate, magnitude_bits
 
 @triton.jit
 def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF: tl.constexpr, FULL: tl.constexpr):
-    """Columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i, rotated back,
-    before the norms."""
+    """Return columns j0 % HALF + j of both halves of head j0 // HALF of the qkv gradient at tokens i0 + i.
+
+    Heads of q and k are rotated back, and their gradient is taken to the input of their norms.
+    """
     dq, dk, cos, sin, dv, x_rc = inputs
     a, g, b, stride_s, stride_b, statistics, weights = heads
     head = j0 // HALF
-    j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of one
+    j += tl.multiple_of(j0 % HALF, 8)  # a tile is a half, or a strip of a half
     x = tl.where(head < a, dq, tl.where(head < a + g, dk, dv))
     width = 2 * HALF * tl.where(head < a, a, g)
     x += i0.to(tl.int64) * width + 2 * HALF * tl.where(head < a, head, tl.where(head < a + g, head - a, head - a - g))
@@ -52,7 +55,7 @@ def _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION: tl.constexpr, HALF:
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     token = i0 + i
-    if stride_b is None:  # the row of the quad's first token, of which `compute_quads` then loads one angle
+    if stride_b is None:  # the quad's tokens share the first token's row, so `compute_quads` loads one angle
         angle = (i0 + 4 * tl.arange(0, i.shape[0])) // b * stride_s
     else:
         angle = token // b * stride_s + token % b * stride_b
@@ -86,7 +89,10 @@ def _factor(weights, FUNCTION: tl.constexpr):
 
 @triton.jit
 def inside_matrix(i, j, r, c, FULL: tl.constexpr):
-    """Mask of rows i below r and columns j below c; of constants, which loads and stores drop, where all are (FULL)."""
+    """Return the mask of rows i below r and columns j below c.
+
+    If all of them are (FULL), the mask is constant, and the compiler removes it from loads and stores.
+    """
     if FULL:
         return tl.zeros([i.shape[0], j.shape[0]], dtype=tl.int32) == 0
     return (i < r)[:, None] & (j < c)[None, :]
@@ -95,16 +101,16 @@ def inside_matrix(i, j, r, c, FULL: tl.constexpr):
 @triton.jit
 def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
             INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
-    """Both parts of the source at rows i0 + i and columns j0 + j of a part, fp32; the same twice where there is one.
+    """Compute both parts of the source at rows i0 + i and columns j0 + j of a part, in fp32.
 
-    FULL: all of these rows and columns are the source's.
+    A source with one part is returned twice. FULL means that all of these rows and columns are inside the source.
     """
     x_rc, second_rc, rstd_r, mean_r, weight_c, bias_c = inputs
     inside = inside_matrix(i0 + i, j0 + j, r, c, FULL)
     if SOURCE == "qkv_grad":
         y, y2 = _rotated_heads(inputs, i0, i, j0, j, r, heads, FUNCTION, HALF, FULL)
     elif SOURCE == "gated" or SOURCE == "gated_grad":
-        x_rc += i0.to(tl.int64) * (2 * c) + j0  # 64 bits for the tile, 32 for an element
+        x_rc += i0.to(tl.int64) * (2 * c) + j0  # 64-bit offset of the tile, 32-bit offsets within it
         at = i[:, None] * (2 * c) + j[None, :]
         gate = tl.load(x_rc + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_rc + c + at, mask=inside, other=0.0).to(tl.float32)
@@ -152,7 +158,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
             if SOURCE == "activation_grad":
                 second_rc += i0.to(tl.int64) * c + j0
                 y = tl.load(second_rc + at, mask=inside, other=0.0).to(tl.float32) * derivative
-        if bias_c is not None:  # a bias would change the zeros outside
+        if bias_c is not None:  # a bias changes the zeros outside of the matrix
             y = tl.where(inside, y, 0.0)
         y2 = y
     return y, y2
@@ -161,7 +167,7 @@ def compute(inputs, i0, i, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: t
 @triton.jit
 def compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCTION: tl.constexpr, HALF: tl.constexpr,
                   INTERPRETED: tl.constexpr, FULL: tl.constexpr = False):  # fmt: skip
-    """Both parts as four tiles each, of the rows i0 + 4q, i0 + 4q + 1, ..."""
+    """Compute both parts of the source as four tiles each, with the rows i0 + 4q, i0 + 4q + 1, i0 + 4q + 2, ..."""
     i = 4 * q
     y0, z0 = compute(inputs, i0, i, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
     y1, z1 = compute(inputs, i0, i + 1, j0, j, r, c, heads, SOURCE, FUNCTION, HALF, INTERPRETED, FULL)
@@ -172,7 +178,7 @@ def compute_quads(inputs, i0, q, j0, j, r, c, heads, SOURCE: tl.constexpr, FUNCT
 
 @triton.jit
 def part_columns(j0, c, part, SOURCE: tl.constexpr, HALF: tl.constexpr):
-    """The matrix's column of column j0 of a part, the column up to which the part may be stored, the matrix's width."""
+    """Return the matrix column of a part's column j0, the end of the part's columns there, and the matrix's width."""
     if SOURCE == "qkv_grad":
         return j0 + (j0 // HALF + part) * HALF, 2 * c, 2 * c
     if SOURCE == "gated_grad":
@@ -182,7 +188,7 @@ def part_columns(j0, c, part, SOURCE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def quad_amax(y):
-    """Elementwise maximum of the `magnitude_bits` of four tiles."""
+    """Return the elementwise maximum of the `magnitude_bits` of four tiles."""
     return tl.maximum(
         tl.maximum(magnitude_bits(y[0]), magnitude_bits(y[1])), tl.maximum(magnitude_bits(y[2]), magnitude_bits(y[3]))
     )
@@ -190,11 +196,11 @@ def quad_amax(y):
 
 @triton.jit
 def column_amax(bits, WIDE: tl.constexpr):
-    """Maxima of columns.
+    """Return the maxima of columns.
 
-    A thread holds WIDE neighbouring columns, and warps exchange through shared memory, where the lanes' columns, WIDE
-    apart, would conflict in one bank. So columns are permuted, which moves no data, until neighbouring columns belong
-    to neighbouring lanes.
+    A thread holds WIDE neighboring columns. Warps exchange data through shared memory, where the columns of the lanes,
+    WIDE apart, would conflict in one bank. The columns are therefore permuted, which moves no data, so that neighboring
+    columns belong to neighboring lanes.
     """
     ROWS: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
@@ -205,16 +211,16 @@ def column_amax(bits, WIDE: tl.constexpr):
 
 @triton.jit
 def store_rowwise(data, values, i0, i, j0, j, r, end, c, FULL: tl.constexpr = False):
-    """Store rows i0 + i, columns j0 + j below `end`, of a row-major `[r, c]`. FULL: all of these are there."""
+    """Store rows i0 + i and columns j0 + j below `end` of a row-major `[r, c]`. FULL means that all are inside."""
     inside = inside_matrix(i0 + i, j0 + j, r, end, FULL)
     tl.store(data + i0.to(tl.int64) * c + j0 + (i[:, None] * c + j[None, :]), values, mask=inside)
 
 
 @triton.jit
 def store_columnwise(data, word, i0, q, j0, j, r, quads, end, WORDS: tl.constexpr, FULL: tl.constexpr = False):
-    """Store words of quads q transposed, into rows of r bytes: by words, or by bytes.
+    """Store the words of quads q transposed, into rows of r bytes, as words (WORDS) or as bytes.
 
-    `quads` is r / 4, an argument of kernels so that the compiler knows its divisors.
+    `quads` is r / 4; it is an argument of kernels so that the compiler knows its divisors.
     """
     word = tl.trans(word)
     if WORDS:

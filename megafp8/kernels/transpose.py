@@ -1,11 +1,12 @@
-"""Transpose of FP8 data, by 16 bytes an access. Reference: `x.t().contiguous()`.
+"""Transpose of FP8 data with 16-byte memory accesses. Reference: `x.t().contiguous()`.
 
-A gathered rowwise copy becomes the columnwise one for wgrad or dgrad by a transpose of bytes. Torch copies one at a
-time, at a ninth of the bandwidth: a tenth of a tensor-parallel step. Here a matrix is read as 32-bit words, four
-columns of a row. Four rows' words are a 4×4 block of bytes, which a thread transposes in its registers; through shared
-memory and to the other matrix go words again, four rows of a column.
+Transposing the bytes of a gathered rowwise copy gives the columnwise copy for wgrad or dgrad. PyTorch copies one byte
+at a time, at a ninth of the bandwidth, which takes a tenth of a tensor-parallel step. This kernel reads a matrix as
+32-bit words, each with four columns of a row. The words of four rows are a 4×4 block of bytes, which a thread
+transposes in registers. The transposed words, each with four rows of a column, then pass through shared memory to the
+result.
 
-Shapes: r rows, c columns, both multiples of four; w = c/4 words of a row, q = r/4 quads of rows.
+Shapes: r rows, c columns, both multiples of four; w = c/4 words per row, q = r/4 quads of rows.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch import Tensor
 from megafp8.kernels.arithmetic import ceil_div
 from megafp8.kernels.launch import TritonKernel
 
-_QUADS, _WORDS, _WARPS = 32, 32, 4  # of a program: 16 KiB
+_QUADS, _WORDS, _WARPS = 32, 32, 4  # tile of a program: 16 KiB
 
 
 @triton.jit
 def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
-    """Byte k of each of four words, as a word."""
+    """Return byte k of each of four words, packed into one word."""
     first = ((a0 >> (8 * k)) & 0xFF) | (((a1 >> (8 * k)) & 0xFF) << 8)
     second = ((a2 >> (8 * k)) & 0xFF) | (((a3 >> (8 * k)) & 0xFF) << 8)
     return first | (second << 16)
@@ -31,7 +32,7 @@ def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
 
 @TritonKernel
 def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
-    """A tile of QUADS × 4 rows and WORDS × 4 columns."""
+    """Transpose a tile of QUADS × 4 rows and WORDS × 4 columns."""
     w0, q0 = tl.program_id(0) * WORDS, tl.program_id(1) * QUADS
     w, q = tl.arange(0, WORDS), tl.arange(0, QUADS)
     inside = (q0 + q < quads)[:, None] & (w0 + w < words)[None, :]
@@ -47,7 +48,7 @@ def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.co
 
 
 def transpose(x_rc: Tensor) -> Tensor:
-    """`[r, c]` of a dtype of one byte, contiguous -> `[c, r]`, contiguous."""
+    """Return the transpose of `x_rc` as a contiguous tensor. The dtype has one byte, and `x_rc` must be contiguous."""
     r, c = x_rc.shape
     assert x_rc.itemsize == 1
     assert x_rc.is_contiguous()

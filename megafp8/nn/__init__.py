@@ -1,6 +1,7 @@
-"""Modules with Transformer Engine's names, arguments and meaning, on megafp8's ops.
+"""Modules with the names, arguments and meaning of Transformer Engine, built on megafp8's ops.
 
-`docs/from-transformer-engine.md` lists every argument: honoured, how it differs, or why it is refused.
+`docs/from-transformer-engine.md` lists every argument, and says whether it is supported, how it differs, or why it is
+refused.
 """
 
 from megafp8.nn.attention import DotProductAttention

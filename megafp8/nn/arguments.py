@@ -1,7 +1,7 @@
-"""Arguments of Transformer Engine that these modules cannot honour: refused, each with its reason.
+"""Table of the Transformer Engine arguments that these modules do not support, each with the reason.
 
-An argument is honoured, or it is in this table and every value but those that change nothing is a ValueError.
-`docs/from-transformer-engine.md` lists both.
+Every argument is either supported or listed in `REFUSED`. A listed argument raises ValueError, except for the values
+that have no effect. `docs/from-transformer-engine.md` lists both kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Refusal(NamedTuple):
-    """`accepted`: values that change nothing. `reason`: why all others are refused."""
+    """Values of an unsupported argument that are accepted because they have no effect, and why others are refused."""
 
     accepted: tuple[Any, ...]
     reason: str
@@ -39,7 +39,7 @@ REFUSED: Mapping[str, Refusal] = {
     "symmetric_ar_type": Refusal((None,), "partial sums are all-reduced by the group's own collective"),
     "fp8_output": Refusal((False, None), "tensors between modules are not quantized"),
     "fp8_grad": Refusal((False, None), "gradients between modules are not quantized"),
-    "activation_params": Refusal((None,), "those of clamped_swiglu are gpt-oss's, a limit of 7 and a slope of 1.702"),
+    "activation_params": Refusal((None,), "clamped_swiglu has the limit of 7 and slope of 1.702 of gpt-oss"),
     "single_grouped_weight": Refusal((False,), "parameters are weight0, weight1, ..., parts of one tensor"),
     "single_grouped_bias": Refusal((False,), "parameters are bias0, bias1, ..."),
     "use_grouped_tensor": Refusal((None, False), "there is one implementation"),
@@ -67,14 +67,16 @@ REFUSED: Mapping[str, Refusal] = {
     "clone_param_grads_on_return": Refusal((True,), "the next replay would overwrite gradients"),
     "pre_warmup_hook": _WARMUP,
     "post_warmup_hook": _WARMUP,
-    "capture_time_hooks": Refusal((None,), "modules are recorded in a step of the training, whose hooks have run"),
+    "capture_time_hooks": Refusal((None,), "modules are recorded in a training step, after its hooks have run"),
 }  # fmt: skip
 
 
 def refuse(module: object, arguments: Mapping[str, Any]) -> None:
-    """ValueError for one of the `arguments` that is in `REFUSED` and has a value that would change something.
+    """Raise ValueError if one of the `arguments` is in `REFUSED` and its value is not accepted.
 
-    `arguments`: those of a module or function by name, as `locals()` gives them at its first line.
+    Args:
+        module: Module or function that has the arguments; named in the message.
+        arguments: Arguments by name. Call `locals()` in the first line of the function to get them.
     """
     for name, value in arguments.items():
         if name not in REFUSED:
@@ -89,7 +91,7 @@ def refuse(module: object, arguments: Mapping[str, Any]) -> None:
 
 
 def require(module: object, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ValueError unless `value` is one of `allowed`."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(
             f"{type(module).__name__}: {name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
@@ -97,12 +99,12 @@ def require(module: object, name: str, value: Any, allowed: tuple[Any, ...]) -> 
 
 
 def chosen(given: T | None, default: T) -> T:
-    """What a call says, or what the module was made with."""
+    """Return the argument of a call, or the module's `default` if the argument is None."""
     return default if given is None else given
 
 
 def divided(module: object, name: str, value: int, ranks: int) -> int:
-    """`value / ranks`; ValueError unless it is a multiple."""
+    """Return `value / ranks`, or raise ValueError unless `value` is a multiple of `ranks`."""
     if value % ranks:
         raise ValueError(f"{type(module).__name__}: {name} is {value}; it must be a multiple of the {ranks} tp ranks")
     return value // ranks

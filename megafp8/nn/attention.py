@@ -1,20 +1,21 @@
 """`DotProductAttention`: softmax attention with Transformer Engine's masks and layouts.
 
-Masks of Transformer Engine by their names, and what they are here (`AttentionMask`):
+Every mask type of Transformer Engine becomes an `AttentionMask`:
 
-    no_mask                    all pairs
-    causal                     query i attends to keys up to i ("top left")
-    causal_bottom_right        the last query attends to all keys, each one before it to one less
-    padding                    samples shorter than the tensors: a segment each
-    padding_causal             both of the names
-    padding_causal_bottom_right
-    arbitrary                  a boolean mask, true where a query must not attend
+    no_mask                      every query attends to every key
+    causal                       query i attends to keys 0 to i (the diagonal starts at the top left)
+    causal_bottom_right          the last query attends to all keys, each query before it to one key less
+    padding                      samples may be shorter than the tensors; each sample is a segment
+    padding_causal               combination of padding and causal
+    padding_causal_bottom_right  combination of padding and causal_bottom_right
+    arbitrary                    a boolean mask, true where a query must not attend
 
-Where a mask is no range of keys that the kernels compute, it is made as a boolean tensor `[.., s, t]`: windows that
-reach differently far to both sides, "top left" where queries and keys differ in number.
+The kernels compute masks that are a range of keys for each query. Other masks are materialized as a boolean tensor
+`[.., s, t]`: windows that extend to different distances on both sides, and masks that start at the top left if the
+numbers of queries and keys differ.
 
-Layouts: "sbhd", "bshd", and "thd", where sequences of different lengths follow each other and `cu_seqlens` says where
-they begin. Queries without any key, as padding is, give 0.
+Layouts: "sbhd", "bshd", and "thd". In "thd", sequences of different lengths follow each other and `cu_seqlens` holds
+their first positions. The output of a query without any key, such as padding, is 0.
 
 Shapes: s queries, t keys, b micro-batch, a query heads, g key-value heads of this rank, d head width.
 """
@@ -56,14 +57,17 @@ _SAME = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 
 
 def mask_type(module: object, name: str) -> str:
-    """A mask's name, of two that mean the same one; ValueError if there is none of it."""
+    """Return the canonical name of a mask type, or raise ValueError if `name` is unknown."""
     name = _SAME.get(name, name)
     require(module, "attn_mask_type", name, MASK_TYPES)
     return name
 
 
 def check_window(module: object, window: Window | None, causal: bool) -> Window:
-    """(left, right), -1 for any number of keys; of a causal mask, right is 0. ValueError where they contradict."""
+    """Return the window as (left, right): the numbers of keys visible before and after the diagonal, -1 for no limit.
+
+    For a causal mask, right is 0. Negative numbers other than -1 raise ValueError.
+    """
     if window is None:
         return (-1, 0) if causal else (-1, -1)
     left, right = window
@@ -75,11 +79,15 @@ def check_window(module: object, window: Window | None, causal: bool) -> Window:
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q·kᵀ · scale)·v. The arguments are Transformer Engine's.
+    """Softmax attention, `softmax(q·kᵀ · scale)·v`, without parameters unless `softmax_type` is "learnable".
 
-    `num_attention_heads`, `num_gqa_groups`: of all tensor-parallel ranks. `kv_channels`: the head width, or those of
-    keys and of values. `softmax_type`: "off-by-one" and "learnable" add a key without a value, with the score 0 or
-    the parameter `softmax_offset`.
+    The arguments are the same as in Transformer Engine. `docs/from-transformer-engine.md` describes all of them; the
+    most important ones are:
+
+    - `num_attention_heads`, `num_gqa_groups`: Numbers of query and key-value heads over all tensor-parallel ranks.
+    - `kv_channels`: Head width, or a pair of the widths of keys and values.
+    - `softmax_type`: "off-by-one" and "learnable" add a key without a value to the softmax. Its score is 0, or the
+      parameter `softmax_offset`.
     """
 
     def __init__(
@@ -168,10 +176,20 @@ class DotProductAttention(nn.Module):
         thd_attention_policies: Any = None,
         thd_attention_policy_dispatch: str = "auto",
     ) -> Tensor:
-        """q `[s, b, a, d]`, k and v `[t, b, g, d]` -> `[s, b, a·d]`; other formats likewise.
+        """Compute attention.
 
-        `attention_mask`: true is masked. With "padding", `[b, 1, 1, s]`, for queries and keys one each where they
-        differ; or the lengths as `cu_seqlens_q` and `cu_seqlens_kv` `[b + 1]`.
+        Shapes are given for the format "sbhd". In "bshd" the first two dims are swapped; in "thd" they are one dim.
+        Padding masks need either `attention_mask` or `cu_seqlens_q` and `cu_seqlens_kv`. The other arguments, described
+        in `docs/from-transformer-engine.md`, override the arguments of the constructor.
+
+        - `query_layer`: `[s, b, a, d]`.
+        - `key_layer`, `value_layer`: `[t, b, g, d]`.
+        - `attention_mask`: Boolean, true where a query must not attend. With "padding" `[b, 1, 1, s]`, or a pair of
+          such masks for queries and keys if their lengths differ.
+        - `cu_seqlens_q`, `cu_seqlens_kv`: Cumulative lengths of the samples, `[b + 1]`.
+
+        Returns:
+            Output of all heads of this rank, `[s, b, a·d]`.
         """
         refuse(self, locals())
         if query_layer is None or key_layer is None or value_layer is None:
@@ -196,7 +214,7 @@ class DotProductAttention(nn.Module):
             cu_q_padded=cu_seqlens_q_padded if pad_between_seqs is not False else None,
             cu_k_padded=cu_seqlens_kv_padded if pad_between_seqs is not False else None,
         )
-        (s, b), t = q.shape[:2], k.shape[0]  # len() would be a constant of an exported graph
+        (s, b), t = q.shape[:2], k.shape[0]  # len() would become a constant in an exported graph
         mask = arguments.attention_mask(s, t, b, q.device)
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, arguments, s, t, q)
         scores = Scores(
@@ -220,7 +238,10 @@ class DotProductAttention(nn.Module):
         return in_format(arguments.without_padding(y), form).flatten(-2)
 
     def _dropout(self, q_sbad: Tensor) -> AttentionDropout | None:
-        """Numbers of this call's dropout: one for each sample, of the device's generator, which CUDA graphs replay."""
+        """Return the dropout of this call, with one seed per sample.
+
+        The seeds come from the device's generator, so that CUDA graphs draw new ones in each replay.
+        """
         if self.attention_dropout == 0 or not self.training:
             return None
         with forked(self.get_rng_state_tracker):
@@ -230,11 +251,14 @@ class DotProductAttention(nn.Module):
     def _bias(
         self, kind: str, bias: Tensor | None, slopes: Tensor | None, given: _Given, s: int, t: int, q: Tensor
     ) -> Tensor | None:
-        """By distance, `[a, s + t - 1]`; ALiBi alone is one (Press et al. 2021, arXiv:2108.12409)."""
+        """Return the bias of the scores by distance, `[a, s + t - 1]`, or None.
+
+        ALiBi is the only bias (Press et al. 2021, arXiv:2108.12409).
+        """
         if kind not in ("no_bias", "alibi") or bias is not None:
             raise ValueError(
-                f"DotProductAttention: core_attention_bias_type is {kind!r}; biases of single pairs are not offered, "
-                "'no_bias' and 'alibi' are"
+                f"DotProductAttention: core_attention_bias_type is {kind!r}; biases of single pairs are not offered; "
+                "'no_bias' and 'alibi' work"
             )
         if kind == "no_bias":
             return None
@@ -243,8 +267,10 @@ class DotProductAttention(nn.Module):
         if slopes is None:
             slopes = _alibi_slopes(self.heads, q.device)
         if slopes.dim() != 1:
-            raise ValueError(f"DotProductAttention: alibi_slopes is {list(slopes.shape)}; it must be one for each head")
-        distance = torch.arange(1 - s, t, device=q.device)  # of the key from the query
+            raise ValueError(
+                f"DotProductAttention: alibi_slopes is {list(slopes.shape)}; it must have one value per head"
+            )
+        distance = torch.arange(1 - s, t, device=q.device)  # position of the key minus position of the query
         shift = t - s if given.is_bottom_right else 0
         wide = torch.promote_types(q.dtype, torch.float32)
         return -slopes.to(wide)[:, None] * (distance - shift).abs()
@@ -252,22 +278,22 @@ class DotProductAttention(nn.Module):
 
 @cache
 def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """`[a]`, fp32, copied to the device once, as a CUDA graph must not."""
+    """Return the ALiBi slopes, `[a]`, fp32. They are copied to the device once, because a CUDA graph must not copy."""
     return torch.tensor(alibi_slopes(heads), device=device)
 
 
 def sequence_first(x: Tensor, form: str) -> Tensor:
-    """Heads `[s, b, a, d]` of those in the format `form`; all tokens of thd are one sample."""
+    """Convert heads in the format `form` to `[s, b, a, d]`. In "thd", all tokens become one sample."""
     return x.unsqueeze(1) if form == "thd" else x.transpose(0, 1) if form == "bshd" else x
 
 
 def in_format(x_sbad: Tensor, form: str) -> Tensor:
-    """The inverse of `sequence_first`."""
+    """Convert heads `[s, b, a, d]` to the format `form`. Inverse of `sequence_first`."""
     return x_sbad.squeeze(1) if form == "thd" else x_sbad.transpose(0, 1) if form == "bshd" else x_sbad
 
 
 def _core(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None, scores: Scores) -> Tensor:
-    """Attention whose values may be wider or narrower than keys."""
+    """Compute attention. Values may be wider or narrower than keys: the kernels need values that are not wider."""
     wider = v.shape[-1] - k.shape[-1]
     if wider > 0:
         q, k = (F.pad(x, (0, wider)) for x in (q, k))
@@ -276,7 +302,7 @@ def _core(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | N
 
 @dataclass
 class _Given:
-    """What a call says of its mask. `packed`: sequences follow each other (thd)."""
+    """Mask arguments of one call, from which `attention_mask` builds the mask. `packed` means the format "thd"."""
 
     module: DotProductAttention
     kind: str
@@ -306,23 +332,24 @@ class _Given:
 
     @property
     def causal(self) -> bool:
+        """Whether a query must not attend to keys after it."""
         return "causal" in self.kind
 
     @property
     def is_bottom_right(self) -> bool:
-        """Diagonals end in the corner of the last query and the last key, else they begin in that of the first."""
+        """Whether the diagonal ends at the last query and last key; otherwise it starts at the first query and key."""
         if self.bottom_right is not None:
             return self.bottom_right
         return self.kind not in ("causal", "padding_causal")
 
     def attention_mask(self, s: int, t: int, b: int, device: torch.device) -> AttentionMask:
-        """The mask of s queries and t keys of b samples."""
+        """Return the mask of s queries and t keys in each of b samples."""
         left, right = check_window(self.module, self.window, self.causal)
         cu_q, cu_k = self._segments(b)
-        square = cu_q is cu_k and (cu_q is not None or s == t)  # as many keys as queries
+        square = cu_q is cu_k and (cu_q is not None or s == t)  # equal numbers of queries and keys
         visible = self._given_mask() if self.kind == "arbitrary" else None
-        # Ranges are counted from the last query and key, reach equally far to both sides, or are causal; then there
-        # must be as many keys as queries, which of samples of different lengths is not known here.
+        # The kernels count a range of keys from the last query and key. A range must be symmetric or causal, and a
+        # causal one needs equal numbers of queries and keys, which is unknown here if samples differ in length.
         from_last = square or self.is_bottom_right
         if self.causal:
             is_range = from_last and (square or (cu_q is None and s <= t))
@@ -342,7 +369,7 @@ class _Given:
     def _band(
         self, cu_q: Tensor | None, cu_k: Tensor | None, s: int, t: int, left: int, right: int, device: torch.device
     ) -> Tensor:
-        """Pairs in the window, bool `[1 or b, 1, s, t]`, of positions counted from the diagonal of each segment."""
+        """Return which pairs are in the window around the diagonal of their segment, bool `[1 or b, 1, s, t]`."""
         i, j = torch.arange(s, device=device)[None], torch.arange(t, device=device)[None]
         diagonal: Tensor | int = t - s if self.is_bottom_right else 0
         if cu_q is not None and cu_k is not None:
@@ -359,7 +386,7 @@ class _Given:
         return band.unsqueeze(1)
 
     def _segments(self, b: int) -> tuple[Tensor | None, Tensor | None]:
-        """`cu_seqlens` of queries and keys, `[1 or b, n + 1]`; one tensor for both where they are the same."""
+        """Return `cu_seqlens` of queries and keys, `[1 or b, n + 1]`: the same tensor twice if they are equal."""
         if "padding" not in self.kind:
             return None, None
         if self.packed:
@@ -378,7 +405,7 @@ class _Given:
         return _from_lengths(_lengths(q_mask, b)), _from_lengths(_lengths(k_mask, b))
 
     def without_padding(self, y_sbad: Tensor) -> Tensor:
-        """Zero where tokens between sequences are (thd with gaps)."""
+        """Set the output of padding tokens between sequences to zero ("thd" with gaps)."""
         if not self.packed or self.cu_q_padded is None:
             return y_sbad
         cu = _with_gaps(self.cu_q, self.cu_q_padded)[0]
@@ -388,7 +415,7 @@ class _Given:
 
 
 def _lengths(mask_b11s: Tensor, b: int) -> Tensor:
-    """Tokens of each sample that are not masked, which come before those that are."""
+    """Return the number of unmasked tokens of each sample, `[b]`. They must come before the masked tokens."""
     return (~mask_b11s.reshape(b, -1)).sum(-1)
 
 
@@ -397,7 +424,11 @@ def _from_lengths(lengths_b: Tensor) -> Tensor:
 
 
 def _with_gaps(cu: Tensor | None, padded: Tensor | None) -> Tensor:
-    """`[1, n + 1]`; with `padded`, where sequences start, gaps between them are segments of their own."""
+    """Return the boundaries of segments, int32 `[1, n + 1]`.
+
+    `padded` holds the positions where sequences start if there are gaps between them. Each gap is then a separate
+    segment.
+    """
     assert cu is not None
     if padded is None:
         return cu[None].to(torch.int32)

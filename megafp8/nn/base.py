@@ -1,14 +1,16 @@
-"""What modules with weights have in common: parameters as Transformer Engine makes them, tensor-parallel groups, FP8.
+"""Base classes of the modules with weights: parameters laid out as in Transformer Engine, tensor parallelism, FP8.
 
-*Parameters.* Several of them may be one weight (`parameters_split`): they are made as views of one tensor, and
-`joined` puts them together again without a copy as long as they are.
+*Parameters.* Several parameters may form one weight (`parameters_split`). They are created as views of one tensor, and
+`joined` returns that tensor without a copy as long as they are still neighbors in memory.
 
-*Tensor parallelism.* `tp_size` gives the shapes, `tp_group` or later `set_tensor_parallel_group` the ranks.
+*Tensor parallelism.* `tp_size` determines the shapes. `tp_group`, or a later call of `set_tensor_parallel_group`,
+provides the ranks.
 
-*FP8.* Each linear layer of a module is a `Gemm`, with the names of its parameters. Outside `fp8.autocast` it runs in
-high precision. Within `fp8.model_init` its weight is constructed as an `Fp8Weight`.
+*FP8.* A module creates one `Gemm` for each of its linear layers; the `Gemm` knows the names of the layer's parameters.
+Outside `fp8.autocast` the layer runs in high precision. Within `fp8.model_init` the weight is constructed as an
+`Fp8Weight`.
 
-Shapes: n outputs, k inputs of a weight.
+Shapes: a weight has n outputs and k inputs.
 """
 
 from __future__ import annotations
@@ -48,34 +50,35 @@ from megafp8.plan import LinearSite
 
 InitMethod = Callable[[Tensor], object]
 RngTracker = Callable[[], Any]
-"""Returns an object whose `fork(name)` is a context with random numbers of its own, as Megatron-LM's is."""
+"""Function that returns a random-number tracker: its `fork(name)` is a context with a separate random state, as in
+Megatron-LM."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PARALLEL_MODES = (None, "column", "row")
 INIT_STD = 0.023
-FP8_ALIGNMENT = 16  # of a weight's dims: rows of 16 bytes for each of the three GEMMs
+FP8_ALIGNMENT = 16  # both dims of a weight are multiples of it: all three FP8 GEMMs read rows in units of 16 bytes
 
 
 def default_init(weight: Tensor) -> None:
-    """Normal with mean 0 and standard deviation 0.023."""
+    """Fill `weight` from a normal distribution with mean 0 and standard deviation 0.023."""
     nn.init.normal_(weight, std=INIT_STD)
 
 
 def default_device() -> torch.device:
-    """The current GPU, or the CPU where there is none."""
+    """Return the current GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def forked(tracker: RngTracker | None, name: str | None = None) -> AbstractContextManager[Any]:
-    """The context of a tracker's random numbers, if there is a tracker."""
+    """Return a context that draws random numbers from the tracker; without a tracker, a context without effect."""
     if tracker is None:
         return nullcontext()
     return tracker().fork() if name is None else tracker().fork(name)
 
 
 def opaque(forward: F) -> F:
-    """Decorator of a module's forward that torch.compile runs as it is, with a graph break on both sides."""
+    """Make torch.compile run the decorated `forward` eagerly, with a graph break before and after it."""
     uncompiled = torch._disable_dynamo(forward)
 
     @wraps(forward)
@@ -86,12 +89,12 @@ def opaque(forward: F) -> F:
 
 
 def part_name(name: str | None, part: str) -> str | None:
-    """The name of a part of the module `name`, if that has one."""
+    """Return the name `name.part` of a submodule, or None if the module has no name."""
     return None if name is None else f"{name}.{part}"
 
 
 class _Init(NamedTuple):
-    """How a parameter is initialized."""
+    """Initialization of a parameter: a function, and the random-number tracker that it draws from."""
 
     method: InitMethod
     tracker: RngTracker | None = None
@@ -104,17 +107,26 @@ class _Init(NamedTuple):
 
 
 class Composite(nn.Module):
-    """A module of modules, of which some are sharded over tensor-parallel ranks."""
+    """Module that consists of other modules, some of them sharded over tensor-parallel ranks."""
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks over which the module is sharded, where they were not known when it was made."""
+        """Set the tensor-parallel group of all submodules, if it was not known when they were constructed."""
         for module in self.children():
             if isinstance(module, Composite) or (isinstance(module, Module) and module.fp8_layers is not None):
                 module.set_tensor_parallel_group(tp_group)
 
 
 class Module(nn.Module):
-    """A module with parameters of its own. `None` for `params_dtype` is torch's default dtype."""
+    """Module that has parameters.
+
+    Args:
+        params_dtype: Dtype of the parameters; None means PyTorch's default dtype.
+        device: Device of the parameters; None means the current GPU. On "meta" they are not initialized.
+        tp_group: Tensor-parallel group.
+        tp_size: Number of tensor-parallel ranks; needed only if `tp_group` is set later.
+        sequence_parallel: Shard the tokens outside of the sharded layers along the first dim.
+        name: Name of the module in log messages and recipes.
+    """
 
     def __init__(
         self,
@@ -135,7 +147,7 @@ class Module(nn.Module):
         self.name = name
         self.model_init = current_model_init()
         self._inits: dict[str, _Init] = {}
-        self._fp8_formats: dict[str, Fp8WeightFormat] = {}  # of the parameters that are `Fp8Weight`s
+        self._fp8_formats: dict[str, Fp8WeightFormat] = {}  # only parameters that are `Fp8Weight`s
         self._gemms: list[Gemm] = []
         self.fp8_layers: StandaloneLayers | None = None
 
@@ -152,11 +164,17 @@ class Module(nn.Module):
         sequence_parallel: bool = False,
         gemm: Gemm | None = None,
     ) -> tuple[str, ...]:
-        """Register parameters, rows of one tensor, and return their names.
+        """Register parameters that are consecutive rows of one tensor, and return their names.
 
-        `partition_dim`: along which they are sharded. `sequence_parallel`: their gradients are partial sums, which the
-        optimizer's code adds up over the group; both are attributes of the parameters, as Megatron-LM reads them.
-        `gemm`: whose weight they are.
+        Args:
+            shapes: Shape of each parameter on this rank, by name.
+            method: Function that initializes a parameter.
+            tracker: Random-number tracker for the initialization.
+            tracker_name: Name of the tracker's state; None means the tracker's default state.
+            partition_dim: Dim along which the parameters are sharded. Set as an attribute that Megatron-LM reads.
+            sequence_parallel: Whether gradients are partial sums, which the optimizer must add up over the
+                tensor-parallel group. Set as an attribute that Megatron-LM reads.
+            gemm: Linear layer that the parameters are the weight of; its name decides whether they are stored in FP8.
         """
         rows = [shape[0] for shape in shapes.values()]
         how = None if gemm is None else self.model_init.weight_format(gemm.site.name)
@@ -177,7 +195,7 @@ class Module(nn.Module):
         return tuple(shapes)
 
     def _check_fp8_weight(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """ValueError unless these parameters of one weight can be constructed in FP8."""
+        """Raise ValueError unless the parameters of this weight can be constructed in FP8."""
         kind = type(self).__name__
         if len(shapes) > 1:
             raise ValueError(
@@ -192,7 +210,11 @@ class Module(nn.Module):
                 )
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters; those on the meta device are first allocated, on the default device if need be."""
+        """Initialize all parameters.
+
+        Parameters on the meta device are allocated first: on the module's device, or on the default device if the
+        module was constructed on the meta device.
+        """
         for name, init in self._inits.items():
             old, how = self.get_parameter(name), self._fp8_formats.get(name)
             if how is None and not old.is_meta:
@@ -207,7 +229,7 @@ class Module(nn.Module):
             setattr(self, name, values if how is None else self._fp8_weight(old, values, how))
 
     def _fp8_weight(self, old: Tensor, values: nn.Parameter, how: Fp8WeightFormat) -> Fp8Weight:
-        """The weight `old` with new `values`: the same object where it is in FP8 already."""
+        """Quantize `values` into the FP8 weight `old`; return `old`, or a new weight if `old` is not in FP8 yet."""
         weight: Any = old
         if isinstance(old, Fp8Weight) and not old.is_meta:
             with torch.no_grad():
@@ -220,7 +242,7 @@ class Module(nn.Module):
         return weight
 
     def finish(self) -> None:
-        """End of the constructor: FP8 state of the linear layers, and initial values unless on the meta device."""
+        """Finish construction: create the FP8 state of the linear layers, and initialize parameters unless on meta."""
         if self._gemms:
             recipe = self.model_init.recipe if self.model_init.enabled else None
             self.fp8_layers = StandaloneLayers([gemm.site for gemm in self._gemms], recipe)
@@ -232,12 +254,12 @@ class Module(nn.Module):
             self.reset_parameters()
 
     def set_empty(self, names: Sequence[str]) -> None:
-        """Set attributes that stand for biases that the module does not have."""
+        """Set the attributes `names` to empty tensors, in place of biases that the module does not have."""
         for name in names:
             setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=self.device))
 
     def joined_parameters(self, names: Sequence[str]) -> Tensor:
-        """The parameters `names` as one tensor."""
+        """Return the rows of the parameters `names` as one tensor."""
         if len(names) == 1:
             return self.get_parameter(names[0])
         return joined([self.get_parameter(name) for name in names])
@@ -245,7 +267,11 @@ class Module(nn.Module):
     # --- tensor parallelism -----------------------------------------------------------------------------------------
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks over which the module is sharded, where they were not known when it was made."""
+        """Set the tensor-parallel group, if it was not known when the module was constructed.
+
+        Raises:
+            ValueError: The group does not have `tp_size` ranks.
+        """
         ranks = 1 if tp_group is None else tp_group.size()
         if ranks != self.tp_size:
             raise ValueError(
@@ -255,13 +281,17 @@ class Module(nn.Module):
         self._tell_group()
 
     def _tell_group(self) -> None:
-        """Tell the FP8 state over which ranks weights are sharded."""
+        """Pass the tensor-parallel group to the FP8 state of the sharded layers."""
         for gemm in self._gemms:
             if gemm.linear is not None and gemm.site.parallel is not None:
                 gemm.linear.tp_group = self.tp_group
 
     def required_group(self) -> ProcessGroup | None:
-        """The tensor-parallel group; None where the module is whole."""
+        """Return the tensor-parallel group, or None if the module is not sharded.
+
+        Raises:
+            ValueError: The module is sharded, but its group has not been set.
+        """
         if self.tp_group is None and self.tp_size > 1:
             raise ValueError(
                 f"{type(self).__name__} was made for tp_size={self.tp_size} without a tp_group; call "
@@ -276,19 +306,19 @@ class Module(nn.Module):
             return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_inits", ()):  # FSDP2 assigns a parameter when its memory comes or goes
+        if name in self.__dict__.get("_inits", ()):  # FSDP2 assigns a parameter whenever it gathers or frees it
             for gemm in self._gemms:
                 if gemm.linear is not None:
                     gemm.linear.release_weight()
         if name in self.__dict__.get("_fp8_formats", ()) and type(value) not in (Fp8Weight, nn.Parameter):
             raise ValueError(
                 f"{type(self).__name__}: {name} becomes a {type(value).__name__}, and weights of fp8.model_init cannot "
-                "be sharded by fully_shard or DTensor; construct the module outside of it"
+                "be sharded by fully_shard or DTensor; construct the module outside fp8.model_init"
             )
         super().__setattr__(name, value)
 
     def get_extra_state(self) -> Tensor:
-        """FP8 state for `state_dict`, as bytes; empty where the recipe remembers nothing."""
+        """Return the FP8 state for `state_dict` as a uint8 tensor; empty if the recipe keeps no state."""
         state = {} if self.fp8_layers is None else self.fp8_layers.snapshot()
         if not state:
             return torch.empty(0, dtype=torch.uint8)
@@ -297,7 +327,7 @@ class Module(nn.Module):
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """Load what `get_extra_state` returned."""
+        """Load the FP8 state that `get_extra_state` returned."""
         if self.fp8_layers is not None and not (state is None or (isinstance(state, Tensor) and not state.numel())):
             try:
                 if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.layout != torch.strided:
@@ -311,10 +341,14 @@ class Module(nn.Module):
 
 
 def _read_state(state: Tensor) -> dict[str, Tensor]:
-    """The tensors of an archive of `torch.save`, by name. ValueError where it holds anything else, or tensors that take
-    more bytes than the archive, as those that share one record do.
+    """Return the tensors of a `torch.save` archive, by name.
 
-    `state`: its bytes. `torch.load` would allocate what they ask for.
+    `state` holds the bytes of the archive. They are untrusted, and `torch.load` would allocate whatever sizes they
+    claim.
+
+    Raises:
+        ValueError: The archive contains anything other than tensors by name, or its tensors take more bytes than the
+            archive, for example because they share one record.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(state.cpu().numpy().tobytes())
@@ -334,9 +368,14 @@ def _read_state(state: Tensor) -> dict[str, Tensor]:
 
 
 class Gemm:
-    """One linear layer of a module: where it stands, how it communicates, its FP8 state, and its parameters' names.
+    """Linear layer of a module: its `LinearSite`, communication, FP8 state, and the names of its parameters.
 
-    `site`: fields of its `LinearSite`. `fuse_wgrad_accumulation`: wgrad is added to the weight's `main_grad`.
+    Args:
+        module: Module that owns the parameters.
+        name: Name of the layer within the module.
+        parallel_mode: "column", "row", or None.
+        fuse_wgrad_accumulation: Add the weight gradient to the weight's `main_grad`.
+        **site: Further fields of the layer's `LinearSite`.
     """
 
     def __init__(
@@ -376,9 +415,10 @@ class Gemm:
         *,
         bias: bool,
     ) -> None:
-        """Register weight and bias: `weight` and `bias` behind each prefix in `rows`, with its rows on this rank.
+        """Register the parameters `<prefix>weight` and `<prefix>bias` for each prefix in `rows`.
 
-        Without `bias` it is empty, and no parameter.
+        `rows` maps each prefix to its number of rows on this rank, and `inputs` is the number of columns. Without
+        `bias`, `<prefix>bias` is an empty tensor and not a parameter.
         """
         module, site = self.module, self.site
         self.weight_names = module.new_parameters(
@@ -397,13 +437,13 @@ class Gemm:
         )  # fmt: skip
 
     def bias(self) -> Tensor:
-        """The bias; empty where there is none."""
+        """Return the bias, `[n]`, or an empty tensor if the layer has no bias."""
         if not self.has_bias:
             return getattr(self.module, self.bias_names[0])
         return self.module.joined_parameters(self.bias_names)
 
     def comm(self) -> TPComm:
-        """Communication at the layer's ends."""
+        """Return the communication before and after the layer's GEMM."""
         parallel = self.site.parallel
         group = None if parallel is None else self.module.required_group()
         if parallel is not None and group is not None and group is not self._group:
@@ -414,10 +454,15 @@ class Gemm:
 
     @contextmanager
     def running(self, x: Tensor, is_first_microbatch: bool | None) -> Iterator[RunningGemm]:
-        """Context of one forward, of an input on x's device."""
+        """Enter one forward of the layer, and yield the layer as a function of its input.
+
+        Args:
+            x: Input of the module; only its device matters.
+            is_first_microbatch: Whether to quantize the weight again, even if it seems unchanged.
+        """
         module, linear = self.module, self.linear
         assert linear is not None
-        if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
+        if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not while backward recomputes forward
             linear.release_weight()
         weight = module.joined_parameters(self.weight_names)
         bias = self.bias() if self.site.adds_bias else None
@@ -425,7 +470,7 @@ class Gemm:
             if self.weight_names[0] in module._fp8_formats:
                 raise ValueError(
                     f"{type(module).__name__}: weights of fp8.model_init are not exported to ONNX; load the state_dict "
-                    "into a module that was constructed outside of it, and export that"
+                    "into a module that was constructed outside fp8.model_init, and export that module"
                 )
             yield RunningGemm(weight, bias, self._high_precision, self.comm(), exported(linear, x.device))
             return
@@ -438,16 +483,16 @@ class Gemm:
 
 
 class RunningGemm(NamedTuple):
-    """A linear layer in one forward. `bias`: where the layer adds it."""
+    """Linear layer during one forward."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # None if the layer does not add a bias
     state: LinearState
     comm: TPComm
-    qdq: QdqLinear | None = None  # in FP8, in a forward that is exported to ONNX
+    qdq: QdqLinear | None = None  # only in an export to ONNX with FP8 enabled
 
     def __call__(self, x: Tensor | LinearInput, handoff: QuantizedGradHandoff | None = None) -> Tensor:
-        """`x weightᵀ + bias`."""
+        """Return `x weightᵀ + bias`, `[..., n]`."""
         if self.qdq is not None:
             assert isinstance(x, Tensor)
             return with_bias(self.qdq(x), self.bias)
@@ -455,7 +500,7 @@ class RunningGemm(NamedTuple):
 
 
 class MainGradSink:
-    """Adds wgrad to the weight's `main_grad`, and tells Megatron-LM's data parallelism so."""
+    """Gradient sink that adds the weight gradient to `main_grad` and reports it to Megatron-LM's data parallelism."""
 
     wgrads: WgradStore | None = None
     pair: WgradPair | None = None
@@ -465,7 +510,7 @@ class MainGradSink:
 
     @classmethod
     def give(cls, module: nn.Module, weight: Any, *, overwrite: bool) -> None:
-        """Make sure that `weight` has one. `overwrite`: its gradients so far do not count."""
+        """Attach a sink to `weight` unless it has one; with `overwrite`, set `main_grad` to zero first."""
         if getattr(weight, "main_grad", None) is None:
             raise ValueError(
                 f"{type(module).__name__}: fuse_wgrad_accumulation needs weight.main_grad, a tensor of the weight's "
@@ -478,22 +523,24 @@ class MainGradSink:
 
     @property
     def main_grad(self) -> Tensor:
+        """The weight's `main_grad`, to which its gradient is added."""
         weight: Any = self._weight()
         return weight.main_grad
 
     @property
     def is_empty(self) -> bool:
+        """False: `main_grad` always has values, to which the gradient must be added."""
         return False
 
     def added(self) -> None:
-        """`grad_added_to_main_grad`, where the weight has it, becomes True."""
+        """Set the weight's `grad_added_to_main_grad`, if it has this attribute."""
         weight: Any = self._weight()
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True
 
 
 def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> None:
-    """ValueError for a weight that the GEMMs of FP8 cannot take."""
+    """Raise ValueError if FP8 GEMMs cannot take a weight of this shape."""
     if any(n % FP8_ALIGNMENT for n in shape):
         raise ValueError(
             f"{type(module).__name__}: the weight of {layer} is {list(shape)} on a rank, and FP8 needs multiples of "
@@ -503,7 +550,7 @@ def check_fp8_dims(module: nn.Module, layer: str, shape: tuple[int, ...]) -> Non
 
 @contextmanager
 def autocast_input(x: Tensor) -> Iterator[Tensor]:
-    """x as torch.autocast wants it, in a context where autocast reaches no further."""
+    """Cast x to the dtype of torch.autocast, and turn autocast off within the context."""
     values = in_torch_autocast_dtype(x)
     if not torch.is_autocast_enabled(x.device.type):
         yield values
@@ -513,7 +560,7 @@ def autocast_input(x: Tensor) -> Iterator[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all `parts` as one tensor: a view where they are neighbours in one storage, else a copy."""
+    """Concatenate the rows of all `parts`: as a view if they are neighbors in one storage, else as a copy."""
     if in_onnx_export():
         return torch.cat(list(parts))
     whole = _Joined.apply(*parts)

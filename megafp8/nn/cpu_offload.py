@@ -1,4 +1,4 @@
-"""`get_cpu_offload_context`: activations of a model's first layers wait for backward in the host's memory.
+"""Activation offloading: keep the activations of a model's first layers in host memory until backward.
 
     context, synchronize = get_cpu_offload_context(enabled=True, num_layers=2, model_layers=4)
     for layer in layers:
@@ -6,7 +6,7 @@
             x = layer(x)
         x = synchronize(x)
 
-`megafp8.layers.offload` copies what autograd saves, and has it back before backward needs it.
+`megafp8.layers.offload` copies the tensors that autograd saves, and copies them back before backward needs them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megafp8.nn.base import default_device
 
 
 class _Layers:
-    """The context of each layer's forward, entered `model_layers` times a forward of the model."""
+    """Context manager for the forward of each layer, entered `model_layers` times per forward of the model."""
 
     def __init__(self, num_layers: int, model_layers: int) -> None:
         self.num_layers, self.model_layers = num_layers, model_layers
@@ -58,10 +58,13 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
 ) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
-    """The context of a layer's forward, and a function of its output, which is returned unchanged.
+    """Return a context for the forward of each layer, and a function to call on each layer's output.
 
-    The first `num_layers` of a model's `model_layers` are offloaded. Two layers at a time are on the device and pinned
-    buffers are kept, whatever `double_buffering` and `retain_pinned_cpu_buffers` are.
+    The function returns its argument unchanged; it exists because Transformer Engine needs such a call.
+
+    The activations of the first `num_layers` of the model's `model_layers` layers are offloaded. Activations of two
+    layers at a time are on the device, and pinned buffers are kept, whatever the values of `double_buffering` and
+    `retain_pinned_cpu_buffers`. See the example at the top of this module.
     """
     if not enabled:
         return nullcontext(), _unchanged

@@ -1,30 +1,31 @@
-"""`make_graphed_callables`: modules whose forward and backward passes in training are replayed from CUDA graphs.
+"""`make_graphed_callables`: replay the forward and backward passes of modules from CUDA graphs during training.
 
-A small layer's launches cost the host more time than the GPU; a replay is one launch. Each module has three graphs:
+Launching the kernels of a small layer takes the host longer than the GPU needs to run them. Replaying a graph is one
+launch. Each module has three graphs:
 
-    weights     quantizes its weights into FP8 copies at fixed addresses; replayed when they have changed
+    weights     quantizes the weights into FP8 copies at fixed addresses; replayed after the weights have changed
     forward     reads arguments and writes outputs at fixed addresses
-    backward    reads the outputs' gradients, and writes those of arguments and parameters
+    backward    reads the gradients of the outputs, and writes the gradients of arguments and parameters
 
-*What the host does in every step stays outside.* Before a forward is replayed, the FP8 step that is over ends, and the
-weights' graph is replayed if an optimizer, or anything else, has changed them. So amaxes, scales and FP8 weights are
-those of eager modules, however many micro-batches a step has.
+*Per-step work on the host stays outside the graphs.* Before a forward is replayed, the previous FP8 step ends if it is
+over, and the weight graph is replayed if an optimizer, or anything else, has changed the weights. Graphs and eager
+modules therefore have the same amaxes, scales and FP8 weights, whatever the number of micro-batches per step.
 
-*Capture is late.* Delayed scales are known only after the first step, and a capture needs kernels that are compiled. So
-modules run eagerly, as they would train anyway, until scales are known and each of them has been forward and backward
-`num_warmup_iters` times. There are no passes but those of the training, which therefore leave no trace in amaxes,
-gradients or random numbers. The next call records all modules. It records them again when something has changed
-that graphs depend on: the memory of a parameter or of its `main_grad`, what requires gradients, what is in evaluation.
+*Recording happens late.* Delayed scales are known only after the first step, and kernels must be compiled before they
+can be captured. So modules train eagerly until all scales are known and each module has run forward and backward
+`num_warmup_iters` times. There are no extra warmup passes, and nothing changes amaxes, gradients or random numbers. The
+next call records all modules. They are recorded again if something changes that the graphs depend on: the memory of a
+parameter or of its `main_grad`, `requires_grad`, or training and evaluation mode.
 
-*Gradients.* Modules are recorded with aliases of their parameters, because autograd's leaves remember the stream on
-which they were created, and a leaf that an eager graph still holds would draw that stream into the capture. Outputs and
-gradients that leave a graph are copied: what was overwritten by the next replay would be a wrong gradient, without an
-error, for everyone who keeps them.
+*Gradients.* Modules are recorded with aliases of their parameters. Autograd's leaves remember the stream on which they
+were created, and a leaf that an eager graph still refers to would pull that stream into the capture. Outputs and
+gradients that leave a graph are copied. Otherwise the next replay would overwrite them, and code that still uses them
+would get wrong values without an error.
 
-*Memory.* Forward and backward graphs share one pool, so the intermediate results of one may lie where the activations
-of another lay that was done before. Hence modules must run in the order in which they were given, and backward in the
-reverse order; a backward whose activations have been overwritten is an error. A weights' graph runs anywhere within
-this order, and its result outlives the step's passes, so it has a pool of its own.
+*Memory.* Forward and backward graphs share one memory pool, so the intermediate results of one graph may use memory
+that held the activations of an earlier one. Modules must therefore run forward in the given order and backward in
+reverse order. A backward pass raises an error if its activations have been overwritten. A weight graph may run anywhere
+within this order, and its results must survive the passes of the step, so each weight graph has a separate pool.
 """
 
 from __future__ import annotations
@@ -85,27 +86,35 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], None] | None = None,
     capture_time_hooks: list[Any] | None = None,
 ) -> Any:
-    """Replay the forward and backward passes of `modules` from CUDA graphs, in training; returns the same modules.
+    """Replay the forward and backward passes of `modules` from CUDA graphs during training.
 
-    They run eagerly until FP8 scales are known and each has been forward and backward `num_warmup_iters` times; and
-    always in evaluation and under `torch.no_grad`. Results have the bits of eager modules. Call the modules in the
-    order in which they are given, a micro-batch's backward before the next one's forward.
+    Modules run eagerly until FP8 scales are known and each module has run forward and backward `num_warmup_iters`
+    times. In evaluation and under `torch.no_grad` they always run eagerly. Graphs and eager modules compute bitwise
+    equal results. Call the modules in the given order, and run the backward of a micro-batch before the next forward.
 
-    Args:
-        modules: A module, or a tuple of modules that run in this order: of `megafp8.nn`, converted ones, any others.
-        sample_args: For each module the arguments of its calls: tensors of the same shape, dtype, device and
-            `requires_grad`; and what is no tensor, which must be equal in every call. Their values are not read.
-        num_warmup_iters: Eager passes of each module in the training before it is recorded, 1 or more.
-        allow_unused_input: Arguments and parameters may be without effect on the outputs; they get no gradient.
-        sample_kwargs: Keyword arguments, likewise. `is_first_microbatch` may differ from call to call.
-        enabled, calibrating, recipe, amax_reduction_group: The `fp8.autocast` in which training calls the modules;
-            `enabled` may have one value for each. While they are `calibrating` modules run eagerly.
-        cache_quantized_params: No effect: weights are quantized once after they have changed.
-        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Older names of these.
+    The arguments `fp8_enabled`, `fp8_calibrating`, `fp8_recipe`, `fp8_group` and `fp8_weight_caching` are older names
+    of `enabled`, `calibrating`, `recipe`, `amax_reduction_group` and `cache_quantized_params`. The remaining arguments,
+    from `_order` on, accept only their defaults.
 
-    ValueError, here, at a call or in backward, for what graphs cannot hold: modules on a CPU, layers of experts, layers
-    sharded over ranks, hooks of modules within a module, another order of passes, arguments or contexts other than said
-    here.
+    - `modules`: A module, or a tuple of modules in the order in which they run: modules of `megafp8.nn`, converted
+      modules, or any others.
+    - `sample_args`: Arguments of a call of each module. Every later call must pass tensors of the same shape, dtype,
+      device and `requires_grad`, and equal values for all other arguments. The values of the tensors are not read.
+    - `num_warmup_iters`: Number of eager training passes of each module before it is recorded, 1 or more.
+    - `allow_unused_input`: Allow arguments and parameters that have no effect on the outputs. They get no gradient.
+    - `sample_kwargs`: Keyword arguments of a call of each module. `is_first_microbatch` may differ from call to call.
+    - `enabled`, `calibrating`, `recipe`, `amax_reduction_group`: Arguments of the `fp8.autocast` in which the training
+      calls the modules. `enabled` may be a tuple with one value for each module. Modules run eagerly while
+      `calibrating`.
+    - `cache_quantized_params`: Has no effect: weights are always quantized once after they have changed.
+
+    Returns:
+        `modules`. Their `forward` is replaced.
+
+    Raises:
+        ValueError: Graphs cannot represent the modules: they are on a CPU, contain layers of experts, are sharded over
+            ranks, or contain modules with hooks. A call or a backward pass raises ValueError if passes run in another
+            order, or with other arguments or another context than given here.
     """
     refuse(make_graphed_callables, locals())
     several = modules if isinstance(modules, tuple) else (modules,)
@@ -130,7 +139,7 @@ def make_graphed_callables(
 
 
 def _either(name: str, value: Any, older: Any) -> Any:
-    """The value of an argument with two names."""
+    """Return the value of an argument that has an older name, and raise ValueError if both are given."""
     if value is not None and older is not None:
         raise ValueError(f"make_graphed_callables: {name} is given under its older name too; leave out one of them")
     return older if value is None else value
@@ -146,7 +155,10 @@ def graph(
     allow_unused_input: bool = False,
     new_capture: Callable[[], Capture] = CudaCapture,
 ) -> None:
-    """`make_graphed_callables`, with one value for each module. `new_capture` records into a memory pool of its own."""
+    """Replace the forward of all `modules`, with one sample and one precision for each.
+
+    See `make_graphed_callables`. Each `Capture` that `new_capture` returns records into a separate memory pool.
+    """
     what = "make_graphed_callables"
     lengths = {len(values) for values in (modules, sample_args, sample_kwargs, precisions)}
     if lengths != {len(modules)} or not modules:
@@ -172,22 +184,22 @@ def graph(
             where = ", ".join(sorted(devices))
             raise ValueError(f"{name} has tensors on {where}; all, one argument at least, must be on one GPU")
         if new_capture is CudaCapture and sample.tensors[0].device.type != "cuda":
-            raise ValueError(f"{name} is on {devices.pop()}, and CUDA graphs are of a GPU; train without them there")
+            raise ValueError(f"{name} is on {devices.pop()}, and CUDA graphs need a GPU; train without them there")
         graphed.append(GraphedModule(module, name, sample, precision))
         graphed[-1].takes_first_microbatch = FIRST_MICROBATCH in kwargs
     GraphedModules(graphed, warmup_passes, new_capture, allow_unused_input=allow_unused_input)
 
 
 def _why_not(module: Any, args: Any) -> str:
-    """Why there can be no graphs of `module`; empty where there can."""
+    """Return why `module` cannot be recorded, as the end of an error message; empty if it can."""
     if not isinstance(module, nn.Module):
-        return "is no nn.Module; make it one, so that its parameters are known"
+        return "is not an nn.Module; make it one, so that its parameters are known"
     if not isinstance(args, tuple):
         return f"has sample_args {type(args).__name__}; they must be a tuple of its arguments"
     if isinstance(vars(module).get("forward"), GraphedModule):
         return "has graphs already"
     if any(not isinstance(linear, StandaloneLinear) for linear in linears_of(module)):
-        return "has layers of experts, whose numbers of rows differ from step to step; leave these out"
+        return "has layers of experts, and their numbers of rows differ from step to step; leave these layers out"
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter:
             return f"has {name}, a {type(parameter).__name__}, and graphs hold plain parameters only; leave it out"
@@ -205,7 +217,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Precision(NamedTuple):
-    """The `autocast` that calls of a module are in."""
+    """Arguments of the `fp8.autocast` in which a module is called."""
 
     enabled: bool
     calibrating: bool
@@ -216,13 +228,14 @@ class Precision(NamedTuple):
     def from_settings(
         cls, enabled: bool, calibrating: bool, recipe: Fp8Recipe | None, group: ProcessGroup | None
     ) -> Precision:
-        """Without what has no effect."""
+        """Build the precision, leaving out settings that have no effect."""
         if not (enabled or calibrating):
             return cls(False, False, None, None)
         return cls(enabled, calibrating and not enabled, recipe, group)
 
     @classmethod
     def now(cls) -> Precision:
+        """Return the precision of the current `fp8.autocast`."""
         context = current()
         return cls.from_settings(context.enabled, context.calibrating, context.recipe, context.group)
 
@@ -235,7 +248,7 @@ class Precision(NamedTuple):
 
 
 class Arguments:
-    """Arguments of a call: tensors, and the values of all others, which are constants of a graph."""
+    """Arguments of a call: tensors, and other values, which are constants of a graph."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves, self.spec = tree_flatten((args, {k: kwargs[k] for k in sorted(kwargs) if k != FIRST_MICROBATCH}))
@@ -247,19 +260,19 @@ class Arguments:
         self._leaves = leaves
 
     def check(self, given: Arguments, name: str) -> None:
-        """ValueError unless `given` can take this sample's place."""
+        """Raise ValueError unless a graph recorded with these arguments can be replayed with `given`."""
         if given.spec != self.spec:
-            raise ValueError(f"{name}: it takes the arguments of its sample, {self.spec}, and was given {given.spec}")
+            raise ValueError(f"{name}: it takes the arguments of its sample, {self.spec}, but was given {given.spec}")
         for kind, other in zip(self._kinds, given._kinds, strict=True):
             if kind is not other and kind != other:
                 raise ValueError(
-                    f"{name}: an argument is {_described(other)}, and that of its sample {_described(kind)}; CUDA "
-                    "graphs take the sample's shapes, dtypes, device and requires_grad, and its values of what is no "
-                    "tensor"
+                    f"{name}: an argument is {_described(other)}, but in the sample it is {_described(kind)}; CUDA "
+                    "graphs need the shapes, dtypes, device and requires_grad of the sample's tensors, and equal "
+                    "values of its other arguments"
                 )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with `tensors` instead of its own."""
+        """Return the positional and keyword arguments, with `tensors` in place of this call's tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self.spec)
@@ -273,7 +286,7 @@ def _described(kind: tuple[Any, ...]) -> str:
 
 
 class GraphedModule:
-    """The forward of `module`, in place of its own: eager at first and in evaluation, replayed in training."""
+    """Replacement of a module's forward: eager at first and in evaluation, replayed from graphs in training."""
 
     def __init__(self, module: nn.Module, name: str, sample: Arguments, precision: Precision) -> None:
         self.module, self.name, self.sample, self.precision = module, name, sample, precision
@@ -298,12 +311,15 @@ class GraphedModule:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward: replay its graph if possible, else run it eagerly."""
         arguments = Arguments(args, kwargs)
         trains = self.module.training and torch.is_grad_enabled()
         if not (trains and any(x.requires_grad for x in chain(arguments.tensors, self.parameters()))):
             return self.eager(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
-            raise ValueError(f"{self.name} is recomputed in backward, which a graph is not; checkpoint parts within it")
+            raise ValueError(
+                f"{self.name} is recomputed in backward, but a graph cannot be; checkpoint parts within the module"
+            )
         self.sample.check(arguments, self.name)
         self._check_context()
         self.begin_forward()
@@ -314,7 +330,7 @@ class GraphedModule:
         return tree_unflatten(list(outputs), replays.output_spec)
 
     def begin_forward(self) -> None:
-        """End the FP8 step that is over, if one is, for the layers that are in training."""
+        """End the previous FP8 step, if it is over, for the layers in training mode."""
         if self.precision.enabled:
             for layers in dict.fromkeys(linear.layers for module, linear in self.linears if module.training):
                 layers.begin_forward(current())
@@ -322,14 +338,14 @@ class GraphedModule:
     def _check_context(self) -> None:
         if Precision.now() != self.precision:
             raise ValueError(
-                f"{self.name} is called {Precision.now()}, and make_graphed_callables was told that it would be "
-                f"{self.precision}; give it the same enabled, calibrating, recipe and amax_reduction_group"
+                f"{self.name} is called {Precision.now()}, but make_graphed_callables was told that it would be "
+                f"{self.precision}; give both the same enabled, calibrating, recipe and amax_reduction_group"
             )
         enabled = torch.is_autocast_enabled(self._device_type)
         if enabled and torch.is_autocast_cache_enabled():
             raise ValueError(
-                f"{self.name} is called in torch.autocast with a cache, from which a graph would read parameters of "
-                "older steps; use torch.autocast(..., cache_enabled=False)"
+                f"{self.name} is called in torch.autocast with a cache, and a graph would read the parameters of "
+                "older steps from this cache; use torch.autocast(..., cache_enabled=False)"
             )
         self._autocast_dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
 
@@ -350,11 +366,11 @@ class GraphedModule:
 
     @property
     def states(self) -> list[LinearState]:
-        """Of the layers in FP8, as far as they have run."""
+        """States of the FP8 layers that have run."""
         return [state for _, linear in self.linears for state in linear.fp8_states]
 
     def copies(self) -> list[FixedWeightCopies]:
-        """New copies at fixed addresses for each weight that has been quantized since it changed."""
+        """Return new FP8 copies, at fixed addresses, of each weight that has been quantized since it changed."""
         return [
             FixedWeightCopies(state, state.weight_copies, records=module.training)
             for module, linear in self.linears
@@ -364,21 +380,21 @@ class GraphedModule:
 
     @property
     def settled(self) -> bool:
-        """Whether no scale is unknown and nothing calibrates, which the host would decide about."""
+        """Whether all scales are known and nothing calibrates, so that the host has nothing to decide in a forward."""
         quantizers = [quantizer for state in self.states for quantizer in state.own_quantizers]
         unsettled = any(isinstance(quantizer, RecipeQuantizer) and not quantizer.settled for quantizer in quantizers)
         return not (self.precision.calibrating or unsettled)
 
     def is_warm(self, passes: int) -> bool:
-        """Whether so many eager passes went like those to be recorded."""
+        """Return whether `passes` eager passes have run under the conditions that would be recorded now."""
         return self.warm_passes >= passes and self.key() == self._warmed_with
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of all modules in it; one that is shared, more than once."""
+        """Yield the parameters of the module and its submodules. Shared parameters appear more than once."""
         return (p for module in self.modules for p in module._parameters.values() if p is not None)
 
     def key(self) -> Any:
-        """What a recording depends on, besides arguments and `precision`."""
+        """Return everything that a recording depends on, except arguments and `precision`; comparable with `==`."""
         return (
             self._autocast_dtype,
             [module.training for module in self.modules],
@@ -391,12 +407,12 @@ class GraphedModule:
         )
 
     def without_autocast(self) -> AbstractContextManager[Any]:
-        """In which torch.autocast, if this is in one, has no effect."""
+        """Return a context that turns torch.autocast off."""
         return torch.autocast(self._device_type, enabled=False)
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What calls are in."""
+        """Enter the torch.autocast and fp8.autocast in which the module is called."""
         enabled, calibrating, recipe, group = self.precision
         dtype = self._autocast_dtype
         values = torch.autocast(self._device_type, dtype, enabled=dtype is not None, cache_enabled=False)
@@ -409,18 +425,19 @@ def _address(x: Tensor | None) -> int:
 
 
 class _OwnForward(nn.Module):
-    """A module's own forward, whose parameters `functional_call` can replace."""
+    """Original forward of a module, wrapped so that `functional_call` can replace its parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self.run = module, module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original forward."""
         return self.run(*args, **kwargs)
 
 
 class GraphedModules:
-    """Modules that are recorded together. `new_capture` makes what records into a memory pool of its own."""
+    """Modules that are recorded together. Each `Capture` from `new_capture` records into a separate memory pool."""
 
     def __init__(
         self,
@@ -438,7 +455,7 @@ class GraphedModules:
             module.module.forward = module
 
     def replays_of(self, module: GraphedModule) -> Replays | None:
-        """The graphs of `module`, recorded now if all modules are ready for it; None: it is to run eagerly."""
+        """Return the graphs of `module`, recording all modules now if they are ready; None means to run eagerly."""
         replays = self._replays.get(module)
         if replays is not None and replays.key != module.key():
             logger.info(f"CUDA graphs: {module.name} has changed; its graphs and those recorded with it are dropped")
@@ -473,7 +490,7 @@ class GraphedModules:
                 f"recording CUDA graphs of {name} failed ({error}); leave it out of make_graphed_callables"
             ) from error
         finally:
-            for copies in weights:  # which nothing has written yet
+            for copies in weights:  # recording has not written any values yet
                 copies.forget()
         self._replays = dict(zip(self.modules, recorded, strict=True))
         seconds = time.perf_counter() - start
@@ -481,10 +498,14 @@ class GraphedModules:
 
 
 class Replays:
-    """The graphs of `module`.
+    """Graphs of one module.
 
-    `under_way`: of each module recorded before it with `capture`, and then of itself, the forward whose activations are
-    there, as an object of no other meaning; None where a later pass may have overwritten them.
+    Args:
+        module: Module to record.
+        capture: Recorder, shared by all modules that are recorded together.
+        under_way: Shared list with one entry per recorded module; this object appends the entry of its module. An entry
+            is a token of the forward that left its activations in memory, or None if a later pass may have overwritten
+            them.
     """
 
     def __init__(self, module: GraphedModule, capture: Capture, under_way: list[object]) -> None:
@@ -504,7 +525,7 @@ class Replays:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def record_weights(self, new_capture: Callable[[], Capture]) -> None:
-        """Record what quantizes the weights."""
+        """Record the quantization of the weights, if any are in FP8."""
 
         def quantize() -> None:
             with self.module.without_autocast():
@@ -570,7 +591,15 @@ class Replays:
     # --- replaying --------------------------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[Tensor], first_microbatch: bool | None) -> tuple[object, list[Tensor]]:
-        """Begin a forward, and the outputs for arguments with these tensors."""
+        """Replay the forward pass.
+
+        Args:
+            tensors: Tensors among the arguments.
+            first_microbatch: True quantizes the weights again, and sets each `main_grad` that is accumulated to zero.
+
+        Returns:
+            A token of this forward, which `backward` needs, and copies of the outputs.
+        """
         self._overwrite_activations()
         begun = self._under_way[self._index] = object()
         if first_microbatch:
@@ -586,11 +615,15 @@ class Replays:
         return begun, _copied(self._outputs)
 
     def _overwrite_activations(self) -> None:
-        """Those of this module and of later ones, whose memory its graphs use too."""
+        """Mark the activations of this module and of later ones as lost: the graphs share their memory."""
         self._under_way[self._index :] = [None] * (len(self._under_way) - self._index)
 
     def backward(self, begun: object, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of tensors and parameters, None where there is none. `begun`: the forward."""
+        """Replay the backward pass of the forward with the token `begun`.
+
+        Returns:
+            Copies of the gradients of argument tensors and parameters; None for those without a gradient.
+        """
         if self._under_way[self._index] is not begun:
             raise ValueError(
                 f"{self.module.name}: backward needs activations that a later pass has overwritten; CUDA graphs run in "
@@ -622,7 +655,7 @@ class _Replay(Function):
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Another leaf with the parameter's memory and attributes."""
+    """Return a new leaf that shares the parameter's memory and attributes."""
     alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
     vars(alias).update(vars(parameter))
     if parameter.requires_grad:

@@ -1,6 +1,6 @@
-"""`GroupedLinear`: linear layers of experts, each with consecutive rows of the input; padding of these rows.
+"""`GroupedLinear`: linear layers of experts, each applied to consecutive rows of the input; padding of these rows.
 
-Shapes: x `[m, k]`, y `[m, n]`; e experts.
+Shapes: input x `[m, k]`, output y `[m, n]`, e experts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from megafp8.numerics.groups import RowGroups
 
 
 class GroupedLinear(Module):
-    """`y = x wᵀ + b` with weights `weight0`, `weight1`, ... for consecutive rows of x.
+    """Linear layers of experts: `y = x wᵀ + b` with one weight and bias for each group of consecutive rows of x.
 
-    `parallel_mode` gives the shapes of this rank's weights; nothing is communicated, as in Transformer Engine.
+    The weights are the parameters `weight0`, `weight1`, ... `parallel_mode` determines the shapes of this rank's
+    weights, but nothing is communicated, as in Transformer Engine.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class GroupedLinear(Module):
             raise ValueError(f"GroupedLinear: {what} is True; one kernel computes all weights' gradients, use False")
         if self.model_init.enabled:
             raise ValueError(
-                "GroupedLinear: it cannot be constructed within fp8.model_init, as kernels read the FP8 data of all "
-                "experts as one tensor; construct it within fp8.model_init(enabled=False)"
+                "GroupedLinear: it cannot be constructed within fp8.model_init, because kernels read the FP8 data of "
+                "all experts as one tensor; construct it within fp8.model_init(enabled=False)"
             )
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         if parallel_mode == "column":
@@ -109,7 +110,18 @@ class GroupedLinear(Module):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """`[..., k]` of sum(m_splits) rows -> `[..., n]`, and the biases with `return_bias`."""
+        """Apply each expert to its rows of `inp`.
+
+        Args:
+            inp: Rows of all experts, `[..., k]`, with sum(m_splits) rows in total.
+            m_splits: Number of rows of each expert.
+            is_first_microbatch: True quantizes the weights again, even if they seem unchanged.
+            out: Must be None.
+            dgrad_out: Must be None.
+
+        Returns:
+            y, `[..., n]`, or `(y, biases)` with `return_bias`.
+        """
         refuse(self, locals())
         _check_splits(self, self.num_gemms, m_splits)
         with autocast_input(inp) as x, self.experts.running(x.device, training=self.training) as state:
@@ -119,7 +131,7 @@ class GroupedLinear(Module):
             weight: Any = self.joined_parameters(self.weight_names)
             if state is not None:
                 check_fp8_dims(self, "each expert", (self.out_features, self.in_features))
-                if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not of a recomputed forward
+                if is_first_microbatch and torch._C._current_graph_task_id() == -1:  # not in backward's recomputation
                     state.invalidate_weight()
             y = grouped_linear(x_mk, weight, groups, state)
             biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
@@ -131,7 +143,7 @@ class GroupedLinear(Module):
 
 
 def _check_splits(module: nn.Module, num_gemms: int, m_splits: Tensor | Sequence[int]) -> None:
-    """ValueError unless there is one number of rows for each weight."""
+    """Raise ValueError unless `m_splits` has one number of rows for each weight."""
     if len(m_splits) != num_gemms:
         raise ValueError(
             f"{type(module).__name__}: m_splits has {len(m_splits)} numbers of rows; num_gemms is {num_gemms}"
@@ -144,7 +156,7 @@ class _Padded(nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def padded(self, m_splits: Sequence[int]) -> list[int]:
-        """The rows of each expert, rounded up to `align_size`."""
+        """Return the number of rows of each expert, rounded up to a multiple of `align_size`."""
         _check_splits(self, self.num_gemms, m_splits)
         if self.align_size is None:
             recipe = current().recipe
@@ -154,13 +166,14 @@ class _Padded(nn.Module):
 
 
 class Fp8Padding(_Padded):
-    """Pads each expert's rows with zeros to a multiple of `align_size`, by default of what the recipe in force needs.
+    """Padding of each expert's rows with zeros to a multiple of `align_size`.
 
-    megafp8's own `GroupedLinear` takes any number of rows, so it needs no padding.
+    By default, `align_size` is the alignment that the recipe of the current `fp8.autocast` needs. megafp8's
+    `GroupedLinear` takes any number of rows, so it needs no padding.
     """
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
-        """`[m, c]` -> `[m padded, c]`, and the rows of each expert."""
+        """Pad `inp`, `[m, c]`; return the padded rows and the padded number of rows of each expert."""
         padded = self.padded(m_splits)
         if padded == list(m_splits):
             return inp, m_splits
@@ -169,10 +182,10 @@ class Fp8Padding(_Padded):
 
 
 class Fp8Unpadding(_Padded):
-    """Takes away the rows that `Fp8Padding` added."""
+    """Removal of the rows that `Fp8Padding` added."""
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
-        """`[m padded, c]` -> `[m, c]`; `m_splits` before padding."""
+        """Remove the padding rows of `inp`; return `[m, c]`. `m_splits` are the numbers of rows before padding."""
         padded = self.padded(m_splits)
         if padded == list(m_splits):
             return inp

@@ -1,8 +1,8 @@
-"""`LayerNormMLP`: norm, linear layer, activation, linear layer; casts are fused with the norm and the activation.
+"""`LayerNormMLP`: norm, linear layer, activation, linear layer. Norm and activation are fused with quantization.
 
-Weight rows of a gated activation's first layer are [gate | up] of this rank.
+With a gated activation, the weight rows of the first layer are [gate | up] of this rank.
 
-Shapes: x `[..., h]`, the first dim being the sequence where it is sharded; f MLP width of this rank.
+Shapes: x `[..., h]`; f MLP width of this rank. With sequence parallelism the first dim is the sequence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ ACTIVATIONS = {
         name: name for name in ("swiglu", "clamped_swiglu", "relu", "reglu", "sreglu", "qgelu", "qgeglu", "silu", "glu")
     },
 }
-"""The activation of `megafp8.layers.mlp.op` for each name of Transformer Engine's, whose GELU is the tanh form."""
+"""Activation in `megafp8.layers.mlp.op` for each Transformer Engine name. GELU is the tanh approximation there."""
 
 
 class LayerNormMLP(Module):
-    """`fc2(activation(fc1(norm(x))))`. The arguments are Transformer Engine's.
+    """Norm and MLP, `fc2(activation(fc1(norm(x))))`.
 
-    `set_parallel_mode`: shard fc1 by columns and fc2 by rows over `tp_group`. `checkpoint`: keep the input only, and
-    run forward again in backward. Other arguments as those of `LayerNormLinear`.
+    The arguments are the same as in Transformer Engine. Most mean the same as in `LayerNormLinear`. In addition:
+
+    - `activation`: One of the names in `ACTIVATIONS`.
+    - `set_parallel_mode`: Shard fc1 by columns and fc2 by rows over `tp_group`.
+    - `checkpoint`: Save only the input, and run forward again in backward.
     """
 
     def __init__(
@@ -106,7 +109,17 @@ class LayerNormMLP(Module):
 
     @opaque
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """`[..., h]` -> the same; then the bias with `return_bias`; then the norm's output, if it is returned."""
+        """Apply norm and MLP to `inp`, `[..., h]`.
+
+        Args:
+            inp: Input, `[..., h]`.
+            is_first_microbatch: True quantizes the weights again, even if they seem unchanged. With
+                `fuse_wgrad_accumulation` it also starts `main_grad` from zero.
+
+        Returns:
+            y, `[..., h]`, or a tuple of y, the bias of fc2 if `return_bias` is set, and the norm's output if
+            `return_layernorm_output` is set.
+        """
         if not self.checkpoint:
             return self._forward(inp, is_first_microbatch)
         return recomputed(self._forward, inp, is_first_microbatch, use_reentrant=False, preserve_rng_state=False)

@@ -1,6 +1,6 @@
-"""`Linear` and `LayerNormLinear`: a linear layer, whole or sharded over tensor-parallel ranks, and one after a norm.
+"""`Linear`, a linear layer that may be sharded over tensor-parallel ranks, and `LayerNormLinear`, a norm before it.
 
-Shapes: x `[..., k]`, the first dim being the sequence where it is sharded; y `[..., n]`.
+Shapes: input x `[..., k]`, output y `[..., n]`. With sequence parallelism the first dim is the sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megafp8.plan import UNKNOWN, Neighbor
 
 
 class _LinearBase(Module):
-    """Weight and bias, as one parameter each or several (`parameters_split`), and the product."""
+    """Base of modules with one linear layer. Weight and bias may consist of several parameters (`parameters_split`)."""
 
     def _make_linear(
         self,
@@ -57,7 +57,7 @@ class _LinearBase(Module):
         )
 
     def _split(self, out_features: int, split: Sequence[str] | dict[str, int] | None) -> dict[str, int]:
-        """Rows of each parameter, of all ranks, by the prefix of its name."""
+        """Return the number of rows of each parameter over all ranks, by the prefix of its name."""
         if split is None:
             return {"": out_features}
         names = list(split)
@@ -67,22 +67,28 @@ class _LinearBase(Module):
             split = {name: divided(self, "out_features", out_features, len(names)) for name in names}
         if sum(split.values()) != out_features:
             raise ValueError(
-                f"{type(self).__name__}: parameters_split is {dict(split)!r}, {sum(split.values())} rows in all, and "
+                f"{type(self).__name__}: parameters_split is {dict(split)!r}, {sum(split.values())} rows in all, but "
                 f"out_features is {out_features}"
             )
         return {f"{name.rstrip('_')}_": n for name, n in split.items()}
 
     def extra_repr(self) -> str:
-        """As nn.Linear's."""
+        """Return the sizes for `repr`, like `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
 class Linear(_LinearBase):
-    """`y = x wᵀ + b`. The arguments are Transformer Engine's; `docs/from-transformer-engine.md` has them all.
+    """Linear layer, `y = x wᵀ + b`.
 
-    `parallel_mode`: "column" and "row" shard the weight over `tp_group`; with `sequence_parallel` the tokens outside
-    are sharded along the first dim. `parameters_split`: names and sizes of the parameters that the weight's rows are.
-    `return_bias`: the result is `(y, bias)`. `save_original_input`: keep x for backward, and quantize it once more.
+    The arguments are the same as in Transformer Engine. `docs/from-transformer-engine.md` describes all of them; the
+    most important ones are:
+
+    - `in_features`, `out_features`: Sizes over all tensor-parallel ranks.
+    - `parallel_mode`: "column" or "row" shards the weight over `tp_group`; None keeps it whole.
+    - `sequence_parallel`: Shard the tokens outside of the layer along the first dim.
+    - `parameters_split`: Names, optionally with numbers of rows, of the parameters that form the weight.
+    - `return_bias`: Do not add the bias, but return `(y, bias)`.
+    - `save_original_input`: Save x itself for backward, and quantize it again there.
     """
 
     def __init__(
@@ -135,14 +141,25 @@ class Linear(_LinearBase):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., k]` -> `[..., n]`, and the bias with `return_bias`."""
+        """Apply the layer to `inp`.
+
+        Args:
+            inp: Input, `[..., k]`.
+            is_first_microbatch: True quantizes the weight again, even if it seems unchanged. With
+                `fuse_wgrad_accumulation` it also starts `main_grad` from zero.
+            fp8_output: Must be False or None.
+            fp8_grad: Must be False or None.
+
+        Returns:
+            y, `[..., n]`, or `(y, bias)` with `return_bias`.
+        """
         refuse(self, locals())
         with autocast_input(inp) as x, self.gemm.running(x, is_first_microbatch) as gemm:
             y = gemm(self._kept(x, gemm.state) if self.save_original_input else x)
             return (y, self.gemm.bias().to(y.dtype)) if self.return_bias else y
 
     def _kept(self, x: Tensor, state: LinearState) -> Tensor | LinearInput:
-        """x, which backward quantizes once more."""
+        """Return x, marked to be saved itself and quantized again in backward if the layer's plan says so."""
         if state.plan.saved != "recompute":
             return x
         group = self.required_group() if state.plan.gather else None
@@ -150,10 +167,12 @@ class Linear(_LinearBase):
 
 
 class LayerNormLinear(_LinearBase):
-    """`y = norm(x) wᵀ + b`, the norm fused with the cast of its output.
+    """Norm followed by a linear layer, `y = norm(x) wᵀ + b`. One kernel normalizes and quantizes.
 
-    `return_layernorm_output`: also return the norm's output, of all tokens with `return_layernorm_output_gathered`;
-    it is then not fused. Other arguments as those of `Linear` and `LayerNorm`.
+    The arguments are the same as in `Linear` and `LayerNorm`, and:
+
+    - `return_layernorm_output`: Also return the norm's output. The norm is then not fused with the quantization.
+    - `return_layernorm_output_gathered`: Return the norm's output of all tokens, gathered over sequence-parallel ranks.
     """
 
     def __init__(
@@ -213,7 +232,14 @@ class LayerNormLinear(_LinearBase):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Any:
-        """`[..., k]` -> `[..., n]`; then the bias with `return_bias`; then the norm's output, if it is returned."""
+        """Apply norm and linear layer to `inp`, `[..., k]`.
+
+        The other arguments are the same as in `Linear.forward`.
+
+        Returns:
+            y, `[..., n]`, or a tuple of y, the bias if `return_bias` is set, and the norm's output, `[..., k]`, if
+            `return_layernorm_output` is set.
+        """
         refuse(self, locals())
         with autocast_input(inp) as x, self.gemm.running(x, is_first_microbatch) as gemm:
             normed = self.norm(x, gemm.state.input_format)

@@ -1,7 +1,7 @@
-"""`MultiheadAttention`: projections, rotary embedding, attention, and the projection of its output.
+"""`MultiheadAttention`: q, k and v projections, rotary embedding, attention, and output projection.
 
-Rows of the weight of q, k and v are [q heads | k heads | v heads] of this rank, or with `qkv_weight_interleaved`
-[its query heads | k | v] of one key-value head after the other.
+The rows of the qkv weight of a rank are [q heads | k heads | v heads]. With `qkv_weight_interleaved` they are
+[query heads of the group | k head | v head] for each key-value head in turn.
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of this rank, d head width.
 """
@@ -26,23 +26,30 @@ QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class L2Normalization(nn.Module):
-    """`x / √(sum of squares + eps)` over the last dim, in fp32 or wider."""
+    """Normalization of the last dim to unit length, `x / √(sum of squares + eps)`, computed in fp32 or wider."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any leading dims."""
+        """Normalize x, `[..., d]`, and return the result in x's dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class MultiheadAttention(Composite):
-    """Attention with its projections. The arguments are Transformer Engine's.
+    """Attention with its input and output projections.
 
-    `attention_type`: "self", or "cross" with keys and values of `encoder_output`. `input_layernorm`: a norm before the
-    projection of the queries (and of keys and values in self-attention). Sizes are of all tensor-parallel ranks.
+    The arguments are the same as in Transformer Engine. `docs/from-transformer-engine.md` describes all of them; the
+    most important ones are:
+
+    - `hidden_size`, `num_attention_heads`, `num_gqa_groups`: Sizes over all tensor-parallel ranks.
+    - `attention_type`: "self", or "cross" for keys and values that are computed from `encoder_output`.
+    - `input_layernorm`: Normalize the input of the query projection; in self-attention this is also the input of the
+      key and value projections.
+    - `fuse_qkv_params`: Store q, k and v projections as one parameter.
+    - `set_parallel_mode`: Shard heads over `tp_group`.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class MultiheadAttention(Composite):
     def _qk_norms(
         self, kind: str | None, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
     ) -> tuple[nn.Module | None, nn.Module | None]:
-        """Norms of the heads of q and of k."""
+        """Create the norms of the query heads and key heads; None for both if `kind` is None."""
         if kind is None:
             return None, None
         if kind == "L2Normalization":
@@ -197,7 +204,18 @@ class MultiheadAttention(Composite):
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Any:
-        """`[s, b, h]`, or as `qkv_format` says, -> the same; then the bias and the norm's output, if returned."""
+        """Apply attention to `hidden_states`, `[s, b, h]` or the layout of `qkv_format`.
+
+        The other arguments are the same as in `DotProductAttention.forward`, and:
+
+        - `encoder_output`: Input of keys and values in cross-attention.
+        - `is_first_microbatch`: True quantizes the weights again, even if they seem unchanged.
+        - `rotary_pos_emb`: Angles of `RotaryPositionEmbedding`, or a pair of angles for q and k.
+
+        Returns:
+            The output in the shape of `hidden_states`, or a tuple of the output, the bias if `return_bias` is set, and
+            the norm's output if `return_layernorm_output` is set.
+        """
         refuse(self, {"inference_params": inference_params, "thd_attention_policies": thd_attention_policies})
         normed: Tensor | None = None
         if self.attention_type == "self":
@@ -243,7 +261,10 @@ class MultiheadAttention(Composite):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _heads(self, packed: Tensor, *, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[.., a, d]`, k and v `[.., g, d]`; `queries` for each key-value head."""
+        """Split the output of the projection into q, `[.., a, d]`, and k and v, `[.., g, d]`.
+
+        `queries` is the number of query heads per key-value head, or 0 if `packed` contains only k and v.
+        """
         groups = self.core_attention.groups
         if self.interleaved:
             q, k, v = packed.unflatten(-1, (groups, queries + 2, self.d)).split([queries, 1, 1], dim=-2)

@@ -1,7 +1,7 @@
-"""`LayerNorm` and `RMSNorm`, and the norm at the input of a module, fused with the cast of its output.
+"""`LayerNorm` and `RMSNorm`, and the norm at the input of a module, fused with the quantization of its output.
 
-A zero-centred weight is stored less 1, so that weight decay pulls it to 1; 1 is added in fp32 or wider, outside the
-norm's kernel, so that in torch.inference_mode on a CPU the sum is not rounded either.
+A zero-centered weight stores the factor minus 1, so that weight decay pulls the factor to 1. The 1 is added in fp32 or
+wider, outside the norm's kernel: then the sum is not rounded in `torch.inference_mode` on a CPU either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NORMS = ("LayerNorm", "RMSNorm")
 def _new_parameters(
     module: Module, prefix: str, shape: tuple[int, ...], *, bias: bool, zero_centered: bool, sequence_parallel: bool
 ) -> None:
-    """Register a norm's weight and bias, which is None without."""
+    """Register the weight and the bias of a norm. Without `bias`, the bias is registered as None."""
     first = nn.init.zeros_ if zero_centered else nn.init.ones_
     module.new_parameters({f"{prefix}weight": shape}, first, sequence_parallel=sequence_parallel)
     if bias:
@@ -38,9 +38,18 @@ def _new_parameters(
 
 
 class InputNorm:
-    """The norm of a module's input, with its parameters `layer_norm_weight` and, of LayerNorm, `layer_norm_bias`.
+    """Norm at the input of a module.
 
-    `returned`: the module returns its output, too, and `gathered`: of the tokens of all ranks, if these are gathered.
+    The module owns the parameters: `layer_norm_weight`, and for LayerNorm `layer_norm_bias`.
+
+    Args:
+        module: Module that the norm belongs to.
+        size: Size of the normalized dim.
+        kind: "LayerNorm" or "RMSNorm".
+        eps: Added to the variance.
+        zero_centered: Multiply by `1 + weight` instead of `weight`.
+        returned: Whether the module also returns the norm's output.
+        gathered: Whether the returned output is gathered over the tensor-parallel ranks under sequence parallelism.
     """
 
     def __init__(
@@ -56,13 +65,23 @@ class InputNorm:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, form: InputFormat | None) -> Tensor | LinearInput:
-        """The norm of x as the layer after it takes its input (`form`)."""
+        """Normalize x, and quantize the result into `form`, the input format of the next linear layer."""
         module: Any = self.module
         weight, bias = module.layer_norm_weight, module.layer_norm_bias
         return norm(x, None, norm_factor(weight, True) if self.zero_centered else weight, bias, self.eps, form)[1]
 
     def results(self, y: Tensor, bias: Tensor | None, normed: Tensor | LinearInput, site: LinearSite) -> Any:
-        """What the module returns: y, the bias if given, the norm's output, read by the layer at `site`, if wanted."""
+        """Return the results of the module.
+
+        Args:
+            y: Output of the linear layers.
+            bias: Bias that the module returns instead of adding it, or None.
+            normed: Output of this norm.
+            site: Linear layer that reads `normed`.
+
+        Returns:
+            y, or a tuple of y, the bias unless it is None, and `normed` if the module returns it.
+        """
         results = [y] if bias is None else [y, bias.to(y.dtype)]
         if self.returned:
             assert isinstance(normed, Tensor)
@@ -73,7 +92,7 @@ class InputNorm:
 
 
 class _Norm(Module):
-    """A norm over the last dims, `normalized_shape`, in the input's dtype with statistics in fp32 or wider."""
+    """Norm over the last dims, `normalized_shape`, in the input's dtype with statistics in fp32 or wider."""
 
     centered: bool
 
@@ -109,7 +128,7 @@ class _Norm(Module):
 
     @opaque
     def forward(self, input: Tensor) -> Tensor:
-        """Any leading dims, then `normalized_shape`."""
+        """Normalize `input`, `[..., *normalized_shape]`, and return the result in the same shape and dtype."""
         normalized, lead = self.normalized_shape, input.shape[: input.dim() - len(self.normalized_shape)]
         if (*lead, *normalized) != tuple(input.shape):
             raise ValueError(
@@ -124,17 +143,23 @@ class _Norm(Module):
             return y.view(x.shape)
 
     def extra_repr(self) -> str:
-        """As nn.LayerNorm's."""
+        """Return the arguments for `repr`, like `nn.LayerNorm`."""
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
 class LayerNorm(_Norm):
-    """`(x - mean) / √(variance + eps) · weight + bias`; weight + 1 with `zero_centered_gamma`."""
+    """Layer normalization, `(x - mean) / √(variance + eps) · weight + bias` (arXiv:1607.06450).
+
+    With `zero_centered_gamma` the factor is `1 + weight`.
+    """
 
     centered = True
 
 
 class RMSNorm(_Norm):
-    """`x / √(mean of squares + eps) · weight`; weight + 1 with `zero_centered_gamma`."""
+    """Root-mean-square normalization, `x / √(mean of squares + eps) · weight` (arXiv:1910.07467).
+
+    With `zero_centered_gamma` the factor is `1 + weight`.
+    """
 
     centered = False

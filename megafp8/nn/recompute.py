@@ -1,7 +1,8 @@
-"""`checkpoint`: keep a function's inputs only, and run it again in backward; random numbers of tensor-parallel regions.
+"""Activation recomputation (`checkpoint`) and the random-number states of tensor-parallel regions.
 
-The second run has the same bits: layers run again under the `fp8.autocast` of the first, whose scales have not changed
-since, torch's generators are set back as `torch.utils.checkpoint` does it, and so are those of the tracker.
+`checkpoint` saves only the inputs of a function and runs the function again in backward. The second run computes the
+same bits: layers run under the `fp8.autocast` of the first run, its scales have not changed in between, and the random
+states of PyTorch's generators and of the tracker are restored, as in `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,31 +20,35 @@ from megafp8.nn.base import RngTracker
 
 
 class CudaRNGStatesTracker:
-    """States of the default device's generator by name; `fork` draws from one of them.
+    """Named states of the default device's random-number generator.
 
-    The device is the current GPU, and the CPU where there is none. A CUDA graph cannot be captured within a fork.
+    The device is the current GPU, or the CPU if there is no GPU. A CUDA graph cannot be captured within a fork.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Delete all states."""
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The states by name."""
+        """Return the states by name."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Draw from what `get_states` returned."""
+        """Replace all states by `states`, which `get_states` returned."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state. ValueError if its name or seed is another's."""
+        """Add a state that starts from `seed`.
+
+        Raises:
+            ValueError: Another state has the same name or seed.
+        """
         if seed in self._seeds:
-            raise ValueError(f"seed: {seed} is that of another state; states must not draw the same numbers")
+            raise ValueError(f"seed: another state has the seed {seed}; states must not draw the same numbers")
         if name in self._states:
             raise ValueError(f"name: there is a state {name!r} already")
         self._seeds.add(seed)
@@ -55,9 +60,11 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Context that draws from the state `name`, which goes on where it was left."""
+        """Draw random numbers from the state `name` within the context, continuing where its last fork ended."""
         if name not in self._states:
-            raise ValueError(f"fork: there is no state {name!r}, but {', '.join(self._states) or 'none'}; add it first")
+            raise ValueError(
+                f"fork: there is no state {name!r}, only {', '.join(self._states) or 'no states at all'}; add it first"
+            )
         random = _generator()
         before = random.get_rng_state()
         random.set_rng_state(self._states[name])
@@ -69,7 +76,7 @@ class CudaRNGStatesTracker:
 
 
 def _generator() -> Any:
-    """The module whose `get_rng_state`, `set_rng_state` and `manual_seed` are of the default device's generator."""
+    """Return the module (`torch.cuda` or `torch`) that has the functions of the default device's generator."""
     return torch.cuda if torch.cuda.is_available() else torch
 
 
@@ -82,16 +89,24 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """`function(*args, **kwargs)`, of which only the inputs are kept for backward.
+    """Call `function(*args, **kwargs)`, save only its inputs, and run it again in backward.
 
-    `get_rng_state_tracker`: returns what the function draws random numbers of tensor-parallel regions from.
-    `use_reentrant` has no effect: gradients are the same. `distribute_saved_activations`, and `tp_group` with it, is
-    refused: under sequence parallelism inputs are sharded anyway.
+    Args:
+        function: Function to recompute.
+        *args: Its arguments.
+        distribute_saved_activations: Must be False. Under sequence parallelism the inputs are sharded anyway.
+        get_rng_state_tracker: Function that returns the random-number tracker used in tensor-parallel regions.
+        tp_group: Has no effect, because `distribute_saved_activations` is refused.
+        use_reentrant: Has no effect: the gradients are the same.
+        **kwargs: Keyword arguments of `function`.
+
+    Returns:
+        The result of `function`.
     """
     if distribute_saved_activations:
         raise ValueError(
             "checkpoint: distribute_saved_activations is True, which megafp8.nn does not offer: with sequence_parallel "
-            "inputs are sharded anyway; False works"
+            "the inputs are sharded anyway; False works"
         )
     if get_rng_state_tracker is None:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -114,5 +129,5 @@ def checkpoint(
 
 
 def _copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Tensors, or generators' states, that are not drawn from."""
+    """Copy the states, so that drawing random numbers does not change the copies."""
     return {name: x.clone() if isinstance(x, Tensor) else x.clone_state() for name, x in states.items()}

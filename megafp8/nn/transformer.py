@@ -1,11 +1,11 @@
-"""`TransformerLayer`: self-attention, in a decoder cross-attention, and the MLP, each added to the residual stream.
+"""`TransformerLayer`: self-attention, cross-attention in a decoder, and an MLP, each added to the residual stream.
 
     default                                     x + attention(norm(x)), then x + mlp(norm(x))
-    apply_residual_connection_post_layernorm    norm(x) + attention(norm(x)), and likewise
-    output_layernorm                            attention without a norm before it, and a norm of the layer's output
+    apply_residual_connection_post_layernorm    norm(x) + attention(norm(x)), then norm(x) + mlp(norm(x))
+    output_layernorm                            no norm before self-attention, but a norm of the layer's output
     parallel_attention_mlp                      x + attention(norm(x)) + mlp(norm'(x))
 
-The output of each branch, with its bias, passes `hidden_dropout` before it is added.
+`hidden_dropout` applies to the output of each branch, including its bias, before the output is added.
 
 Shapes: s sequence, b micro-batch, h hidden.
 """
@@ -30,18 +30,26 @@ from megafp8.nn.norm import LayerNorm, RMSNorm
 
 
 def drop_path(x: Tensor, p: float, batch_dim: int) -> Tensor:
-    """Zero for whole samples with probability p, else x / (1 - p) (stochastic depth, arXiv:1603.09382)."""
+    """Set whole samples to zero with probability p, and multiply the rest by 1 / (1 - p).
+
+    Stochastic depth, arXiv:1603.09382.
+    """
     shape = [n if dim == batch_dim else 1 for dim, n in enumerate(x.shape)]
     kept = torch.rand(shape, device=x.device) >= p
     return x * (kept.to(x.dtype) / (1 - p))
 
 
 class TransformerLayer(Composite):
-    """A block of a transformer. The arguments are Transformer Engine's.
+    """Transformer block.
 
-    `layer_type`: "encoder", or "decoder", which also attends to `encoder_output`. `drop_path_rate`: of samples for
-    which self-attention or the MLP is left out in training. `attn_input_format`: how hidden states lie, "sbhd", "bshd"
-    or "thd" (`[tokens, h]`).
+    The arguments are the same as in Transformer Engine. `docs/from-transformer-engine.md` describes all of them; the
+    most important ones are:
+
+    - `layer_type`: "encoder", or "decoder", which also attends to `encoder_output`.
+    - `drop_path_rate`: Probability with which a sample skips self-attention or the MLP in training.
+    - `attn_input_format`: Layout of the hidden states: "sbhd" for `[s, b, h]`, "bshd" for `[b, s, h]`, or "thd" for
+      `[tokens, h]`.
+    - `set_parallel_mode`: Shard attention and MLP over `tp_group`.
     """
 
     def __init__(
@@ -101,19 +109,19 @@ class TransformerLayer(Composite):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        refuse(self, {"ub_tp_comm_overlap": ub_tp_comm_overlap})  # without it ub_overlap_ag and the others mean nothing
+        refuse(self, {"ub_tp_comm_overlap": ub_tp_comm_overlap})  # ub_overlap_ag etc. have no effect without it
         require(self, "layer_type", layer_type, ("encoder", "decoder"))
-        for other, given in (
+        for other, enabled in (
             ("layer_type='decoder'", layer_type == "decoder"),
             ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
             ("output_layernorm", output_layernorm),
         ):
-            if parallel_attention_mlp and given:
-                raise ValueError(f"TransformerLayer: parallel_attention_mlp is True; not with {other}")
+            if parallel_attention_mlp and enabled:
+                raise ValueError(f"TransformerLayer: parallel_attention_mlp is True, which does not go with {other}")
         if drop_path_rate > 0 and attn_input_format == "thd":
             raise ValueError(
-                f"TransformerLayer: drop_path_rate is {drop_path_rate}; samples are left out of sbhd and bshd only, "
-                "where they are a dim, so with attn_input_format thd it must be 0"
+                f"TransformerLayer: drop_path_rate is {drop_path_rate}; with attn_input_format thd it must be 0, "
+                "because samples can be skipped only where they are a dim, in sbhd and bshd"
             )
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.sequence_parallel, self.seq_length = sequence_parallel and self.tp_size > 1, seq_length
@@ -195,7 +203,14 @@ class TransformerLayer(Composite):
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Tensor:
-        """`[s, b, h]`, or as `attn_input_format` says, -> the same."""
+        """Apply the block to `hidden_states`, `[s, b, h]` or the layout of `attn_input_format`.
+
+        `encoder_output` and the arguments that start with `enc_dec_` belong to cross-attention. The other arguments
+        are the same as in `MultiheadAttention.forward`.
+
+        Returns:
+            The new hidden states, in the shape of `hidden_states`.
+        """
         length = hidden_states.shape[0] * self.tp_size
         if self.sequence_parallel and length != chosen(self.seq_length, length):
             raise ValueError(
@@ -232,7 +247,10 @@ class TransformerLayer(Composite):
         return self.layernorm(x) if self.output_layernorm else x
 
     def _add_branch(self, x: Tensor, results: tuple[Tensor, ...], *, drops_path: bool = True) -> Tensor:
-        """The residual stream and a branch's (output, bias), or (output, bias, norm's output) that replaces x."""
+        """Add the results of a branch to the residual stream x, and return the sum.
+
+        `results` are the branch's output and bias, and optionally the norm's output, which then replaces x.
+        """
         output, bias, *normed = results
         return self._add(normed[0] if normed else x, output, bias, drops_path=drops_path)
 

@@ -1,1 +1,1 @@
-"""Formats, quantized tensors, quantizers and recipes: the specification, in plain PyTorch."""
+"""Definition of FP8 in megafp8, in plain PyTorch: formats, quantized tensors, quantizers and recipes."""

@@ -1,4 +1,4 @@
-"""Dtypes by the names that a config has for them, and those of what is summed."""
+"""Dtypes by their names in configs, and dtypes of gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ DTYPES = {
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of gradients, masters and moments of a weight in `dtype`: fp32, or float64 for float64."""
+    """Return the dtype of gradients, masters and moments of a weight in `dtype`: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def state_dtype(name: str, weight: torch.dtype) -> torch.dtype:
-    """The dtype that a config's `name` stands for in gradients or state of a weight in `weight`: fp32 is `sum_dtype`,
-    others are what they say."""
+    """Return the dtype that `name` in a config means for gradients or state of a weight with the dtype `weight`.
+
+    "fp32" means `sum_dtype(weight)`; other names have their usual meaning.
+    """
     return sum_dtype(weight) if name == "fp32" else DTYPES[name]

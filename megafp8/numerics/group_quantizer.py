@@ -1,7 +1,7 @@
-"""Quantizers of an operand of all experts at once.
+"""Quantizers that cast one operand of all experts at once.
 
-A `GroupQuantizer` casts the rows of all experts as each expert's own quantizer would: the same bits, without the host
-knowing where they end. It is for recipes with one scale per tensor or row, or with blocks of 128.
+A `GroupQuantizer` computes the same bits as a separate quantizer for each expert, but the host does not need to know
+the number of rows per expert. It supports recipes with one scale per tensor or row, or with blocks of 128.
 
 Shapes: e experts.
 """
@@ -26,11 +26,11 @@ from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Gra
 from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENTS: dict[Granularity, int] = {TENSOR: 16, ROW: 16, BLOCK_1X128: 128, BLOCK_128X128: 128}
-"""Granularities that kernels cast and multiply for all experts at once, if widths are multiples of this."""
+"""Granularities that kernels support for all experts at once, and the number that widths must be a multiple of."""
 
 
 def joined_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart; None where they do not."""
+    """Return a view `[e]` of numbers `[]` that are equally spaced in one storage; None if they are not."""
     first = tensors[0]
     offsets = [tensor.storage_offset() for tensor in tensors]
     stride = offsets[1] - offsets[0] if len(tensors) > 1 else 1
@@ -42,16 +42,17 @@ def joined_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def together(tensors: Sequence[Tensor]) -> Tensor:
-    """`[e]`: a view of numbers `[]` that lie in one storage, equally far apart."""
+    """Return a view `[e]` of numbers `[]` that must be equally spaced in one storage."""
     joined = joined_view(tensors)
     assert joined is not None
     return joined
 
 
 class GroupQuantizer:
-    """Casts an operand of all experts, as `quantizers` would those of each; they are alike.
+    """Quantizer of one operand of all experts.
 
-    The scales and amaxes of recipes that remember some are views of the quantizers' own.
+    `quantizers` are the equal quantizers of the single experts. If their recipe keeps scales and amaxes between steps,
+    this quantizer reads and writes them through views.
     """
 
     def __init__(self, quantizers: Sequence[RecipeQuantizer]) -> None:
@@ -62,14 +63,14 @@ class GroupQuantizer:
 
     @classmethod
     def join(cls, quantizers: Sequence[Quantizer]) -> GroupQuantizer | None:
-        """None unless they are alike, and of a granularity in `ALIGNMENTS`."""
+        """Build one quantizer from `quantizers`; return None if they differ or `ALIGNMENTS` lacks their granularity."""
         ours = [q for q in quantizers if isinstance(q, RecipeQuantizer)]
         alike = len(ours) == len(quantizers) and len({(type(q), q.recipe, q.tensor.group) for q in ours}) == 1
         return cls(ours) if alike and ours[0].granularity in ALIGNMENTS else None
 
     @property
     def alignment(self) -> int:
-        """What rows and columns of weights must be multiples of."""
+        """Number that the rows and columns of weights must be multiples of."""
         return ALIGNMENTS[self._first.granularity]
 
     @cached_property
@@ -84,8 +85,9 @@ class GroupQuantizer:
     def __call__(
         self, source: MatrixSource, row_groups: RowGroups, *, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor:
+        """Cast the rows of all experts in `source`, divided by `row_groups`."""
         first = self._first
-        if first.granularity is BLOCK_128X128:  # of weights, whose rows are multiples of 128: no block has two experts
+        if first.granularity is BLOCK_128X128:  # only weights, and no block contains rows of two experts
             return first(source, rowwise=rowwise, columnwise=columnwise)
         if first.granularity is not TENSOR:
             cast, rule = self._cast_blocks, first.rule
@@ -96,7 +98,7 @@ class GroupQuantizer:
                 eps=rule.eps,
             )  # fmt: skip
         if rowwise and first.known_scale is None and first.tensor.token_scales:
-            rule = first.rule  # a scale for each token, as under `CurrentScaling`
+            rule = first.rule  # a scale for each token, as in `CurrentScaling`
             by_token = self._cast_rows(
                 source, first.fmt, row_groups, rowwise=True, columnwise=False, power_of_two=rule.power_of_two,
                 eps=rule.eps, token_group=None,
@@ -124,7 +126,10 @@ class GroupQuantizer:
 
 @dataclass(frozen=True)
 class RowsQuantizer:
-    """`group_quantizer` for the rows of `row_groups`, as a `Quantizer`: for the operation before or after a layer."""
+    """`Quantizer` that applies `group_quantizer` to the rows of `row_groups`.
+
+    The operation before or after a layer of experts casts with it.
+    """
 
     group_quantizer: GroupQuantizer
     row_groups: RowGroups
@@ -132,7 +137,8 @@ class RowsQuantizer:
     shard_alignment: ClassVar[int] = 1
 
     def for_sharded_input(self, group: ProcessGroup) -> None:
-        """Experts' rows are whole on their rank."""
+        """Return None: an expert's rows are never sharded."""
 
     def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast the rows of all experts in `source`."""
         return self.group_quantizer(source, self.row_groups, rowwise=rowwise, columnwise=columnwise)

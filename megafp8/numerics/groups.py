@@ -1,12 +1,12 @@
-"""Casts of consecutive rows that belong to different experts, each expert's as if alone, in plain PyTorch.
+"""Casts of consecutive rows that belong to different experts, in plain PyTorch. Each expert is cast separately.
 
-How many rows an expert has is known on the device only. `megafp8.kernels.grouped_cast` does the same without the host
-knowing it.
+The number of rows per expert is known only on the device. This reference copies it to the host;
+`megafp8.kernels.grouped_cast` computes the same without the host.
 
-The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (`RowGroups`).
-`scale_inv` is as its granularity says, but fp32 `[e]` with one scale per tensor; columnwise with one per row
-`[e·c, 1]`, one expert after the other; and rowwise with 1×128 blocks `[capacity, c / 128]`, where the rows lie in
-columnwise copies.
+The FP8 data of all experts is one `QuantizedTensor`: rowwise `[r, c]`, columnwise `[c, capacity]` (see `RowGroups`).
+`scale_inv` has the shape that the granularity determines, with three exceptions. With one scale per tensor it is fp32
+`[e]`. With one scale per row, columnwise, it is `[e·c, 1]`, one expert after the other. With 1×128 blocks, rowwise, it
+is `[capacity, c / 128]`, with the rows at the same positions as in columnwise copies.
 
 Shapes: e experts, r rows of all of them, c columns.
 """
@@ -29,14 +29,17 @@ from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTen
 from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENT = 128
-"""In columnwise copies the rows of each expert are padded with zeros to a multiple of this, a block of scales."""
+"""In columnwise copies, each expert's rows are padded with zeros to a multiple of this number, one block of scales."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Where the rows of each expert end, int32 `[e]`: in the source `ends_e`, in columnwise copies `padded_ends_e`.
+    """Division of consecutive rows into experts.
 
-    `capacity`: columns of a columnwise copy, enough for any sizes; what is behind the last expert's is not written.
+    Attributes:
+        ends_e: End of each expert's rows in the source, int32 `[e]`.
+        capacity: Number of columns of a columnwise copy, sufficient for any division. Columns after the last expert's
+            columns are not written.
     """
 
     ends_e: Tensor
@@ -44,24 +47,27 @@ class RowGroups:
 
     @cached_property
     def padded_ends_e(self) -> Tensor:
-        """Multiples of `ALIGNMENT`. Not needed without FP8, so computed when asked for."""
+        """End of each expert's columns in columnwise copies, int32 `[e]`, multiples of `ALIGNMENT`.
+
+        They are needed only for FP8, so they are computed on first use.
+        """
         sizes_e = torch.diff(self.ends_e, prepend=self.ends_e.new_zeros(1))
         return ((sizes_e + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).cumsum(0, dtype=torch.int32)
 
     @classmethod
     def from_ends(cls, ends_e: Tensor, rows: int) -> RowGroups:
-        """`rows`: how many there are."""
+        """Build the groups from the ends of the experts' rows, int32 `[e]`, and the total number of rows."""
         return cls(ends_e, (rows // ALIGNMENT + len(ends_e)) * ALIGNMENT)
 
     @classmethod
     def equal(cls, experts: int, rows: int, device: torch.device) -> RowGroups:
-        """Each expert has `rows`, as those of a weight."""
+        """Build groups with `rows` rows for each expert, as in a weight."""
         counts = torch.arange(1, experts + 1, dtype=torch.int32, device=device)
         return cls(counts * rows, experts * -(-rows // ALIGNMENT) * ALIGNMENT)
 
 
 def row_slices(ends_e: Tensor) -> Iterator[slice]:
-    """The rows of each expert; synchronizes with the device."""
+    """Yield the rows of each expert. This synchronizes with the device."""
     start = 0
     for end in ends_e.tolist():
         yield slice(start, end)
@@ -73,7 +79,7 @@ def _rows_of(values_rc: Tensor, groups: RowGroups) -> Iterator[Tensor]:
 
 
 def amax_of_groups(source: MatrixSource, groups: RowGroups) -> Tensor:
-    """Largest magnitude of each expert's rows, fp32 `[e]`: 0 without rows, infinite where one is not finite."""
+    """Return the largest magnitude in each expert's rows, fp32 `[e]`; 0 without rows, inf if one is not finite."""
     return torch.stack([amax(rows) for rows in _rows_of(source.values(), groups)])
 
 
@@ -81,9 +87,9 @@ def cast_groups(
     source: MatrixSource, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
     columnwise: bool, newest_amax_e: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
-    """Each expert's rows by its scale; raises `newest_amax_e` to their amaxes.
+    """Cast each expert's rows with the expert's scale, and update `newest_amax_e` with their amaxes.
 
-    `scale_e`, `scale_inv_e` its reciprocal, `newest_amax_e`: fp32 `[e]` of any stride.
+    `scale_e`, its reciprocal `scale_inv_e`, and the running maximum `newest_amax_e` are fp32 `[e]` with any stride.
     """
     values = source.values()
     if newest_amax_e is not None:
@@ -100,9 +106,10 @@ def cast_groups_rows(
     source: MatrixSource, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool,
     eps: float, token_group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
-    """Each row by a scale of its own, and each column of an expert's rows; that of an expert without rows is any.
+    """Cast with one scale per row, or columnwise with one scale for each column of an expert's rows.
 
-    `token_group`: ranks with other rows of the same experts, over which amaxes of columns are reduced.
+    The scales of an expert without rows are arbitrary. Amaxes of columns are reduced over `token_group`, the ranks that
+    hold other rows of the same experts.
     """
     cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
     amax_ec = torch.stack([block_amax(rows.t(), ROW) for rows in _rows_of(source.values(), groups)])
@@ -126,7 +133,7 @@ def cast_groups_1x128(
     power_of_two: bool,
     eps: float,
 ) -> QuantizedTensor:
-    """Each expert's rows by blocks of 128 neighbours, and its columns by blocks that begin at its first row.
+    """Cast in blocks of 128 neighboring elements. Columnwise blocks begin at each expert's first row.
 
     The scales are column-major in memory.
     """
@@ -144,10 +151,10 @@ def cast_groups_1x128(
 
 
 def stored_groups(data: ScaledTensor, experts: int, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
-    """FP8 data `[e·n, k]` with scales `[e]` that is all there is of experts' weights, as `cast_groups` casts them."""
+    """Return weights stored only as FP8 data `[e·n, k]` with scales `[e]`, in the format of `cast_groups`."""
     padded, n = data, len(data.data) // experts
     if columnwise and n % ALIGNMENT:
-        rows = data.data.view(torch.uint8).view(experts, n, -1)  # the byte 0 is the number 0
+        rows = data.data.view(torch.uint8).view(experts, n, -1)  # byte 0 is the value 0
         rows = F.pad(rows, (0, 0, 0, -n % ALIGNMENT)).flatten(0, 1)
         padded = data._replace(data=rows.view(data.data.dtype))
     return QuantizedTensor(data if rowwise else None, padded.t() if columnwise else None)
@@ -158,7 +165,7 @@ def _joined(data: Sequence[Tensor]) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor], width: int, groups: RowGroups) -> Tensor:
-    """`[c, capacity / width]`: each expert's part, padded with zeros; `width`: padded rows in a column."""
+    """Join the experts' parts, each padded with zeros, to `[c, capacity / width]`; a column covers `width` rows."""
     whole = parts[0].new_zeros(len(parts[0]), groups.capacity // width)
     for part, start in zip(parts, [0, *groups.padded_ends_e.tolist()], strict=False):
         whole[:, start // width :][:, : part.shape[1]] = part

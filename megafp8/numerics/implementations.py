@@ -1,7 +1,7 @@
-"""Where the kernels are that compute what this package specifies.
+"""Access to the kernels that implement this package.
 
-Formats, quantizers and recipes are below the kernels, which take their types. So nothing here imports a kernel:
-`megafp8.kernels` says how they are found when it is imported, which `megafp8` itself does.
+The kernels import formats, quantizers and recipes, so this package must not import the kernels. Instead,
+`megafp8.kernels` registers a function that loads them. `import megafp8` imports `megafp8.kernels`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ _load: Callable[[str], ModuleType] | None = None
 
 
 def set_kernels(load: Callable[[str], ModuleType]) -> None:
-    """Let `load` import modules of kernels by name."""
+    """Register `load`, a function that imports a kernel module by name."""
     global _load
     _load = load
 
 
 @cache
 def kernels(name: str) -> ModuleType:
-    """The module of kernels `name`, imported at first use: it needs Triton, which comes with torch's CUDA builds."""
+    """Return the kernel module `name`.
+
+    It is imported at first use, because it needs Triton, which comes only with torch's CUDA builds.
+    """
     assert _load is not None, "import megafp8.kernels first"
     return _load(name)

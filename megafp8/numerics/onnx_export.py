@@ -1,4 +1,4 @@
-"""Whether a forward is exported to ONNX, whose operators cannot express all that PyTorch's do."""
+"""Detection of ONNX export: ONNX's operators cannot express everything that PyTorch's operators do."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def in_onnx_export() -> bool:
-    """Whether `torch.onnx.export` traces what runs."""
+    """Return whether the running code is traced by `torch.onnx.export`."""
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()

@@ -1,17 +1,17 @@
-"""The FP8 cast, its inverse, and scales from amaxes, in plain PyTorch: the definition of FP8 in this package.
+"""The FP8 cast, its inverse, and the computation of scales, in plain PyTorch: the definition of FP8 in this package.
 
-The cast is `x · scale` in fp32, clamped to the format's finite range, rounded to nearest even. It clamps first because
-torch's own casts differ: E5M2 overflows to infinity, and E4M3 saturates or gives NaN depending on the release. So an
-infinity saturates like any large value, and a NaN stays a NaN: a broken step stays visible.
+The cast computes `x · scale` in fp32, clamps to the format's finite range, and rounds to nearest even. It clamps first
+because torch's casts differ: E5M2 overflows to infinity, and E4M3 saturates or returns NaN depending on the release. An
+infinity therefore saturates like any large value. A NaN stays a NaN, so a broken step stays visible.
 
-A scale maps the largest magnitude of its block to the format's maximum. FP8 has the same relative precision over its
-normal range, so using all of it costs nothing and loses the fewest small values. A scale is always finite and positive,
-so its inverse, which the GEMM multiplies by, is too. A block without a finite, positive amax (all zeros, or an infinity
-or NaN in it) has scale 1.
+A scale maps the largest magnitude of its block to the format's maximum. FP8 has constant relative precision over its
+normal range, so using the whole range costs nothing and loses the fewest small values. A scale is always finite and
+positive, and so is its inverse, which the GEMM multiplies by. A block without a finite, positive amax (all zeros, or
+with an infinity or a NaN) has the scale 1.
 
-A power-of-two scale has its mantissa cleared, that is, it is rounded down: scaling is then exact and only the cast
-rounds, for up to one bit of range. `fp8_max · 2^-margin / amax` with its mantissa cleared equals the older
-`2^(floor(log2(fp8_max / amax)) - margin)` without the logarithm's rounding error, so one option serves both.
+A power-of-two scale is rounded down by clearing its mantissa. Scaling is then exact and only the cast rounds, at the
+cost of up to one bit of range. `fp8_max · 2^-margin / amax` with its mantissa cleared equals the older
+`2^(floor(log2(fp8_max / amax)) - margin)`, but without the logarithm's rounding error, so one option serves both.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -32,10 +32,10 @@ _FP32_EXPONENT_BITS = 0x7F800000
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude in `x`, fp32 `[]`; inf where x holds an inf **or a NaN**, 0 for an empty tensor.
+    """Return the largest magnitude in `x`, fp32 `[]`; inf if x contains an inf **or a NaN**, 0 if x is empty.
 
-    One value for "not finite" because backends disagree on the maximum of a NaN and a number, and a reduction over
-    ranks must not lose it.
+    A NaN becomes inf because backends disagree on the maximum of a NaN and a number, and a reduction over ranks must
+    not lose the information.
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -44,9 +44,10 @@ def amax(x: Tensor) -> Tensor:
 
 
 def block_amax(x_rc: Tensor, granularity: Granularity) -> Tensor:
-    """Largest magnitude of each block: any float dtype to fp32, shaped `granularity.grid(r, c)`; not for per-tensor.
+    """Return the largest magnitude of each block, fp32, of the shape `granularity.grid(r, c)`.
 
-    It is inf where the block holds an inf or a NaN, and 0 where the block is empty (a row of no columns).
+    The amax is inf if the block contains an inf or a NaN, and 0 if the block is empty (a row without columns). x has
+    any float dtype. `TENSOR` is not supported; use `amax`.
     """
     assert granularity.rows is not None
     r, c = x_rc.shape
@@ -68,14 +69,22 @@ def scale_from_amax(
     power_of_two: bool = False,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """`fp8_max · 2^-margin / max(amax, eps)`, elementwise: fp32 of any shape to fp32 of that shape.
+    """Compute scales, `fp8_max · 2^-margin / max(amax, eps)`, elementwise.
 
-    Where amax is 0, infinite or NaN the scale is `previous`, by default 1. A quotient beyond fp32 becomes fp32's
-    maximum. `margin`: powers of two left free above amax. `power_of_two`: clear the mantissa (round down).
+    Args:
+        amax: Largest magnitudes, fp32 of any shape.
+        fp8_max: Largest magnitude of the FP8 format.
+        margin: Powers of two left free above the amax.
+        eps: Smallest amax that a scale is computed from.
+        power_of_two: Whether to round scales down to powers of two.
+        previous: Scale to use if the amax is 0, infinite or NaN. Default: 1.
+
+    Returns:
+        Scales, fp32, in the shape of `amax`. A quotient beyond fp32's range becomes fp32's maximum.
     """
     assert amax.dtype == torch.float32
     amax = amax.clamp(min=eps)
-    # Tensor by tensor: torch computes `number / tensor` as a reciprocal and a product, which rounds twice.
+    # Divide tensors: torch computes `number / tensor` as a reciprocal and a product, which rounds twice.
     scale = (torch.ones_like(amax) * (fp8_max * 2.0**-margin) / amax).clamp(max=_FP32_MAX)
     if power_of_two:
         scale = (scale.view(torch.int32) & _FP32_EXPONENT_BITS).view(torch.float32)
@@ -84,7 +93,7 @@ def scale_from_amax(
 
 
 class ScaleRule(NamedTuple):
-    """How a scale follows from an amax: the arguments of `scale_from_amax`."""
+    """Rule that computes a scale from an amax: the arguments of `scale_from_amax`."""
 
     fp8_max: float
     margin: int = 0
@@ -92,17 +101,20 @@ class ScaleRule(NamedTuple):
     power_of_two: bool = False
 
     def scale(self, amax: Tensor) -> Tensor:
-        """fp32 of any shape -> fp32 of that shape; 1 where amax is 0, infinite or NaN."""
+        """Compute scales from amaxes, both fp32 of any shape; 1 for an amax that is 0, infinite or NaN."""
         return scale_from_amax(amax, self.fp8_max, margin=self.margin, eps=self.eps, power_of_two=self.power_of_two)
 
 
 def quantize(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """`x · scale` in `fmt`: saturating, to nearest even; NaN stays NaN. Any shape; `scale` is fp32, broadcast."""
+    """Cast `x · scale` to `fmt` with saturation, rounding to nearest even. NaN stays NaN.
+
+    x has any shape, and the fp32 `scale` is broadcast.
+    """
     return (x.float() * scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def dequantize(x8: Tensor, scale_inv: Tensor) -> Tensor:
-    """FP8 of any shape to fp32: `x8 · scale_inv`."""
+    """Return `x8 · scale_inv` in fp32; x8 is FP8 data of any shape."""
     return x8.float() * scale_inv
 
 
@@ -115,9 +127,9 @@ def quantize_blocks(
     eps: float,
     amax: Tensor | None = None,
 ) -> ScaledTensor:
-    """Casts x `[r, c]`, any float dtype, with one scale per block; a block at the edge may be smaller.
+    """Cast x, `[r, c]` of any float dtype, with one scale per block. Blocks at the edges may be smaller.
 
-    `amax`: the blocks' amaxes, where they are those of a larger matrix that x is a shard of.
+    If x is a shard of a larger matrix, `amax` contains the amaxes of the larger matrix's blocks.
     """
     amax = block_amax(x_rc, granularity) if amax is None else amax
     scale = scale_from_amax(amax, fmt.max, eps=eps, power_of_two=power_of_two)
@@ -125,7 +137,7 @@ def quantize_blocks(
 
 
 def _quantize_by(x_rc: Tensor, scale: Tensor, granularity: Granularity, fmt: Format) -> Tensor:
-    """x `[r, c]` in `fmt` by the scale of each block. Whole blocks need no matrix of scales."""
+    """Cast x, `[r, c]`, to `fmt` with the scale of each block. Only partial blocks need one scale per element."""
     r, c = x_rc.shape
     rows, columns = granularity.rows, granularity.columns or c
     if rows is None or not x_rc.numel() or r % rows or c % columns:

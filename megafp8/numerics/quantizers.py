@@ -1,11 +1,11 @@
-"""The interface of quantizers, which cast one operand of a linear layer, and the choice of a cast's implementation.
+"""Interface of quantizers, which cast one operand of a linear layer, and selection of a cast's implementation.
 
-A cast runs as a fused Triton kernel on CUDA and as its reference in plain PyTorch elsewhere, with the same bits. A
-quantizer is made for a device, and chooses then (`implementation`). How a recipe casts is in its file in
-`megafp8.numerics.recipes`.
+A cast runs as a fused Triton kernel on CUDA, and as its reference in plain PyTorch elsewhere, with equal bits. A
+quantizer is constructed for a device and selects the implementation then (`implementation`). The casts of each recipe
+are in its file in `megafp8.numerics.recipes`.
 
-A tensor whose tokens are sharded over ranks is quantized where its shards are, so that FP8 travels and not bf16
-(`megafp8.linear.quantized_gather`).
+If the tokens of a tensor are sharded over ranks, each rank quantizes its shard, so that FP8 data is gathered instead of
+bf16 (`megafp8.linear.quantized_gather`).
 """
 
 from __future__ import annotations
@@ -30,42 +30,45 @@ T = TypeVar("T")
 
 
 class Cast(Protocol):
-    """Casts a source `[r, c]` to FP8: rowwise, and columnwise (`[c, r]`), whichever are asked for."""
+    """Function that casts a source `[r, c]` to FP8 rowwise, columnwise (`[c, r]`), or both, as asked for."""
 
-    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor: ...
+    def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast `source` in the given orientations."""
+        ...
 
 
 class Quantizer(Cast, Protocol):
-    """Casts a source `[r, c]` to FP8: rowwise, and columnwise (`[c, r]`), whichever are asked for.
-
-    `per_tensor`: one scale for the tensor, the same on all ranks that hold shards of it. `shard_alignment`: columnwise
-    scales begin anew at every so many tokens.
-    """
+    """Object that casts one operand of a linear layer to FP8."""
 
     @property
-    def per_tensor(self) -> bool: ...
+    def per_tensor(self) -> bool:
+        """Whether the tensor has one scale, equal on all ranks that hold shards of it."""
+        ...
 
     @property
-    def shard_alignment(self) -> int: ...
+    def shard_alignment(self) -> int:
+        """Smallest number of tokens that can be quantized separately: columnwise blocks end at its multiples."""
+        ...
 
     def for_sharded_input(self, group: ProcessGroup) -> Quantizer | None:
-        """The quantizer of shards that the ranks of `group` hold, whose casts are shards of the whole tensor's cast.
+        """Return the quantizer of the shards that the ranks of `group` hold, or None if shards cannot be quantized.
 
-        Each shard has a multiple of `shard_alignment` tokens. None where shards cannot be quantized alone.
+        The casts of the shards are shards of the whole tensor's cast. Each shard must have a multiple of
+        `shard_alignment` tokens.
         """
         ...
 
 
 @runtime_checkable
 class AmaxRecording(Protocol):
-    """A quantizer whose casts change its state while `recording`; switched off during evaluation."""
+    """Quantizer that records amaxes in its casts while `recording` is True. Evaluation turns it off."""
 
     recording: bool
 
 
 @contextmanager
 def recording_amaxes(quantizers: Sequence[AmaxRecording], flag: bool) -> Iterator[None]:
-    """Within, casts of these quantizers record amaxes (True) or do not (False); before and after, as they did."""
+    """Turn the recording of amaxes by these quantizers on (True) or off (False) within the context."""
     before = [quantizer.recording for quantizer in quantizers]
     for quantizer in quantizers:
         quantizer.recording = flag
@@ -78,19 +81,23 @@ def recording_amaxes(quantizers: Sequence[AmaxRecording], flag: bool) -> Iterato
 
 @runtime_checkable
 class Observing(Protocol):
-    """A quantizer that shows a recorder what it casts; `wanted`: the recorder wants what is cast next."""
+    """Quantizer that passes its casts to a recorder."""
 
     @property
-    def wanted(self) -> bool: ...
+    def wanted(self) -> bool:
+        """Whether the recorder wants the next cast."""
+        ...
 
 
 @runtime_checkable
 class Calibrating(Protocol):
-    """A quantizer that cannot cast while it is `calibrating`; it is to `record` what it would cast instead."""
+    """Quantizer that cannot cast while it is `calibrating`. Call `record` instead of casting."""
 
     calibrating: bool
 
-    def record(self, x: Tensor) -> None: ...
+    def record(self, x: Tensor) -> None:
+        """Record the amax of x, of any shape."""
+        ...
 
 
 def casts(source: MatrixSource) -> ModuleType:
@@ -101,18 +108,19 @@ def casts(source: MatrixSource) -> ModuleType:
 
 @dataclass(frozen=True)
 class KernelCast(Generic[T]):
-    """A cast by `kernel`; values in float64, which kernels do not take, are cast by `reference`."""
+    """Cast that runs `kernel`, or `reference` for float64 values, which kernels do not support."""
 
     kernel: Callable[..., T]
     reference: Callable[..., T]
 
     def __call__(self, source: MatrixSource, *args: Any, **options: Any) -> T:
+        """Cast `source` with the kernel or the reference."""
         cast = self.reference if source.dtype == torch.float64 else self.kernel
         return cast(source, *args, **options)
 
 
 def implementation(cast: Callable[P, T], device: torch.device, module: str = "quantize") -> Callable[P, T]:
-    """Return `cast`, a reference, as it runs on `device`: on CUDA by the kernel of that name in `module`."""
+    """Return the implementation of the reference `cast` on `device`: on CUDA, the kernel of that name in `module`."""
     if device.type != "cuda":
         return cast
     bound: Callable[..., T] = KernelCast(getattr(kernels(module), cast.__name__), cast)

@@ -1,4 +1,4 @@
-"""What recipes remember between steps, and the end of a step: one all-reduce of all amaxes."""
+"""State that recipes keep between steps, and the end of a step with one all-reduce of all amaxes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megafp8.parallel.collectives import all_reduce, size
 
 
 class NewestAmaxes(NamedTuple):
-    """Amaxes of the running step, fp32 of any shape, to be reduced over `group`.
+    """Amaxes of the current step, fp32 of any shape, to be reduced over `group`.
 
-    None: over the ranks that run the same layers.
+    If `group` is None, they are reduced over the ranks that run the same layers.
     """
 
     amaxes: Tensor
@@ -23,31 +23,32 @@ class NewestAmaxes(NamedTuple):
 
 
 class State(Protocol):
-    """What a recipe remembers between steps, of all its tensors together."""
+    """State that a recipe keeps between steps, for all its tensors together."""
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
-        """What is to be reduced, by maximum, before the step ends; the same on all ranks of a group."""
+        """Return the amaxes to reduce by maximum before the step ends; of equal shapes on all ranks of a group."""
         ...
 
     def end_step(self, reduced: Sequence[Tensor]) -> None:
-        """End a step with `newest_amaxes`, each of its shape, reduced. They may be the same tensors."""
+        """End a step, given the reduced `newest_amaxes` in their shapes. They may be the tensors themselves."""
 
     def discard_step(self) -> None:
-        """Forget what the step has recorded so far: it is computed again."""
+        """Discard everything that the step has recorded so far, because the step is repeated."""
 
     def refresh(self) -> None:
-        """Recompute what is derived: the tensors of `state_dict` have been read into."""
+        """Recompute derived values, after new values have been written into the tensors of `state_dict`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved, as views, by global name."""
+        """Return the tensors to save, as views, by global name."""
         ...
 
 
 def end_step(states: Iterable[tuple[State, ProcessGroup | None]], of_replicas: Sequence[Tensor] = ()) -> None:
-    """End a step of all `states`, each given with the ranks that run the same layers.
+    """End a step of all `states`. This is a collective, with one all-reduce for each group.
 
-    `of_replicas`: the amaxes of all states, as they were earlier in the step, reduced over other copies of the model.
-    Collective: one all-reduce for each group, whatever the states.
+    Args:
+        states: Each state with the ranks that run the same layers.
+        of_replicas: Amaxes of all states from earlier in the step, reduced over other replicas of the model.
     """
     newest_of_states = [(state, group, state.newest_amaxes()) for state, group in states]
     if of_replicas:
@@ -66,7 +67,7 @@ def end_step(states: Iterable[tuple[State, ProcessGroup | None]], of_replicas: S
 
 
 def _reduced(amaxes: list[Tensor], group: ProcessGroup | None) -> Sequence[Tensor]:
-    """The maxima of `amaxes` over `group`."""
+    """Return the maxima of `amaxes` over `group`."""
     if size(group) == 1:
         return amaxes
     flat = all_reduce(torch.cat([amax.flatten() for amax in amaxes]), group, "max")

@@ -1,21 +1,22 @@
-"""Noise for stochastic rounding, a pure function of (seed, step, tensor, micro-batch, shard) and the element's place.
+"""Noise for stochastic rounding: a pure function of seed, step, tensor, micro-batch, shard and element index.
 
-A stateful generator would make a rounding depend on everything drawn before it: a resumed or recomputed step would
-round differently, and so would the CPU that checks the GPU. Here the noise of an element is half a word of Philox
-(`megafp8.numerics.philox`) keyed by (seed, name), whose counter is the group of eight elements, the step and the
-micro-batch. The step is in checkpoints, so a resumed run rounds as the uninterrupted one.
+With a stateful generator, a rounding would depend on everything drawn before it: a resumed or recomputed step would
+round differently, and a CPU could not reproduce a GPU's results. Here the noise of an element is half a word of Philox
+(`megafp8.numerics.philox`). Its key consists of the seed and a name. Its counter consists of the index of a group of
+eight elements, the step and the micro-batch. Checkpoints contain the step, so a resumed run rounds like an
+uninterrupted one.
 
-Random bits cost a kernel more than the cast itself, so they are few: 16 an element, where Blackwell's instruction takes
-8 (PTX, cvt.rs.satfinite.e2m1x4.f32), and seven rounds of Philox instead of ten, which pass the same tests (Salmon et
-al. 2011).
+Generating random bits costs a kernel more than the cast itself, so there are few of them: 16 per element (Blackwell's
+instruction takes 8; PTX, cvt.rs.satfinite.e2m1x4.f32), and seven rounds of Philox instead of ten, which pass the same
+tests (Salmon et al. 2011).
 
-The name says the tensor, the orientation, and the shard of the tensor that this rank has: were ranks to round different
-shards alike, their errors would not average out. A micro-batch is numbered as in the global batch, so a step rounds
-alike however the batch is split over data-parallel ranks. Each tensor is cast once per micro-batch, in backward, so
+The name identifies the tensor, the orientation, and this rank's shard of the tensor. If ranks rounded different shards
+with equal noise, the errors would not average out. Micro-batches are numbered within the global batch, so a step rounds
+equally however the batch is split over data-parallel ranks. Each tensor is cast once per micro-batch, in backward, so
 counting casts counts micro-batches.
 
-Step and micro-batch are numbers on the device, which kernels read and the device advances: a CUDA graph of a step, or
-of a layer, rounds anew whenever it is replayed.
+Step and micro-batch are numbers on the device: kernels read them, and the device advances them. A CUDA graph of a step
+or a layer therefore uses new noise in each replay.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -33,23 +34,23 @@ from megafp8.numerics.philox import Key, key_of, philox, philox_of_words
 from megafp8.numerics.step import NewestAmaxes
 
 NOISE_ROUNDS = 7
-"""Rounds of Philox for `uniform`."""
+"""Number of Philox rounds in `uniform`."""
 
 
 def noise_key(seed: int, step: int, name: str) -> Key:
-    """The key of the noise called `name` in `step` under `seed`."""
+    """Return the key of the noise `name` in the step `step` with the seed `seed`."""
     return key_of(seed, step, name)
 
 
 def words(counters: int, key: Key, device: torch.device) -> Tensor:
-    """Philox-4x32-10 of the counters 0, 1, ...: int64 `[counters, 4]`, words in [0, 2^32)."""
+    """Return Philox-4x32-10 of the counters 0, 1, ...: words in [0, 2^32), int64 `[counters, 4]`."""
     return torch.stack(philox(torch.arange(counters, device=device), key), dim=1)
 
 
 class CastNoise(NamedTuple):
-    """The noise of one cast: its key, and the step and the micro-batch, int64 `[]` on the device, as they are by then.
+    """Noise of one cast: its key, and the step and micro-batch at the time of the cast.
 
-    Both are below 2^32.
+    Step and micro-batch are int64 `[]` on the device, below 2^32.
     """
 
     key: Key
@@ -58,10 +59,10 @@ class CastNoise(NamedTuple):
 
 
 def uniform(r: int, c: int, noise: CastNoise) -> Tensor:
-    """Uniform in [0, 1), fp32 `[r, c]`, multiples of 2^-16.
+    """Return uniform noise in [0, 1), fp32 `[r, c]`, as multiples of 2^-16.
 
-    Element i, row by row, is the 16 bits i mod 8 of the counter whose 32-bit words are those of ⌊i/8⌋, step and
-    micro-batch; the lower half of a word is first.
+    Elements are counted row by row. Element i uses the 16-bit half-word i mod 8 of the counter with the 32-bit words
+    (low half of ⌊i/8⌋, high half of ⌊i/8⌋, step, micro-batch). The lower half of a word comes first.
     """
     key, step, microbatch = noise
     group = torch.arange(-(-r * c // 8), device=step.device)
@@ -73,7 +74,7 @@ def uniform(r: int, c: int, noise: CastNoise) -> Tensor:
 
 
 class TensorNoise:
-    """The noise of one tensor, `name`, rowwise and columnwise, in the micro-batch that is next."""
+    """Noise of one tensor, rowwise and columnwise, for the next micro-batch."""
 
     def __init__(self, clock: NoiseClock, name: str) -> None:
         self.microbatch = torch.full_like(clock.step, clock.replica)
@@ -83,14 +84,18 @@ class TensorNoise:
         self._replicas = clock.replicas
 
     def advance(self) -> None:
-        """Another micro-batch is next."""
+        """Go on to the next micro-batch."""
         self.microbatch += self._replicas
 
 
 class NoiseClock:
-    """The step that the noise of all tensors follows, on `device`.
+    """Step counter for the noise of all tensors.
 
-    This rank is data-parallel rank `replica` of `replicas`.
+    Args:
+        seed: Seed of the run.
+        replica: This data-parallel rank.
+        replicas: Number of data-parallel ranks.
+        device: Device of the counter.
     """
 
     def __init__(self, seed: int, replica: int, replicas: int, device: torch.device) -> None:
@@ -99,12 +104,13 @@ class NoiseClock:
         self._tensors: list[TensorNoise] = []
 
     def tensor(self, name: str, group: ProcessGroup | None) -> TensorNoise:
-        """The noise of the tensor `name`, which `group` holds shards of; None: this rank has all of it."""
+        """Create the noise of the tensor `name`, which is sharded over `group`, or whole on this rank if None."""
         noise = TensorNoise(self, name if group is None or group.size() == 1 else f"{name}\0{group.rank()}")
         self._tensors.append(noise)
         return noise
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
+        """Return an empty list: there is nothing to reduce."""
         return []
 
     def end_step(self, reduced: Sequence[Tensor]) -> None:
@@ -113,15 +119,15 @@ class NoiseClock:
         self.discard_step()
 
     def discard_step(self) -> None:
-        """Begin the step again, with the same noise."""
+        """Begin the step again, with equal noise."""
         if self._tensors:
             microbatches = [noise.microbatch for noise in self._tensors]
             torch._foreach_zero_(microbatches)
             torch._foreach_add_(microbatches, self.replica)
 
     def refresh(self) -> None:
-        """Nothing is derived from the step."""
+        """Do nothing: no other state is derived from the step."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`fp8.noise_step` `[]`, int64."""
+        """Return the step as `fp8.noise_step`, int64 `[]`."""
         return {"fp8.noise_step": self.step}

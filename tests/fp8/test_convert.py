@@ -160,10 +160,10 @@ def test_a_function_and_the_speed_model_choose_layers(
         ({"skip": ("model.layer.0.*",)}, r"skip pattern 'model.layer.0.\*' matches no layer; .* model.layers.0.mlp"),
         ({"skip": ("*",)}, "no nn.Linear to convert: 15 in all, 0 not skipped"),
         ({"gemm_backend": "cutlass"}, "gemm_backend is 'cutlass'.* auto, cublaslt"),
-        ({"recipe": "delayed"}, r"recipe is 'delayed'; it must be an Fp8Recipe, try megafp8.fp8.DelayedScaling\(\)"),
-        ({"recipe": "fp8"}, r"recipe is 'fp8'; it must be an Fp8Recipe, try megafp8.fp8.CurrentScaling\(\)"),
+        ({"recipe": "delayed"}, r"recipe is 'delayed'; it must be an Fp8Recipe; try megafp8.fp8.DelayedScaling\(\)"),
+        ({"recipe": "fp8"}, r"recipe is 'fp8'; it must be an Fp8Recipe; try megafp8.fp8.CurrentScaling\(\)"),
         ({"recipe": None}, "recipe is None; it must be an Fp8Recipe"),
-        ({"recipe": fp8.RowwiseScaling}, r"recipe is <class .*'>; .*, try megafp8.fp8.RowwiseScaling\(\)"),
+        ({"recipe": fp8.RowwiseScaling}, r"recipe is <class .*'>; .*; try megafp8.fp8.RowwiseScaling\(\)"),
         ({"recipe": fp8.StaticScaling(amax=(("*.qkv.*", 1.0),))}, r"static_amax pattern '\*.qkv.\*'"),
         ({"skip": "lm_head"}, r"skip is the string 'lm_head'; .* a tuple of patterns, for example \('lm_head',\)"),
     ],
@@ -520,7 +520,7 @@ def test_one_device() -> None:
     layer, x = layer_and_input(fp8.CurrentScaling())
     in_fp8(layer, x)
     layer.fp8.layers._device = torch.device("cuda")  # as if that had been there
-    with pytest.raises(ValueError, match="runs on cpu, and ran on cuda before"):
+    with pytest.raises(ValueError, match="runs on cpu, but ran on cuda before"):
         in_fp8(layer, x)
 
 

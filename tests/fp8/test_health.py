@@ -316,9 +316,9 @@ def test_a_line_of_something_else_is_named(line: str, tmp_path: Path) -> None:
     write(path, 0, RECORD)
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match="r, line 2 is no line of an FP8 report"):
+    with pytest.raises(ValueError, match="r, line 2 is not a line of an FP8 report"):
         read_report(path)
-    with pytest.raises(ValueError, match="r, line 2 is no line of an FP8 report"):
+    with pytest.raises(ValueError, match="r, line 2 is not a line of an FP8 report"):
         ReportWriter(path, 500)
 
 

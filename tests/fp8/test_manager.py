@@ -180,7 +180,7 @@ def test_state_of_another_run_is_refused_untouched() -> None:
     lost = {name: tensor for name, tensor in state.items() if name != "fp8.first.input.scale"}
     with pytest.raises(ValueError, match=r"missing fp8.first.input.scale, unexpected fp8.other.scale"):
         model.manager.load_state_dict({**lost, "fp8.other.scale": torch.ones(())})
-    with pytest.raises(ValueError, match=r"has shape \[5\], this run's has \[3\].*amax_history_len"):
+    with pytest.raises(ValueError, match=r"has shape \[5\], but this run needs \[3\].*amax_history_len"):
         model.manager.load_state_dict({**state, "fp8.second.weight.amax_history": torch.zeros(5)})
     for name, tensor in model.manager.state_dict().items():
         assert torch.equal(tensor, before[name])

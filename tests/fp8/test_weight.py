@@ -248,7 +248,7 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=rf"{recipe.name} scaling casts a weight once for each orientation"):
             Fp8WeightFormat.from_recipe(recipe, "layer")
     w = weight()
-    with pytest.raises(ValueError, match=r"is \[144, 160\], and what is assigned to its data \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"has shape \[144, 160\], but the tensor assigned to its data \[2, 2\]"):
         w.data = torch.zeros(2, 2)
     for name in ("get_high_precision_init_val", "clear_high_precision_init_val", "nothing"):
         assert not hasattr(w, name)

@@ -362,9 +362,9 @@ def test_a_tracker_has_its_own_numbers() -> None:
             with tracker.fork(name):
                 assert torch.equal(draw(), expected[seed][i])
         assert torch.equal(draw(), expected[0][i])
-    with pytest.raises(ValueError, match="1 is that of another"):
+    with pytest.raises(ValueError, match="another state has the seed 1"):
         tracker.add("c", 1)
-    with pytest.raises(ValueError, match="no state 'c', but a, b"), tracker.fork("c"):
+    with pytest.raises(ValueError, match="no state 'c', only a, b"), tracker.fork("c"):
         pass
 
 

@@ -392,9 +392,9 @@ def test_calls_that_differ_from_the_sample() -> None:
     graphed([module], loop)
     x = loop.batch(0).requires_grad_()
     with fp8.autocast(recipe=RECIPES["current"]):
-        with pytest.raises(ValueError, match=r"is float32 \[4, 2, 32\] on cpu with a gradient, and that of its sample"):
+        with pytest.raises(ValueError, match=r"float32 \[4, 2, 32\] on cpu with a gradient, but in the sample it is"):
             module(x[:4])
-        with pytest.raises(ValueError, match=r"is float32 \[8, 2, 32\] on cpu, and that of its sample"):
+        with pytest.raises(ValueError, match=r"is float32 \[8, 2, 32\] on cpu, but in the sample it is"):
             module(x.detach())
         with pytest.raises(ValueError, match="takes the arguments of its sample"):
             module(x, scale=1)
@@ -406,7 +406,7 @@ def test_calls_that_differ_from_the_sample() -> None:
         with pytest.raises(ValueError, match="recomputed in backward"):
             checkpoint(module, x, use_reentrant=False).sum().backward()
     with pytest.raises(
-        ValueError, match=r"outside fp8\.autocast, and make_graphed_callables was told .* enabled, with"
+        ValueError, match=r"outside fp8\.autocast, but make_graphed_callables was told .* enabled, with"
     ):
         module(x)
     with fp8.autocast(), pytest.raises(ValueError, match="own recipe and all ranks, and make"):
@@ -418,7 +418,7 @@ def test_calls_that_differ_from_the_sample() -> None:
 def test_constants_are_those_of_the_sample() -> None:
     module, loop = block(), Loop("none", kwargs=lambda seed: {"self_attn_mask_type": "no_mask"})
     graphed([module], loop)
-    with pytest.raises(ValueError, match="an argument is 'causal', and that of its sample 'no_mask'"):
+    with pytest.raises(ValueError, match="an argument is 'causal', but in the sample it is 'no_mask'"):
         module(loop.batch(0).requires_grad_(), self_attn_mask_type="causal")
 
 
@@ -496,13 +496,13 @@ def _twice() -> torch.nn.Module:
      (mlp, {"num_warmup_iters": 0}, "num_warmup_iters is 0"),
      (mlp, {"enabled": (True, False)}, "1 sample_args, 1 sample_kwargs and 2 values of enabled"),
      (mlp, {"sample_args": ()}, "one argument at least, must be on one GPU"),
-     (mlp, {}, r"the module \(LayerNormMLP\) is on cpu, and CUDA graphs are of a GPU"),
+     (mlp, {}, r"the module \(LayerNormMLP\) is on cpu, and CUDA graphs need a GPU"),
      (_hooked, {}, "has hooks of layernorm_mlp, which a replay does not run"),
      (_twice, {}, "has graphs already"),
      (_fp8_only, {}, "has weight, a Fp8Weight, and graphs hold plain parameters only"),
      (lambda: nn.GroupedLinear(2, H, H, device="cpu"), {}, "has layers of experts"),
      (lambda: nn.Linear(H, H, parallel_mode="column", tp_size=2, device="cpu"), {}, "is sharded over 2 ranks"),
-     (lambda: torch.tanh, {}, "is no nn.Module")],
+     (lambda: torch.tanh, {}, "is not an nn.Module")],
 )  # fmt: skip
 def test_what_is_refused_at_once(make: Callable[[], Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

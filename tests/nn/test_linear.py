@@ -223,7 +223,7 @@ def test_torch_autocast_casts_the_input() -> None:
         ("Linear", {"ub_overlap_ag": True}, "Linear: ub_overlap_ag is True, which megafp8.nn does not offer"),
         ("Linear", {"parallel_mode": "diagonal"}, "parallel_mode is 'diagonal'; it must be one of None"),
         ("Linear", {"parameters_split": ()}, "must name one part or more"),
-        ("Linear", {"parameters_split": {"a": 3}}, "3 rows in all, and out_features is 16"),
+        ("Linear", {"parameters_split": {"a": 3}}, "3 rows in all, but out_features is 16"),
         ("Linear", {"parameters_split": ("a", "b", "c")}, "multiple of the 3"),
         ("Linear", {"tp_size": 3, "parallel_mode": "column"}, "out_features is 16; it must be a multiple of the 3"),
         ("LayerNormLinear", {"normalization": "BatchNorm"}, "normalization is 'BatchNorm'"),

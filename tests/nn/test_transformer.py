@@ -145,7 +145,7 @@ def test_what_dropout_keeps_is_scaled(what: str, form: str) -> None:
     ("options", "says"),
     [
         ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "drop_path_rate is 0.1"),
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp is True; not with output"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "which does not go with output_layernorm"),
         ({"fuse_wgrad_accumulation": True}, "set fuse_qkv_params=True"),
         ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap is True"),
         ({"layer_type": "prefix"}, "layer_type is 'prefix'; it must be one of 'encoder', 'decoder'"),

@@ -191,7 +191,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "there are 3, among them [100, 200, 300]" in refused(capsys, folder, "--step", "250")
     assert "--step first is not a sampled step" in refused(capsys, folder, "--step", "first")
     (folder / FILE_NAME).write_text("loss\n")
-    assert "line 1 is no line of an FP8 report" in refused(capsys, folder)
+    assert "line 1 is not a line of an FP8 report" in refused(capsys, folder)
 
 
 @pytest.mark.slow

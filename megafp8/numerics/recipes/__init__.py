@@ -1,4 +1,4 @@
-"""FP8 recipes, one file each: options, capabilities, quantizers, reference casts and state. The registry of all."""
+"""FP8 recipes and their registry. Each recipe is one file: options, capabilities, quantizers, reference, and state."""
 
 from collections.abc import Collection
 from dataclasses import fields
@@ -30,12 +30,12 @@ RECIPES = {name: _recipe_class(name) for name in (*get_args(RecipeName), "custom
 
 
 def keys_of(names: Collection[str]) -> set[str]:
-    """Keys of the config's section fp8 that are options of these recipes."""
+    """Return the keys of the config section fp8 that are options of the recipes `names`."""
     return {config_key(option) for name in names for option in fields(RECIPES[name])}
 
 
 def per_tensor_keys_of(names: Collection[str]) -> set[str]:
-    """Return the keys of that section that need one scale per weight, if one of these recipes has it."""
+    """Return the keys of the config section fp8 that need one scale per weight, if a recipe in `names` has one."""
     scales = [RECIPES[name].capabilities.granularity for name in names if name != CustomScaling.name]
     return {"param_gather"} if any(granularity.weight is TENSOR for granularity in scales) else set()
 

@@ -1,9 +1,9 @@
-"""Blockwise scaling: one scale for 128 neighbours of x and dy, and for 128×128 elements of w (DeepSeek-V3,
-arXiv:2412.19437).
+"""Blockwise scaling: one scale for 128 neighbors of x and dy, and for 128×128 elements of w (arXiv:2412.19437).
 
-An outlier costs its block and no other (compare `megafp8.numerics.recipes.rowwise`). Squares serve weights: their
-blocks are those of their transpose, so columnwise is rowwise transposed. Gradients never use them, which is known to
-diverge. Matrices that 128 does not divide have smaller blocks at the edges.
+DeepSeek-V3 introduced this recipe. An outlier affects only its block (compare `megafp8.numerics.recipes.rowwise`).
+Weights have square blocks: a square block is also a block of the transpose, so columnwise data is rowwise data
+transposed. Gradients never have square blocks, because training is known to diverge with them. If the size of a matrix
+is not a multiple of 128, the blocks at the edges are smaller.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, Granularity, Qua
 def cast_1x128(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    """Cast by blocks of 128 neighbours in a row, of the matrix and of its transpose."""
+    """Cast the matrix and its transpose with one scale for each 128 neighbors in a row."""
     return _cast(source, fmt, BLOCK_1X128, rowwise, columnwise, power_of_two, eps)
 
 
 def cast_128x128(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float
 ) -> QuantizedTensor:
-    """Cast by square blocks: columnwise is the transpose of rowwise, scales and data."""
+    """Cast with one scale for each square block. Columnwise data and scales are the transpose of rowwise ones."""
     return _cast(source, fmt, BLOCK_128X128, rowwise, columnwise, power_of_two, eps)
 
 
@@ -46,10 +46,10 @@ def _cast(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockwiseScaling(AmaxOptions):
-    """One scale for each 128 neighbours of x and dy, and for each 128×128 elements of w.
+    """Recipe with one scale for each 128 neighbors of x and dy, and for each 128×128 elements of w.
 
-    Scales are powers of two unless said otherwise. Hopper's block-scaled GEMMs always promote their sums to fp32, so
-    there is no `use_fast_accum`.
+    Scales are powers of two by default. Hopper's block-scaled GEMMs always promote their sums to fp32, so there is no
+    option `use_fast_accum`.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -60,6 +60,7 @@ class BlockwiseScaling(AmaxOptions):
     power_of_two: bool = option(True, key="power_of_two_scale")
 
     def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        """Return the cast of `tensor` on `device`."""
         cast = implementation(cast_128x128 if tensor.operand == "weight" else cast_1x128, device)
         fmt = self.format_of(tensor.operand)
         return partial(cast, fmt=fmt, power_of_two=self.power_of_two, eps=self.amax_epsilon)

@@ -1,11 +1,11 @@
-"""Current scaling: one scale per tensor, from the tensor's own amax.
+"""Current scaling: one scale per tensor, computed from the amax of the tensor itself.
 
-Exact, at the cost of one pass more over the data, and of a reduction wherever ranks hold shards of a tensor, since a
-shard has another maximum than the whole.
+The scale always fits. It costs one more pass over the data, and a reduction if ranks hold shards of a tensor, because
+the maximum of a shard differs from the maximum of the whole tensor.
 
-A token's scale then depends on the other tokens. In batch-invariant models
-(`megafp8.numerics.batch_invariance`) each token of a layer's input has a scale of its own in fprop; all other casts
-stay as they are.
+With one scale per tensor, the quantization of a token depends on the other tokens. In batch-invariant models
+(`megafp8.numerics.batch_invariance`), fprop therefore uses a separate scale for each token of a layer's input. All
+other casts are unchanged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from megafp8.parallel.collectives import all_reduce
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentScaling(AmaxOptions):
-    """Per tensor, scaled by the tensor's own amax, over the ranks that hold shards of it."""
+    """Recipe with one scale per tensor, computed from the amax over all ranks that hold shards of the tensor."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1, cast_passes=2)
 
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
     def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        """Return the cast of `tensor` on `device`."""
         rule, fmt = self.scale_rule(self.format_of(tensor.operand)), self.format_of(tensor.operand)
         amax, cast = implementation(reference.amax, device), implementation(reference.cast_current, device)
         options: dict[str, Any] = {"fmt": fmt, "power_of_two": rule.power_of_two, "eps": rule.eps}
@@ -50,7 +51,7 @@ def _cast_by_amax(
     source: MatrixSource, *, rowwise: bool, columnwise: bool, amax: Callable[[MatrixSource], Tensor],
     cast: Callable[..., QuantizedTensor], group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
-    """Cast by the amax of the tensor, of which the ranks of `group` hold shards."""
+    """Cast with a scale computed from the amax of the whole tensor, which is sharded over `group`."""
     whole_amax = all_reduce(amax(source), group, "max")
     return cast(source, whole_amax, rowwise=rowwise, columnwise=columnwise)
 
@@ -58,7 +59,7 @@ def _cast_by_amax(
 def _cast_by_token(
     source: MatrixSource, *, rowwise: bool, columnwise: bool, by_amax: Cast, cast: Cast
 ) -> QuantizedTensor:  # fmt: skip
-    """Cast rowwise by a scale of each token, and columnwise by the amax of the tensor."""
+    """Cast rowwise with one scale per token, and columnwise with one scale per tensor."""
     made = cast(source, rowwise=True, columnwise=False) if rowwise else None
     if made is not None and not columnwise:
         return made

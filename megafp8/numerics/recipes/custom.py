@@ -1,16 +1,17 @@
-"""The recipe that is made of others: for each layer, and each operand in it, any of them.
+"""Custom scaling: a recipe that combines other recipes, by layer and operand.
 
-Models do not fail evenly. The input of an MLP's second product has outliers where others have none; gradients want
-range and activations precision. So a rule names layers and says how each of their operands is scaled; the first rule
-whose pattern matches a layer counts, and a layer that no rule matches stays in high precision.
+Tensors of a model differ in their needs. The input of an MLP's second GEMM has outliers that other inputs do not have.
+Gradients need range, and activations need precision. A rule therefore selects layers by a pattern and names a recipe
+for each operand. The first rule that matches a layer applies. A layer that no rule matches stays in high precision.
 
-An operand takes part in two GEMMs and meets another operand in each, so not every mixture can be computed:
+Each operand is used in two GEMMs, together with a different operand in each, so not every combination works:
 
     fprop  input · weight         dgrad  grad_output · weight         wgrad  grad_output · input
 
-Operands whose granularities both are Hopper's must be a pair that its tensor cores compute: one scale per tensor with
-the same, one per row with the same, blocks of 128 with blocks of 128. Any other granularity goes with all: two such are
-multiplied in bf16, and one with one of Hopper's is emulated. A GEMM in high precision makes no demand.
+If Hopper supports the granularities of both operands, they must be a pair that its tensor cores multiply: one scale per
+tensor with one scale per tensor, one per row with one per row, or blocks of 128 with blocks of 128. Other granularities
+go with every granularity: two of them are multiplied in bf16, and a combination with one of Hopper's granularities is
+emulated. GEMMs in high precision have no restrictions.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from megafp8.numerics.tensor import HOPPER_PAIRS, Granularity, on_hopper
 
 
 def can_multiply(a: Granularity, b: Granularity) -> bool:
-    """Whether a GEMM can have operands of these two, on tensor cores or emulated."""
+    """Return whether a GEMM can multiply operands of granularities a and b, on tensor cores or emulated."""
     return not on_hopper(a) or not on_hopper(b) or (a, b) in HOPPER_PAIRS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How the operands of `layers`, a shell-style pattern, are scaled.
+    """Recipes of the operands of all layers that the shell-style pattern `layers` matches.
 
-    Of the operands' recipes counts how they scale; which GEMMs are FP8 and how these accumulate is the custom recipe's.
+    The recipes of the operands determine only the scaling. The custom recipe determines which GEMMs are FP8 and how
+    they accumulate.
     """
 
     layers: str
@@ -52,19 +54,21 @@ class Rule:
 
     @property
     def operands(self) -> PerOperand[Fp8Recipe]:
+        """Recipes of the three operands."""
         return PerOperand(self.input, self.weight, self.grad_output)
 
 
 def _read_rules(rules: Iterable[Any], recipe_of: Callable[[str], Fp8Recipe]) -> tuple[Rule, ...]:
-    """The rules that the config gives, in which recipes are names."""
+    """Convert the rules of a config, which contain names of recipes, to `Rule` objects."""
     return tuple(Rule(layers=r.layers, **{name: recipe_of(getattr(r, name)) for name in OPERANDS}) for r in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomScaling(Fp8Recipe):
-    """Scales by the first of `rules` that matches a layer; one that none matches stays in high precision.
+    """Recipe that applies the first of `rules` that matches a layer; other layers stay in high precision.
 
-    ValueError for a GEMM whose operands cannot be multiplied.
+    Raises:
+        ValueError: The operands of a GEMM cannot be multiplied.
     """
 
     rules: tuple[Rule, ...] = option((), key="custom", read=_read_rules)
@@ -84,12 +88,15 @@ class CustomScaling(Fp8Recipe):
 
     @property
     def combinations(self) -> Sequence[PerOperand[Fp8Recipe]]:
+        """Recipes of the three operands, for each rule."""
         return [rule.operands for rule in self.rules]
 
     def operands(self, layer: str) -> PerOperand[Fp8Recipe] | None:
+        """Return the recipes of a layer's operands, or None if no rule matches."""
         return next((rule.operands for rule in self.rules if fnmatchcase(layer, rule.layers)), None)
 
     def check_layers(self, layers: Sequence[str]) -> None:
+        """Raise ValueError if a rule applies to none of `layers`, the layers of the whole model."""
         left = list(layers)
         for i, rule in enumerate(self.rules):
             mine = [layer for layer in left if fnmatchcase(layer, rule.layers)]

@@ -1,19 +1,20 @@
-"""Delayed scaling: one scale per tensor, from the amaxes of earlier steps.
+"""Delayed scaling: one scale per tensor, computed from the amaxes of earlier steps.
 
-One pass over the data and no communication in the layer, at the risk of saturating a tensor that has grown since.
+A cast reads the data once, and a layer does not communicate. The risk is that a tensor that has grown saturates.
 
-All histories are rows of one buffer and all scales elements of another, so the end of a step is one collective and a
-few kernels however many layers there are. Quantizers hold views: they read their scale and raise slot 0 of their
-history; only `end_step` moves anything. So a recomputed forward, several micro-batches or an interleaved pipeline
-cannot advance the state twice.
+All histories are rows of one buffer, and all scales are elements of another, so the end of a step takes one collective
+and a few kernels, whatever the number of layers. Quantizers have views: they read their scale and update slot 0 of
+their history. Only `end_step` advances the state, so recomputed forwards, several micro-batches or an interleaved
+pipeline cannot advance it twice.
 
-A step with an infinite or NaN amax leaves the tensor's scale as it was, and that amax is then dropped rather than
-rolled into the history, where `max` would freeze the scale for a whole history length. One bad step costs one update.
+A step with an infinite or NaN amax does not change the tensor's scale. The amax is dropped and not rolled into the
+history, where the algorithm `max` would freeze the scale for a whole history length. One bad step costs one update.
 
-In the first step there is no history. A scale of 1 would lose it: the gradients of a mean over tokens lie below E5M2's
-least number, and behind a tensor that vanished the next amax is wrong, so several steps would pass until all are right.
-In that step every tensor is scaled by its own amax instead, which costs a pass more over the data and a reduction where
-ranks hold shards. A run that resumes continues with its history.
+The first step has no history. With a scale of 1 the step would be lost: the gradients of a mean over tokens are below
+E5M2's smallest number, and if one tensor becomes zero, the amaxes of the tensors computed from it are wrong, so it
+would take several steps until all amaxes are right. In the first step, every tensor is therefore scaled by its current
+amax, which costs one more pass over the data, and a reduction if ranks hold shards. A run that resumes continues with
+its history.
 
 Shapes: t tensors, l steps of history; slot 0 is the current step, slot i the step i steps ago.
 """
@@ -56,12 +57,17 @@ AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class DelayedQuantizer(RecipeQuantizer):
-    """Scales by `scale` as it stands (`scale_inv` its reciprocal) and raises `newest_amax`.
+    """Quantizer of the delayed recipe: it casts with a known scale and records the amax.
 
-    All are fp32 `[]`, views of the shared state. While it is `fresh` there is no earlier step: it then scales by the
-    tensor's own amax, over the ranks that hold shards of it. The amax is a running maximum, so micro-batches add up and
-    a recomputed forward changes nothing. `recording` is switched off during evaluation. `constant`: no step changes the
-    tensor, so that its amax is that of the step before where it is not cast.
+    Attributes:
+        scale: Scale, fp32 `[]`, a view of the shared state, like the next two.
+        scale_inv: Reciprocal of the scale.
+        newest_amax: Running maximum of the current step's amaxes. Recomputed forwards do not change it.
+        fresh: Whether there is no earlier step. The scale is then computed from the tensor's current amax, over the
+            ranks that hold shards.
+        recording: Whether casts update `newest_amax`. Evaluation turns it off.
+        constant: Whether no step changes the tensor. If it is not cast in a step, its amax is the amax of the step
+            before.
     """
 
     scale: Tensor
@@ -73,24 +79,30 @@ class DelayedQuantizer(RecipeQuantizer):
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
+        """Scale and its reciprocal, fp32 `[]`, or None in the first step."""
         return None if self.fresh else (self.scale, self.scale_inv)
 
     @property
     def settled(self) -> bool:
+        """Whether the first step has ended."""
         return not self.fresh
 
     @property
     def recorded_amax(self) -> Tensor:
+        """Running maximum of the current step's amaxes, fp32 `[]`."""
         return self.newest_amax
 
     def freeze(self) -> None:
+        """Declare that no step changes the tensor."""
         self.constant = True
 
     def record(self, x: Tensor) -> None:
+        """Record the amax of x, of any shape."""
         if self.recording:
             torch.maximum(self.newest_amax, amax(x), out=self.newest_amax)
 
     def for_sharded_input(self, group: ProcessGroup) -> DelayedShardQuantizer:
+        """Return the quantizer of shards of the tensor over `group`; it has the same scale."""
         return DelayedShardQuantizer(self.recipe, replace(self.tensor, group=group), self.device, self)
 
     def __post_init__(self) -> None:
@@ -98,6 +110,7 @@ class DelayedQuantizer(RecipeQuantizer):
         self._cast_tensor = implementation(reference.cast_tensor, self.device)
 
     def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast `source` in the given orientations, and record its amax."""
         if self.fresh:
             return self.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
         newest_amax = self.newest_amax if self.recording else None
@@ -109,7 +122,7 @@ class DelayedQuantizer(RecipeQuantizer):
     def cast_by_own_amax(
         self, source: MatrixSource, group: ProcessGroup | None, *, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor:
-        """Cast the tensor, or the shard of it that this rank of `group` holds, by the amax of the tensor at hand."""
+        """Cast the tensor, or a shard of it, with a scale computed from the tensor's current amax over `group`."""
         whole_amax = all_reduce(self._amax(source), group, "max")
         if self.recording:
             torch.maximum(self.newest_amax, whole_amax, out=self.newest_amax)
@@ -121,14 +134,15 @@ class DelayedQuantizer(RecipeQuantizer):
 
 @dataclass(eq=False)
 class DelayedShardQuantizer(RecipeQuantizer):
-    """`whole` for a tensor of which ranks hold shards."""
+    """Quantizer of a tensor's shards that uses the scale of `whole`, the quantizer of the whole tensor."""
 
     whole: DelayedQuantizer
 
     def __post_init__(self) -> None:
-        """Bind nothing: `whole` casts."""
+        """Do not select a cast function, because `whole` casts."""
 
     def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast `source`, a shard of the tensor, in the given orientations."""
         if self.whole.fresh:
             return self.whole.cast_by_own_amax(source, self.tensor.group, rowwise=rowwise, columnwise=columnwise)
         return self.whole(source, rowwise=rowwise, columnwise=columnwise)
@@ -136,12 +150,16 @@ class DelayedShardQuantizer(RecipeQuantizer):
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Fp8Recipe):
-    """Per tensor, scaled by the amax of earlier steps.
+    """Recipe with one scale per tensor, computed from the amaxes of earlier steps.
 
-    `margin`: powers of two left free above the amax. `interval`: steps between two updates of the scales; the history
-    advances every step. `amax_history_len`: steps remembered. `amax_compute_algo`: "max" over the history,
-    "most_recent", or a callable `[t, l] -> [t]` (t tensors, l steps, newest first). `power_of_two_scale`: round scales
-    down to powers of two.
+    Attributes:
+        margin: Powers of two left free above the amax.
+        interval: Number of steps between two updates of the scales. The history advances in every step.
+        amax_history_len: Number of steps in the history.
+        amax_compute_algo: "max" over the history, "most_recent", or a function that maps a history `[t, l]` (t tensors,
+            l steps, newest first) to amaxes `[t]`.
+        power_of_two_scale: Round scales down to powers of two.
+        use_fast_accum: GEMMs (fprop, dgrad, wgrad) that accumulate fast on Hopper.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
@@ -157,18 +175,21 @@ class DelayedScaling(Fp8Recipe):
 
     @property
     def history_len(self) -> int:
+        """Number of amaxes kept for each tensor, fp32."""
         return self.amax_history_len
 
     def scale_rule(self, fmt: Format) -> ScaleRule:
+        """Return the rule that computes a scale from an amax."""
         return ScaleRule(fmt.max, margin=self.margin, power_of_two=self.power_of_two_scale)
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        """Build the quantizers of `tensors` and their state on `device`."""
         state = DelayedState(self, tensors, device)
         return Built({**state.quantizers}, state)
 
 
 class DelayedState(TensorScales):
-    """Histories `[t, l]` and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
+    """State of the delayed recipe: histories `[t, l]` and scales `[t]` of t tensors in their order, fp32."""
 
     def __init__(self, recipe: DelayedScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         super().__init__(recipe, tensors, device)
@@ -186,19 +207,23 @@ class DelayedState(TensorScales):
             quantizer.fresh = fresh
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
+        """Return the current step's amaxes, which must be reduced."""
         return self.split(self.history_tl[:, 0]) if self.quantizers else []
 
     @cached_property
     def _constant_t(self) -> Tensor | None:
-        """Which tensors no step changes; None if each may change. First asked for when a step ends."""
+        """Mask of the tensors that no step changes, bool `[t]`, or None if all may change.
+
+        It is computed when the first step ends.
+        """
         constant = [quantizer.constant for quantizer in self.quantizers.values()]
         return torch.tensor(constant, device=self.scale_t.device) if any(constant) else None
 
     @torch.no_grad()
     def end_step(self, reduced: Sequence[Tensor]) -> None:
-        """Take the step's amaxes, update the scales where due, roll the histories.
+        """Put the reduced amaxes into the histories, update the scales if due, and roll the histories.
 
-        Scales are updated after the first step and every `interval` steps from there.
+        Scales are updated after the first step and then every `interval` steps.
         """
         if not self.quantizers:
             return
@@ -212,7 +237,7 @@ class DelayedState(TensorScales):
         self._set_fresh(False)
 
     def _advance(self, *, update: bool) -> None:
-        """New scales if `update`, and a new slot 0."""
+        """Compute new scales if `update`, and roll the histories so that slot 0 is empty."""
         recipe, algorithm = self.recipe, self.recipe.amax_compute_algo
         options: dict[str, Any] = {"margin": recipe.margin, "power_of_two": recipe.power_of_two_scale}
         if self.history_tl.is_cuda and isinstance(algorithm, str):
@@ -229,20 +254,21 @@ class DelayedState(TensorScales):
         newest_t.zero_()
 
     def discard_step(self) -> None:
-        """Forget the step's amaxes."""
+        """Discard the step's amaxes."""
         self.history_tl[:, 0].zero_()
 
     def refresh(self) -> None:
-        """Recompute what follows from histories and scales, after these were read from a checkpoint."""
+        """Recompute derived values, after histories and scales have been read from a checkpoint."""
         self.scale_inv_t.copy_(self.scale_t.reciprocal())
         if self.quantizers:
-            # Slot 0 is the running step's, which may be the first: then no scale is known yet.
+            # Slot 0 belongs to the current step. If it is the first step, no scale is known yet.
             self._set_fresh(not bool((self.history_tl[:, 1:] != 0).any()) and bool((self.scale_t == 1).all()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Views of the buffers by global name: `fp8.<tensor>.amax_history` `[l]` and `fp8.<tensor>.scale` `[]`.
+        """Return `fp8.<tensor>.amax_history`, `[l]`, and `fp8.<tensor>.scale`, `[]`, of each tensor.
 
-        With `interval` > 1 also `fp8.step` `[]`, int64 on the host. Reading into these tensors loads them.
+        With `interval` > 1, also return `fp8.step`, int64 `[]` on the host. The values are views: to load a state,
+        write into them.
         """
         state: dict[str, Tensor] = {}
         for i, name in enumerate(self.quantizers):
@@ -254,9 +280,12 @@ class DelayedState(TensorScales):
 
 
 def amax_of_history(history_tl: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
-    """One amax per tensor: history `[t, l]` -> `[t]`.
+    """Reduce a history `[t, l]` to one amax per tensor, `[t]`.
 
-    `max` is over all slots, `most_recent` is slot 0, and a callable maps `[t, l]` to `[t]` itself (else ValueError).
+    "max" is the maximum over all slots, and "most_recent" is slot 0. A function must map `[t, l]` to `[t]`.
+
+    Raises:
+        ValueError: The function returned another shape or dtype.
     """
     if algorithm == "max":
         return history_tl.amax(dim=1)

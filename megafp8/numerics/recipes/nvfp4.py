@@ -1,31 +1,33 @@
-"""NVFP4: four-bit values under two levels of scales (NVIDIA 2025, arXiv:2509.25149).
+"""NVFP4: four-bit values with two levels of scales (NVIDIA 2025, arXiv:2509.25149).
 
-E2M1 has eight magnitudes, so 16 neighbours share a block scale. That is itself only E4M3, so the tensor has one more,
-in fp32, which puts the largest block scale at E4M3's maximum. With S = 448·6 / amax of the tensor:
+E2M1 has eight magnitudes, so only 16 neighbors share a block scale. The block scale is stored in E4M3, so the tensor
+has an additional fp32 scale, which maps the largest block scale to E4M3's maximum. With S = 448·6 / amax of the tensor:
 
     block scale b = E4M3(amax of the block · S / 6)        value = E2M1(x · S / b)        x ≈ value · b / S
 
-S / 6 and S / b are computed first, and multiply in fp32, as in the paper.
+S / 6 and S / b are computed first and multiplied in fp32, as in the paper.
 
-A matrix has b as its scale_inv, and 1 / S as its `tensor_scale_inv`. Only Blackwell's tensor cores multiply such
-matrices, and megafp8 does not use them: the cast multiplies by b, which bf16 holds exactly, and GEMMs in bf16 multiply
-their sums by 1 / S (`megafp8.numerics.tensor`).
+A quantized matrix has b as its scale_inv, and 1 / S as its `tensor_scale_inv`. Only Blackwell's tensor cores multiply
+such matrices, and megafp8 does not use them: the cast multiplies the values by b, which is exact in bf16, and bf16
+GEMMs multiply their results by 1 / S (`megafp8.numerics.tensor`).
 
-Three measures keep training stable at four bits, each where it helps:
-  squares of 16×16 on weights, whose forward and backward casts then are transposes of each other, so that the gradient
-    belongs to the function that was computed;
-  a 16-point Hadamard transform of both operands of wgrad along the dim that is summed: it spreads an outlier over its
-    block, and leaves the product as it was because the transform is orthogonal (sums of 16 are cast, and 1 / S has
-    the factor of 1/4);
-  stochastic rounding of gradients, which is right on average where rounding to nearest loses small values every time.
+Three measures keep training stable with four bits:
 
-What is given up: b is rounded to nearest, so the largest values of a block may lie up to 1/16 beyond 6 (further where b
-is subnormal) and saturate, under stochastic rounding too, which is unbiased within ±6.
+- Weights have blocks of 16×16. Their forward and backward casts are then transposes of each other, so the gradient
+  belongs to the function that was computed.
+- Both operands of wgrad pass a 16-point Hadamard transform along the summed dim. It spreads an outlier over its block,
+  and does not change the product because it is orthogonal. (The sums of 16 are cast, and 1 / S includes the factor
+  1/4.)
+- Gradients are rounded stochastically, which is correct on average. Rounding to nearest would lose small values every
+  time.
 
-Edges. A tensor of zeros, or one that is not finite, has S = 1; S is at most 2^118, so that S / b is finite. A block
-whose scale rounds to zero (about 459,000 times smaller than the tensor's amax) is zeros. A block with an infinity or a
-NaN has the largest scale, 448: infinities saturate, and a NaN stays a NaN. Hardware's E2M1 cannot hold one, E4M3 can,
-and a broken step should show.
+Limit: b is rounded to nearest, so the largest values of a block may exceed 6 by up to 1/16 (or more if b is subnormal)
+and saturate. This also happens with stochastic rounding, which is unbiased only within ±6.
+
+Edge cases: A tensor of zeros, or a tensor that is not finite, has S = 1. S is at most 2^118, so that S / b is finite. A
+block is set to zeros if its scale rounds to zero, which happens if its amax is about 459,000 times smaller than the
+tensor's amax. A block with an infinity or a NaN has the largest scale, 448: infinities saturate, and a NaN stays a NaN.
+The hardware's E2M1 cannot represent a NaN, but E4M3 can, and a broken step should be visible.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -54,24 +56,26 @@ _GREATEST_SCALE = 2.0**118
 
 
 def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
-    """The value of E2M1 for each of x: fp32 to fp32 of that shape, saturating at ±6; NaN stays NaN.
+    """Round x, fp32 of any shape, to values of E2M1, saturating at ±6. NaN stays NaN.
 
-    To nearest, ties to the even mantissa. With `noise`, uniform multiples of 2^-16 in [0, 1): down to a value, or up
-    where the noise and the fraction of the step that x has gone make 1 or more, so that the mean is x. Their sum is
-    rounded to 2^-16, ties to even: values stay what they are, and what lies between is right to 2^-17 of a step.
+    Without noise, round to nearest, ties to the even mantissa. With `noise`, uniform multiples of 2^-16 in [0, 1),
+    round stochastically: x lies between two values at a fraction of the step between them, and is rounded up if
+    fraction plus noise is at least 1, so that the mean is x. Fraction plus noise is rounded to 2^-16, ties to even.
+    Exact values therefore do not change, and the mean of others is correct within 2^-17 of a step.
     """
     clamped = x.clamp(-E2M1.max, E2M1.max)
     magnitude = clamped.abs()
     step = torch.full_like(x, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
-    steps = (clamped / step).double()  # exact; a value's count is even where its last bit is 0
+    steps = (clamped / step).double()  # exact; the number of steps is even if the last mantissa bit is 0
     whole = steps.round() if noise is None else (((steps + noise) * 2**16).round() * 2.0**-16).floor()
     return (whole.float() * step).copysign(x)
 
 
 def hadamard_sums(x_rc: Tensor) -> Tensor:
-    """Four times the orthogonal Hadamard transform of every 16 neighbours in a row: any float dtype to fp32 `[r, c]`.
+    """Return four times the orthogonal Hadamard transform of every 16 neighbors in a row, fp32 `[r, c]`.
 
-    A tail shorter than 16 is multiplied by four only. Sums are taken in pairs, in an order that is the same everywhere.
+    x has any float dtype. A tail shorter than 16 is multiplied by four without a transform. Sums are computed pairwise
+    in a fixed order, so that all implementations agree.
     """
     r, c = x_rc.shape
     whole = c - c % _POINTS
@@ -87,17 +91,23 @@ def hadamard_sums(x_rc: Tensor) -> Tensor:
 def quantize_nvfp4(
     x_rc: Tensor, whole_amax: Tensor | None = None, *, weight: bool, stochastic: CastNoise | None
 ) -> ScaledTensor:
-    """x `[r, c]`, any float dtype, to E2M1 values `[r, c]` held in E4M3, scale_inv b, and 1 / S.
+    """Quantize x to E2M1 values stored in E4M3, with block scales b and the tensor's scale S.
 
-    `whole_amax`: the amax, fp32 `[]`, of the tensor that x is a shard of; by default x is all of it. `weight`: blocks
-    of 16×16 instead of 1×16. `stochastic`: round stochastically, with this noise.
+    Args:
+        x_rc: Matrix `[r, c]` of any float dtype.
+        whole_amax: Amax of the whole tensor, fp32 `[]`, if x is a shard. Default: the amax of x.
+        weight: Whether blocks are 16×16 instead of 1×16.
+        stochastic: Noise for stochastic rounding, or None for rounding to nearest.
+
+    Returns:
+        Values `[r, c]`, with b as scale_inv and 1 / S as tensor_scale_inv.
     """
     x_rc = x_rc.float()
     r, c = x_rc.shape
     granularity = BLOCK_16X16 if weight else BLOCK_1X16
     tensor_scale = scale_from_amax(amax(x_rc) if whole_amax is None else whole_amax, E4M3.max * E2M1.max)
     tensor_scale = tensor_scale.clamp(max=_GREATEST_SCALE)
-    # Tensor by tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice.
+    # Divide tensors: CUDA divides by a number as a product with its reciprocal, which rounds twice.
     sixth = tensor_scale / torch.full_like(tensor_scale, E2M1.max)
     block = block_amax(x_rc, granularity) * sixth
     block = quantize(block, torch.ones_like(block), E4M3).float()
@@ -108,7 +118,7 @@ def quantize_nvfp4(
 
 
 def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
-    """Amaxes, fp32 `[2]`: of the source, and if `transformed` of the `hadamard_sums` of its columns, else 0."""
+    """Return two amaxes, fp32 `[2]`: of the source, and of its columns' `hadamard_sums` (0 if not `transformed`)."""
     x_rc = source.values()
     row_amaxes = amax(x_rc)
     if not transformed:
@@ -119,17 +129,17 @@ def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
 def cast_nvfp4(
     source: MatrixSource, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """Cast the rows, and the columns, and dequantize both. A zero may have either sign.
+    """Cast rows and columns, and dequantize both. A zero may have either sign.
 
-    Columns of an input or a gradient are transformed; those of a weight are a view of its rows.
+    Columns of an input or a gradient pass the Hadamard transform. Columns of a weight are a view of its rows.
 
     Args:
-        source: The matrix.
-        amaxes: `nvfp4_amaxes` of the tensor that the source is all or a shard of.
-        noise: Noise for stochastic rounding; None rounds to nearest.
+        source: Matrix to cast.
+        amaxes: `nvfp4_amaxes` of the whole tensor; the source may be a shard of it.
+        noise: Noise for stochastic rounding, or None for rounding to nearest.
         weight: Whether the source is a weight, with blocks of 16×16.
-        rowwise: Return the rows.
-        columnwise: Return the columns.
+        rowwise: Whether to return rowwise data.
+        columnwise: Whether to return columnwise data.
     """
     x_rc, cast = source.values(), partial(quantize_nvfp4, weight=weight)
     row_noise, column_noise = (None, None) if noise is None else (noise.rowwise, noise.columnwise)
@@ -148,9 +158,9 @@ def cast_nvfp4(
 
 @dataclass(eq=False)
 class NVFP4Quantizer(RecipeQuantizer):
-    """Casts under one scale for the whole tensor, of which ranks may hold shards.
+    """Quantizer of the NVFP4 recipe. Ranks that hold shards of a tensor use one tensor scale.
 
-    `noise`: round stochastically; its micro-batches are counted while `recording`.
+    If `noise` is not None, values are rounded stochastically, and micro-batches are counted while `recording`.
     """
 
     noise: TensorNoise | None
@@ -161,6 +171,7 @@ class NVFP4Quantizer(RecipeQuantizer):
         self._cast_nvfp4 = implementation(cast_nvfp4, self.device, "fine_blocks")
 
     def __call__(self, source: MatrixSource, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        """Cast `source` in the given orientations, and count a micro-batch."""
         weight = self.tensor.operand == "weight"
         amaxes = all_reduce(self._amaxes(source, transformed=columnwise and not weight), self.tensor.group, "max")
         made = self._cast_nvfp4(source, amaxes, self.noise, weight=weight, rowwise=rowwise, columnwise=columnwise)
@@ -168,20 +179,21 @@ class NVFP4Quantizer(RecipeQuantizer):
         return made
 
     def skip(self) -> None:
+        """Count a micro-batch."""
         if self.noise is not None and self.recording:
             self.noise.advance()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4Scaling(Fp8Recipe):
-    """Four bits, a scale for each 16 neighbours and for each 16×16 weights, under one for the tensor.
+    """Recipe with four-bit values, a scale for each 16 neighbors (16×16 weights), and a scale for the tensor.
 
-    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard transforms.
+    Output gradients are rounded stochastically, and both operands of wgrad are Hadamard-transformed.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         granularity=PerOperand(input=BLOCK_1X16, weight=BLOCK_16X16, grad_output=BLOCK_1X16),
-        shard_alignment=None,  # noise and tensor scale are those of the whole
+        shard_alignment=None,  # noise and tensor scale belong to the whole tensor
         cast_passes=2,
         row_multiple=128,
     )
@@ -191,5 +203,6 @@ class NVFP4Scaling(Fp8Recipe):
     )
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        """Build the quantizers of `tensors`; their state is the noise clock."""
         noise = {t: clock.tensor(t.name, t.group) if t.operand == "grad_output" else None for t in tensors}
         return Built({t.name: NVFP4Quantizer(self, t, device, noise[t]) for t in tensors}, clock)

@@ -1,13 +1,13 @@
-"""Rowwise scaling: one scale for each row of each GEMM operand, that is for each token, input or output channel.
+"""Rowwise scaling: one scale for each row of each GEMM operand: for each token, input channel or output channel.
 
-With one scale per tensor, an outlier anywhere pushes small values everywhere below what FP8 can hold. With a scale per
-row it costs its row and no other. The price is the scales, to store and to multiply by in the GEMM, and a second cast:
-the rows of the transposed matrix hold other elements, so columnwise data is made from the original values, never from
-rowwise data.
+With one scale per tensor, a single outlier pushes small values of the whole tensor below FP8's range. With one scale
+per row, it affects only its row. The cost is that scales must be stored and multiplied in the GEMM, and that a second
+cast is needed: the rows of the transposed matrix contain other elements, so columnwise data is computed from the
+original values, never from rowwise data.
 
-Under tensor parallelism a row of an operand that is cut along the dim of the product (the input and the weight of
-row-parallel layers in forward, others in backward) has a scale for each rank's part, as in torchao and Transformer
-Engine. So losses differ between tensor-parallel sizes by FP8's rounding.
+Under tensor parallelism, some operands are sharded along the summed dim: in forward the input and the weight of
+row-parallel layers, and others in backward. A row of such an operand has one scale for each rank's shard, as in torchao
+and Transformer Engine. Losses therefore differ between tensor-parallel sizes by FP8's rounding.
 
 Shapes: r rows, c columns of a matrix.
 """
@@ -40,7 +40,7 @@ from megafp8.parallel.collectives import all_reduce
 
 
 def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:
-    """Largest magnitudes of the rows `[r]` and of the columns `[c]`, fp32, infinite where they are not finite."""
+    """Return the amaxes of the rows, `[r]`, and of the columns, `[c]`, fp32; inf for rows that are not finite."""
     x_rc = source.values()
     return block_amax(x_rc, ROW).squeeze(-1), block_amax(x_rc.t(), ROW).squeeze(-1)
 
@@ -49,7 +49,10 @@ def cast_rows(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
-    """Cast by one scale per row. `amaxes`: of the rows and columns of the tensor that the source is a shard of."""
+    """Cast with one scale per row, and columnwise with one scale per column.
+
+    If the source is a shard of a tensor, `amaxes` contains the amaxes of the tensor's rows and columns.
+    """
     x_rc = source.values()
     amax_r, amax_c = (None, None) if amaxes is None else (amax.unsqueeze(-1) for amax in amaxes)
     cast = partial(quantize_blocks, fmt=fmt, granularity=ROW, power_of_two=power_of_two, eps=eps)
@@ -61,10 +64,10 @@ def cast_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseScaling(AmaxOptions):
-    """One scale for each row of each GEMM operand.
+    """Recipe with one scale for each row of each GEMM operand.
 
-    All in E4M3 by default: with a scale per row, gradients have no need of E5M2's range. To keep the weight gradient,
-    which sums over tokens, in high precision: `override_linear_precision`.
+    All operands are E4M3 by default: with one scale per row, gradients do not need E5M2's range. The weight gradient
+    sums over tokens; set `override_linear_precision` to keep it in high precision.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -75,6 +78,7 @@ class RowwiseScaling(AmaxOptions):
     use_fast_accum: tuple[bool, bool, bool] = fast_accumulation()
 
     def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
+        """Return the cast of `tensor` on `device`."""
         fmt, options = self.format_of(tensor.operand), {"power_of_two": self.power_of_two, "eps": self.amax_epsilon}
         cast = partial(implementation(cast_rows, device), fmt=fmt, **options)
         if tensor.token_group is None:
@@ -86,7 +90,7 @@ def _cast_shard(
     source: MatrixSource, *, rowwise: bool, columnwise: bool, amaxes: Callable[[MatrixSource], tuple[Tensor, Tensor]],
     cast: Callable[..., QuantizedTensor], group: ProcessGroup,
 ) -> QuantizedTensor:  # fmt: skip
-    """Cast a shard of the tokens: a column's amax is over the tokens of all ranks of `group`."""
+    """Cast a shard of the tokens. The amax of a column covers the tokens of all ranks of `group`."""
     whole_amaxes = None
     if columnwise:
         whole_amaxes = amaxes(source)

@@ -1,13 +1,13 @@
-"""Static scaling: one scale per tensor that never changes. Nothing to compute, to remember or to communicate.
+"""Static scaling: one scale per tensor that never changes, so steps neither compute nor communicate amaxes.
 
-The amax it follows from is given in the config, or is the largest that the tensor had in the first steps of the run,
-its calibration. During these the whole layer runs in high precision (its `LinearPlan` says so), for amaxes measured
-under a bad scale would be wrong; afterwards nothing changes.
+The scale is computed from an amax that the config gives, or from the largest amax of the tensor in the first steps of
+the run, the calibration. During calibration the whole layer runs in high precision, as its `LinearPlan` says, because
+amaxes measured with a bad scale would be wrong. Afterwards nothing changes.
 
-The ranks that hold the same layers must agree. Their amaxes are reduced in one collective a step, and none once all are
-known. One at the end would do, but a checkpoint in between would then hold what only one rank had seen. A step with an
-infinite or NaN amax does not count for that tensor's amax. Steps are counted per tensor, so a layer that joins on
-resume is calibrated like any other.
+The ranks that run the same layers must agree on the scales. During calibration, their amaxes are reduced in one
+collective per step; afterwards there are no collectives. One collective at the end of the calibration would suffice,
+but a checkpoint before it would contain values that only one rank has seen. An infinite or NaN amax is ignored. Steps
+are counted per tensor, so a layer that is added on resume is calibrated like any other.
 
 Shapes: t tensors.
 """
@@ -47,10 +47,14 @@ from megafp8.numerics.stochastic_rounding import NoiseClock
 
 @dataclass(eq=False)
 class StaticQuantizer(RecipeQuantizer):
-    """Scales by `scale`, `scale_inv` its reciprocal.
+    """Quantizer of the static recipe.
 
-    Until these are known, while `calibrating`, it is to `record` what it would cast and keeps the largest magnitude in
-    `calibration_amax`. All are fp32 `[]`, views of the shared state. `recording` is switched off during evaluation.
+    Attributes:
+        scale: Scale, fp32 `[]`, a view of the shared state, like the next two.
+        scale_inv: Reciprocal of the scale.
+        calibration_amax: Largest amax that `record` has seen in the current step.
+        calibrating: Whether the scale is still unknown. Call `record` instead of casting then.
+        recording: Whether `record` has an effect. Evaluation turns it off.
     """
 
     scale: Tensor
@@ -61,17 +65,20 @@ class StaticQuantizer(RecipeQuantizer):
 
     @property
     def known_scale(self) -> tuple[Tensor, Tensor]:
+        """Scale and its reciprocal, fp32 `[]`."""
         return self.scale, self.scale_inv
 
     @property
     def settled(self) -> bool:
+        """Whether calibration has ended."""
         return not self.calibrating
 
     def for_sharded_input(self, group: ProcessGroup) -> StaticQuantizer:
+        """Return this quantizer: shards have the scale of the whole tensor."""
         return self
 
     def record(self, x: Tensor) -> None:
-        """Record the amax of x, of any shape."""
+        """Record the amax of x, of any shape, while calibrating."""
         if self.calibrating and self.recording:
             torch.maximum(self.calibration_amax, amax(x), out=self.calibration_amax)
 
@@ -82,12 +89,16 @@ class StaticQuantizer(RecipeQuantizer):
 
 @dataclass(frozen=True, kw_only=True)
 class StaticScaling(Fp8Recipe):
-    """Per tensor, by a scale that never changes.
+    """Recipe with one scale per tensor that never changes.
 
-    `amax`: pairs of a shell-style pattern over tensors (`layers.*.mlp.down.input`) and the largest magnitude they will
-    have; the first that matches counts. `calibration_steps`: for this many steps a layer that has a tensor without runs
-    in high precision and records its amaxes, then it keeps the largest. `margin`: powers of two left free above the
-    amax, for tensors that grow later. `power_of_two`: round scales down to powers of two.
+    Attributes:
+        amax: Pairs of a shell-style pattern of tensors (`layers.*.mlp.down.input`) and the largest magnitude that they
+            will have. The first pattern that matches a tensor applies.
+        calibration_steps: Number of steps in which a layer runs in high precision and records amaxes, if one of its
+            tensors matches no pattern. The largest amax then determines the scale.
+        margin: Powers of two left free above the amax, for tensors that grow later.
+        power_of_two: Round scales down to powers of two.
+        use_fast_accum: GEMMs (fprop, dgrad, wgrad) that accumulate fast on Hopper.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(granularity=PER_TENSOR, shard_alignment=1)
@@ -104,16 +115,19 @@ class StaticScaling(Fp8Recipe):
 
     @property
     def calibrates(self) -> bool:
+        """Whether layers may run in high precision until their scales are known."""
         return self.calibration_steps > 0
 
     def scale_rule(self, fmt: Format) -> ScaleRule:
+        """Return the rule that computes a scale from an amax."""
         return ScaleRule(fmt.max, margin=self.margin, power_of_two=self.power_of_two)
 
     def given_amax(self, tensor: str) -> float | None:
-        """The amax of a tensor that needs no calibration."""
+        """Return the amax that the config gives for a tensor, or None if the tensor needs calibration."""
         return next((value for pattern, value in self.amax if fnmatchcase(tensor, pattern)), None)
 
     def check_tensors(self, tensors: Sequence[str]) -> None:
+        """Raise ValueError if a pattern matches no tensor, or a tensor has neither an amax nor a calibration."""
         for pattern, _ in self.amax:
             if not any(fnmatchcase(tensor, pattern) for tensor in tensors):
                 raise ValueError(no_match("static_amax", pattern, tensors, "tensor with a static scale"))
@@ -125,12 +139,13 @@ class StaticScaling(Fp8Recipe):
             )
 
     def build(self, tensors: Sequence[Fp8Tensor], device: torch.device, clock: NoiseClock) -> Built:
+        """Build the quantizers of `tensors` and their state on `device`."""
         state = StaticState(self, tensors, device)
         return Built({**state.quantizers}, state)
 
 
 class StaticState(TensorScales):
-    """Amaxes and scales `[t]`, fp32 on `device`, of `tensors` in their order."""
+    """State of the static recipe: amaxes and scales of t tensors in their order, fp32 `[t]` on `device`."""
 
     def __init__(self, recipe: StaticScaling, tensors: Sequence[Fp8Tensor], device: torch.device) -> None:
         super().__init__(recipe, tensors, device)
@@ -138,7 +153,7 @@ class StaticState(TensorScales):
         amaxes = [recipe.given_amax(tensor.name) for tensor in tensors]
         self.amax_t = torch.tensor([amax or 0.0 for amax in amaxes], dtype=torch.float32, device=device)
         self.newest_t = torch.zeros_like(self.amax_t)
-        # Of calibration, on the host: they decide what a layer does.
+        # Completed calibration steps, on the host, because they decide what a layer does.
         steps = [0 if amax is None else recipe.calibration_steps for amax in amaxes]
         self.steps_t = torch.tensor(steps, dtype=torch.int64)
         self.calibrated = {tensor.name: i for i, tensor in enumerate(tensors) if amaxes[i] is None}
@@ -150,12 +165,13 @@ class StaticState(TensorScales):
         self.refresh()
 
     def newest_amaxes(self) -> list[NewestAmaxes]:
+        """Return the amaxes to reduce; empty once all tensors are calibrated."""
         calibrating = bool((self.steps_t < self.recipe.calibration_steps).any())
         return self.split(self.newest_t) if calibrating else []
 
     @torch.no_grad()
     def end_step(self, reduced: Sequence[Tensor]) -> None:
-        """Take the step's amaxes into those of tensors that calibrate."""
+        """Update the amaxes of tensors that calibrate with the step's reduced amaxes."""
         if not reduced:
             return
         calibrating_t = self.steps_t < self.recipe.calibration_steps
@@ -166,12 +182,12 @@ class StaticState(TensorScales):
         self.refresh()
 
     def discard_step(self) -> None:
-        """Forget the step's amaxes."""
+        """Discard the step's amaxes."""
         self.newest_t.zero_()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute what follows from the amaxes and steps, after these were read from a checkpoint."""
+        """Recompute scales and calibration flags, after amaxes and steps have been read from a checkpoint."""
         recipe = self.recipe
         self.scale_t.copy_(
             scale_from_amax(self.amax_t, self.fp8_max_t, margin=recipe.margin, power_of_two=recipe.power_of_two)
@@ -181,9 +197,10 @@ class StaticState(TensorScales):
             quantizer.calibrating = steps < recipe.calibration_steps
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`fp8.<tensor>.amax` and `.calibrated_steps`, both `[]`, of each tensor whose amax was not given.
+        """Return `fp8.<tensor>.amax`, `[]`, and `fp8.<tensor>.calibrated_steps`, int64 `[]` on the host.
 
-        The latter is int64 on the host. Views: reading into them and `refresh` loads them.
+        Tensors with an amax in the config have no entries. The values are views: to load a state, write into them and
+        call `refresh`.
         """
         state: dict[str, Tensor] = {}
         for name, i in self.calibrated.items():
