@@ -453,7 +453,7 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
      "model.mtp_num_layers = 1: model.hyper_connections is set and does not support it; try 0"),
     (["model.hyper_connections={streams: 1}"], 1, "model.hyper_connections.streams = 1"),
     (["model.moe={num_experts: 4}", "model.layer_kinds={a: {ffn: {kind: moe, routing: hash}}}", "model.pattern=[a]",
-      "model.mtp_num_layers=1"], 1, "model.layer_kinds.a.ffn.routing = 'hash': multi-token prediction layers copy the last layer"),
+      "model.mtp_num_layers=1"], 1, "model.layer_kinds.a.ffn.routing = 'hash': multi-token prediction layers copy the"),
     (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention, and "
      "the indexer's heads"),

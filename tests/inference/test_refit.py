@@ -301,7 +301,8 @@ def _layout_that_does_not_fit(config: Config) -> list[str]:
 def test_layouts_that_do_not_fit(world2: World) -> None:
     for messages in world2.run(_layout_that_does_not_fit, config_of(TP2)):
         assert len(messages) == 3
-        assert messages[0] == "tensor = 3 and pipeline = 1 need 3 ranks, but the job's 2 ranks cannot be divided by that"
+        message = "tensor = 3 and pipeline = 1 need 3 ranks, but the job's 2 ranks cannot be divided by that"
+        assert messages[0] == message
 
 
 def _trained_meanwhile(config: Config, layout: Layout) -> list[Any]:
