@@ -89,7 +89,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 T5_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"position_embedding": "rope"}}, "model.position_embedding = 'rope': model.architecture is t5"),
     ({"model": {"qk_norm": True}}, "model.qk_norm = True: model.architecture is t5"),
-    ({"model": {"relative_attention_num_buckets": 6}}, "model.relative_attention_num_buckets = 6: each direction has"),
+    (
+        {"model": {"relative_attention_num_buckets": 6}},
+        "model.relative_attention_num_buckets = 6: each direction has half",
+    ),
     ({"training": {"decoder_seq_length": 9}}, "training.decoder_seq_length = 9: a sample of 64 tokens has 10 in 3"),
     ({"parallel": {"context": 2}}, "parallel.context = 2: model.architecture is t5"),
     ({"parallel": {"offload": True, "tensor": 2}}, "parallel.offload = True: model.architecture is t5"),
