@@ -1,7 +1,8 @@
-"""Cases of `bench_attention --scores`: attention whose scores are more than q·k/√d, beside other kernels.
+"""Cases of `bench_attention --scores`: attention with scores other than q·k/√d, compared with other kernels.
 
-Each case has ours, which is first compared with the reference, and those of cuDNN, flash and FlexAttention that compute
-the same. Dropout of others draws other numbers, so only its time is comparable.
+Each case has megafp8's kernel, which is first compared with the reference, and the kernels of cuDNN, flash attention
+and FlexAttention that compute the same. Other kernels draw other random numbers for dropout, so only their time is
+comparable.
 
 Shapes: s sequence, b micro-batch, a query heads, g key-value heads of width d; r distances.
 """
@@ -26,7 +27,10 @@ OTHERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's flash": SDPBackend.FLASH
 
 @dataclass(frozen=True)
 class Case:
-    """`mask` and `scores` for b, s, a and a device. `others`: whether torch's kernels compute it, by their options."""
+    """Case with functions that build `mask` and `scores` from b, s, a and a device.
+
+    `others` lists the options of torch's kernels that compute the same.
+    """
 
     name: str
     s: int
@@ -79,7 +83,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel of a case. `flops` of forward, from the pairs that are visible."""
+    """Kernel of a case. `flops` are the FLOPs of forward, computed from the visible pairs."""
 
     case: str
     kernel: str
@@ -89,7 +93,7 @@ class Contender:
 
 
 def contenders(case: Case, divisor: int, device: torch.device) -> Iterator[Contender | str]:
-    """The kernels of a case, whose sequence is divided by `divisor`; a line for each result and failure before it."""
+    """Yield the kernels of a case, with its sequence divided by `divisor`, and lines about results and failures."""
     s, b, a, d = case.s // divisor, case.b, case.a, case.d
     mask, scores = case.mask(b, s, device), case.scores(b, s, a, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -119,7 +123,7 @@ def contenders(case: Case, divisor: int, device: torch.device) -> Iterator[Conte
             y = function(*leaves)
             inputs = [*leaves, scores.distance_bias_ar] if bias_grad and name == "FlexAttention" else leaves
             torch.autograd.grad(y, inputs, do_basd, retain_graph=True)
-        except Exception as error:  # of a kernel that does not take the case: the others are still measured
+        except Exception as error:  # this kernel does not support the case, but the others are still measured
             yield f"{case.name}: {name} does not run: {str(error).strip().splitlines()[-1][:100]}"
             continue
         yield Contender(
@@ -129,7 +133,7 @@ def contenders(case: Case, divisor: int, device: torch.device) -> Iterator[Conte
 
 
 def use_tiles(given: list[str]) -> None:
-    """Use other tiles in our kernels, given as kernel=queries,keys,warps,stages."""
+    """Use other tiles in megafp8's kernels, given as kernel=queries,keys,warps,stages."""
     if not given:
         return
     from megafp8.layers.attention import kernel as attention
@@ -152,7 +156,7 @@ def _own_kernel(device: torch.device) -> Any:
 def _errors(
     found: tuple[Tensor | None, ...], tensors: tuple[Tensor, ...], mask: AttentionMask, scores: Scores, bias_grad: bool
 ) -> str:
-    """|found - expected| / |expected| of the output and all gradients. The reference runs in fp32."""
+    """Describe |actual - expected| / |expected| of the output and all gradients. The reference runs in fp32."""
     q, k, v, do = (x.float() for x in tensors)
     o, lse = attention_reference.forward(q, k, v, mask, scores)
     expected = o, *attention_reference.backward(do, q, k, v, o, lse, mask, scores, bias_grad)
@@ -172,7 +176,7 @@ def _sdpa(backend: SDPBackend, options: dict[str, Any]) -> Callable[..., Tensor]
 
 
 def _flex(mask: AttentionMask, scores: Scores, s: int, b: int, device: torch.device) -> Callable[..., Tensor]:
-    """FlexAttention of the same mask and scores, compiled."""
+    """Build FlexAttention with the same mask and scores, compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     first_bs, end_bs = (x.expand(b, -1).contiguous() for x in key_ranges(mask, s, s, device))

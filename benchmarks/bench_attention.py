@@ -1,16 +1,16 @@
-"""Time of attention that masks: documents, windows, and their shards: `python -m benchmarks.bench_attention`.
+"""Time masked attention: documents, windows, and their shards: `python -m benchmarks.bench_attention`.
 
-Forward and backward of one layer's attention, bf16 on a GPU, without projections. Documents have random lengths
-(exponential, of a mean); "pairs" are those of tokens that attend to each other, as a share of the causal triangle, and
-"of share" is the time over that share of the triangle's. `--context n` also times what each of n context-parallel ranks
-computes, on this one GPU and without communication.
+The benchmark measures forward and backward of one layer's attention, in bf16 on a GPU, without projections. Documents
+have random lengths with an exponential distribution. "pairs" are pairs of tokens that attend to each other, as a
+fraction of the causal triangle. "of share" is the time relative to that fraction of the triangle's time. `--context n`
+also times the work of each of n context-parallel ranks, on this one GPU and without communication.
 
-`--scores`: soft caps, biases, dropout and prefixes instead, by our kernel, which is first compared with the reference,
-and by cuDNN's, torch's flash kernel and FlexAttention where they compute the same; forward and backward apart, in ms
-and TFLOP/s of the visible pairs (4·d each forward, 10·d backward).
+`--scores` measures soft caps, biases, dropout and prefixes instead: with megafp8's kernel, which is first compared with
+the reference, and with the kernels of cuDNN, torch's flash attention and FlexAttention if they compute the same.
+Forward and backward are separate, in ms and TFLOP/s of the visible pairs (4·d each forward, 10·d backward).
 
-Medians of interleaved rounds from a cold L2, on a GPU of replayed CUDA graphs, as in training; "host" is the host's
-time to launch what is in them.
+Times are medians of interleaved rounds from a cold L2. On a GPU, replayed CUDA graphs are timed, as in training. "host"
+is the time that the host needs to launch the kernels in them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCORES_TABLE = Table("scores", 40, {"fwd ms": ".3f", "TFLOP/s": ".0f", "bwd ms":
 
 @dataclass(frozen=True)
 class Sizes:
-    """`seq_length` tokens of one sample, heads and their width."""
+    """Sizes of one sample's attention: tokens, heads, and head width."""
 
     seq_length: int
     heads: int
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of the table. `pairs`: visible pairs of tokens, as a share of the causal triangle's."""
+    """Row of the table. `pairs` are the visible pairs of tokens as a fraction of the causal triangle."""
 
     name: str
     ms: float
@@ -71,7 +71,7 @@ class Record:
 
 
 def document_offsets(s: int, mean: float, seed: int) -> list[int]:
-    """First tokens of documents of random lengths, and s."""
+    """Return the first tokens of documents of random lengths, and s."""
     generator, ends = torch.Generator().manual_seed(seed), [0]
     while ends[-1] < s:
         length = max(1, int(torch.empty(1).exponential_(1 / mean, generator=generator)))
@@ -80,26 +80,27 @@ def document_offsets(s: int, mean: float, seed: int) -> list[int]:
 
 
 def bounded(ends: list[int], device: torch.device) -> Tensor:
-    """`cu_seqlens` `[1, n + 1]` with room for more documents, as the data loader makes it."""
+    """Return `cu_seqlens`, `[1, n + 1]`, with room for more documents, in the data loader's form."""
     return torch.tensor(
         [ends + [ends[-1]] * (room_for(len(ends) - 1) + 1 - len(ends))], dtype=torch.int32, device=device
     )
 
 
 def visible_pairs(ends: list[int], window: int | None) -> int:
-    """Pairs of a query and a key that it attends to."""
+    """Return the number of pairs of a query and a key that it attends to."""
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     widths = [n if window is None else min(n, window) for n in lengths]
     return sum(w * (w + 1) // 2 + (n - w) * w for n, w in zip(lengths, widths, strict=True))
 
 
 def noise(sizes: Sizes, device: torch.device, tokens: int, heads: int) -> Tensor:
+    """Return random heads, `[tokens, 1, heads, d]`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.randn(tokens, 1, heads, sizes.head_dim, device=device, dtype=dtype)
 
 
 def self_attention(sizes: Sizes, mask: AttentionMask, device: torch.device) -> Callable[[], object]:
-    """Forward and backward of a whole sequence."""
+    """Build a run of forward and backward of a whole sequence."""
     s = sizes.seq_length
     q, k, v = (noise(sizes, device, s, n).requires_grad_() for n in (sizes.heads, sizes.groups, sizes.groups))
     do = noise(sizes, device, s, sizes.heads)
@@ -109,7 +110,7 @@ def self_attention(sizes: Sizes, mask: AttentionMask, device: torch.device) -> C
 def calls_of_a_rank(
     sizes: Sizes, calls: tuple[AttentionCall, ...], ranks: int, device: torch.device
 ) -> Callable[[], object]:
-    """Forward and backward of the kernel calls of a context-parallel rank, its keys already gathered."""
+    """Build a run of a context-parallel rank's kernel calls, forward and backward, with its keys already gathered."""
     runs = []
     for call in calls:
         own = call.rows.stop - call.rows.start
@@ -128,7 +129,7 @@ def calls_of_a_rank(
 
 
 def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
-    """Records of named runs and their shares of pairs."""
+    """Measure named runs with their fractions of pairs, and return a row for each."""
     timed = [replayed(run) if device.type == "cuda" else run for run, _ in runs.values()]
     times = time_round_robin(timed, device, rounds=rounds)
     records = []
@@ -149,7 +150,7 @@ def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.d
 
 
 def without_front_end(run: Callable[[], object]) -> None:
-    """Run with torch's flash kernel in place of cuDNN's."""
+    """Run with torch's flash kernel instead of cuDNN's."""
     found, cudnn_attention.is_available = cudnn_attention.is_available, lambda: False  # type: ignore[assignment]
     try:
         run()
@@ -158,7 +159,7 @@ def without_front_end(run: Callable[[], object]) -> None:
 
 
 def measure_scores(divisor: int, device: torch.device, rounds: int) -> list[dict[str, object]]:
-    """Print and return forward and backward of all cases of `benchmarks.attention_scores`."""
+    """Measure forward and backward of all cases of `benchmarks.attention_scores`; print and return the rows."""
     rows: list[dict[str, object]] = []
     print(f"{machine(device)}, torch {torch.__version__}")
     print(SCORES_TABLE.heading())
@@ -179,10 +180,11 @@ def measure_scores(divisor: int, device: torch.device, rounds: int) -> list[dict
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--document-length", type=int, default=1000, help="mean")
+    parser.add_argument("--document-length", type=int, default=1000, help="mean length of documents")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--context", type=int, default=1, help="ranks that share the sequence")
     parser.add_argument("--heads", type=int, default=32)
@@ -190,9 +192,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scores", action="store_true", help="soft caps, biases, dropout and prefixes")
-    parser.add_argument("--tile", action="append", default=[], help="of --scores, as in dkv=32,128,8,2: another tile")
-    parser.add_argument("--divisor", type=int, default=1, help="of the sequence lengths of --scores")
+    parser.add_argument("--scores", action="store_true", help="measure soft caps, biases, dropout and prefixes")
+    parser.add_argument("--tile", action="append", default=[], help="another tile for --scores, such as dkv=32,128,8,2")
+    parser.add_argument("--divisor", type=int, default=1, help="divisor of the sequence lengths of --scores")
     given = parser.parse_args(arguments)
     try:
         require_positive(

@@ -1,11 +1,11 @@
-"""Throughput of the quantize kernels compared with a copy, on one GPU: `python -m benchmarks.bench_casts [--sweep]`.
+"""Measure the throughput of the quantize kernels relative to a copy: `python -m benchmarks.bench_casts [--sweep]`.
 
-Bytes are those that must move: each input once per pass, each output once. `--sweep` tries tiles for each pass of each
-cast, with the tile of the other pass fixed, and prints the best; without it the tiles of `megafp8.kernels.quantize` are
-measured. Times are medians from a cold L2. A pass that only reads also seems to wait until the cache's previous content
-is written back: some 10 µs.
+Bytes are the bytes that must move: each input once per pass, each output once. `--sweep` tries tiles for each pass of
+each cast, with the tile of the other pass fixed, and prints the best. Without it, the tiles of
+`megafp8.kernels.quantize` are measured. Times are medians from a cold L2. A pass that only reads seems to wait until
+the previous content of the cache is written back, for about 10 µs.
 
-Shapes: m tokens; those of a Llama-3-8B layer at 8192 tokens.
+Shapes: m tokens; the layer of Llama-3-8B at 8192 tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TABLE = Table("kernel", 34, {"ms": ".3f", "TB/s": ".2f", "of copy": ".1%"})
 
 @dataclass(frozen=True)
 class Case:
-    """A cast of one shape: its source's name in the kernels, its passes, and the bytes that must move."""
+    """Cast of one shape: the name of its source in the kernels, its passes, and the bytes that must move."""
 
     name: str
     source: str
@@ -40,6 +40,7 @@ class Case:
 
 
 def cases() -> list[Case]:
+    """Return all casts to measure."""
     from megafp8.kernels import quantize
     from megafp8.layers.norm import kernel as normalization
     from megafp8.numerics.formats import E4M3, E5M2
@@ -58,7 +59,7 @@ def cases() -> list[Case]:
     blocks = {"power_of_two": True, "eps": 0.0} | both
     current = {"power_of_two": False, "eps": 0.0} | both
     heads = (noise(M, 1, 32, 128), noise(M, 1, 8, 128), noise(M, 1, 8, 128))
-    # Each source, and how many elements it reads and computes.
+    # Each source, and the number of elements that it reads and computes.
     sources: dict[str, tuple[MatrixSource, int, int]] = {
         "plain": (Plain(x), M * H, M * H),
         "rmsnorm": (Normalized(x, rstd, weight), M * H, M * H),
@@ -95,20 +96,20 @@ def cases() -> list[Case]:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Median time on the GPU."""
+    """Return the median time on the GPU."""
     (seconds,) = time_round_robin([run], torch.device("cuda"), rounds=ROUNDS, warm_up=1)
     return statistics.median(seconds) * 1e3
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a large copy, bytes read plus bytes written."""
+    """Return the TB/s of a large copy, counting bytes read and bytes written."""
     a = torch.randn(2**28, device="cuda", dtype=torch.bfloat16)
     b = torch.empty_like(a)
     return 4 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
 
 
 def tiles_to_try(what: str, source: str) -> list[Any]:
-    """Candidate tiles for a pass over a source."""
+    """Return candidate tiles for a pass over a source."""
     from megafp8.kernels.quantize import CastTile
 
     if what in ("1x128", "128x128"):
@@ -120,7 +121,7 @@ def tiles_to_try(what: str, source: str) -> list[Any]:
 
 
 def sweep(case: Case) -> list[tuple[float, str]]:
-    """Milliseconds of the best tiles of each pass; `quantize.TILES` keeps the best."""
+    """Return the milliseconds of the best tiles of each pass, and keep the best in `quantize.TILES`."""
     from megafp8.kernels.quantize import TILES
 
     found = []
@@ -136,6 +137,7 @@ def sweep(case: Case) -> list[tuple[float, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--sweep", action="store_true", help="try tiles")
     arguments = parser.parse_args(argv)

@@ -1,15 +1,16 @@
-"""Speed of the linear layers of many experts, and of the rows around them: `python -m benchmarks.bench_experts`.
+"""Time the linear layers of many experts, and the movement of rows: `python -m benchmarks.bench_experts`.
 
-The first linear layer of all experts of a rank, forward and backward in bf16 and with FP8 recipes; then what brings
-rows to their experts and back. Weight gradients are added to an fp32 buffer, as in training, or given to autograd in
-bf16 (`--gradients returned`), as by a layer of a user's own model. `--products`: instead, the products alone, of
-operands that are cast already, by blocks of 128 and in bf16. Rows are uneven: shares of experts are drawn from a
-Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B with 8,192 tokens.
+The benchmark measures the first linear layer of all experts of a rank, forward and backward, in bf16 and with FP8
+recipes; then the permutation of rows to their experts and back. Weight gradients are added to an fp32 buffer, as in
+training, or returned to autograd in bf16 (`--gradients returned`), as in a user's model. `--products` measures the
+products alone, with operands that are cast already, with blocks of 128 and in bf16. Experts have different numbers of
+rows, drawn from a Dirichlet distribution. TFLOP/s count 2·m·n·k for each of the three GEMMs. Default: Qwen3-30B-A3B
+with 8,192 tokens.
 
     --experts 8 --top-k 2 --hidden 4096 --width 14336          Mixtral-8x7B
     --experts 8 --tokens 32768 --top-k 1 --hidden 7168 --width 2048   a rank of DeepSeek-V3 with 8 local experts
 
-Medians of interleaved rounds from a cold L2; "host" is the host's time to launch.
+Times are medians of interleaved rounds from a cold L2; "host" is the host's launch time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TABLE = Table("", 36, {"ms": ".3f", "TFLOP/s": ",.0f", "host ms": ".3f"})
 
 @dataclass(frozen=True)
 class Record:
-    """A row of the table; `tflops` is None where nothing is multiplied."""
+    """Row of the table. `tflops` is None if nothing is multiplied."""
 
     name: str
     ms: float
@@ -51,9 +52,9 @@ class Record:
 
 
 def chosen_experts(tokens: int, experts: int, top_k: int, concentration: float, seed: int) -> Tensor:
-    """Different experts of each token, int64 `[tokens, top_k]`, by popularities from a Dirichlet distribution.
+    """Choose different experts for each token, int64 `[tokens, top_k]`, with Dirichlet-distributed popularities.
 
-    `concentration` inf: the experts in turn, each as often as the others.
+    If `concentration` is inf, experts are chosen in turn, equally often.
     """
     if math.isinf(concentration):
         return torch.arange(tokens * top_k).view(tokens, top_k) % experts
@@ -63,7 +64,10 @@ def chosen_experts(tokens: int, experts: int, top_k: int, concentration: float, 
 
 
 def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool, returned: bool) -> Callable[[], object]:
-    """The linear layer of all experts on rows `x`, `[k]` to `[n]` channels; `returned`: autograd gets dw."""
+    """Build a run of the linear layer of all experts on rows `x`, `[m, k]` to `[m, n]`.
+
+    With `returned`, the weight gradient is returned to autograd.
+    """
     experts, k = len(ends), x.shape[1]
     weight = nn.Parameter(torch.randn(experts * n, k, device=x.device).mul_(0.02).to(x.dtype))
     set_spec(weight, ParamSpec(unsharded("weight", (experts * n, k)), Init("zeros"), replicated_over_tp=False))
@@ -88,7 +92,7 @@ def linear_run(x: Tensor, ends: Tensor, n: int, recipe: str, *, backward: bool, 
 
 
 def rows_run(x: Tensor, permutation: Permutation) -> Callable[[], object]:
-    """Tokens `x` to rows by expert and back, forward and backward."""
+    """Build a run that moves tokens `x` to rows by expert and back, forward and backward."""
     x = x.detach().requires_grad_()
     weights = torch.rand(len(x), permutation.top_k, device=x.device, requires_grad=True)
 
@@ -100,8 +104,11 @@ def rows_run(x: Tensor, permutation: Permutation) -> Callable[[], object]:
 
 
 def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[], object], float]]:
-    """Each product of the layer with its FLOPs: blockwise by our kernels, in bf16 by those that a layer takes."""
-    from megafp8.kernels.grouped_cast import cast_groups_1x128  # needs Triton, which comes with torch's CUDA builds
+    """Build runs of each product of the layer, with FLOPs.
+
+    They are blockwise products by megafp8's kernels, and bf16 products as a layer computes them.
+    """
+    from megafp8.kernels.grouped_cast import cast_groups_1x128  # needs Triton, which only torch's CUDA builds include
     from megafp8.kernels.grouped_gemm import rows_times_matrices, sums_over_rows
     from megafp8.kernels.quantize import cast_128x128
 
@@ -138,7 +145,10 @@ def product_runs(x: Tensor, ends: Tensor, n: int) -> dict[str, tuple[Callable[[]
 def layer_runs(
     x: Tensor, ends: Tensor, n: int, recipes: Sequence[str], *, returned: bool
 ) -> dict[str, tuple[Callable[[], object], float]]:
-    """Forward, and forward and backward, of the layer by recipe, with their FLOPs; `returned`: as of `linear_run`."""
+    """Build runs of the layer's forward, and of forward and backward, for each recipe, with FLOPs.
+
+    See `linear_run` for `returned`.
+    """
     runs: dict[str, tuple[Callable[[], object], float]] = {}
     gemm = 2.0 * len(x) * x.shape[1] * n
     for recipe in ("bf16", *recipes):
@@ -149,7 +159,7 @@ def layer_runs(
 
 
 def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.device, rounds: int) -> list[Record]:
-    """Records of named runs and their FLOPs."""
+    """Measure named runs, and return a row for each."""
     times = time_round_robin([run for run, _ in runs.values()], device, rounds=rounds)
     records = []
     for (name, (run, flops)), seconds in zip(runs.items(), times, strict=True):
@@ -164,6 +174,7 @@ def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.d
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -171,10 +182,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768, help="inner width of an expert")
-    parser.add_argument("--concentration", type=float, default=8.0, help="of the Dirichlet distribution; inf: even")
+    parser.add_argument(
+        "--concentration", type=float, default=8.0, help="concentration of the Dirichlet distribution; inf: even"
+    )
     parser.add_argument("--recipes", nargs="*", default=["delayed", "blockwise"], choices=[*RECIPES])
-    parser.add_argument("--products", action="store_true", help="the products alone, by blocks of 128 and in bf16")
-    parser.add_argument("--gradients", choices=["added", "returned"], default="added", help="of weights")
+    parser.add_argument(
+        "--products", action="store_true", help="measure the products alone, with blocks of 128 and in bf16"
+    )
+    parser.add_argument("--gradients", choices=["added", "returned"], default="added", help="weight gradients")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)

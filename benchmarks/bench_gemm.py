@@ -4,20 +4,22 @@
     python -m benchmarks.bench_gemm --shapes llama3-70b-tp8,4096x8192x16384 --json gemms.json
 
 A shape is a transformer layer of `benchmarks.blocks`, measured linear by linear, or one linear as tokens x inputs x
-outputs. The GEMMs of a linear layer:
+outputs. The GEMMs of a linear layer are:
 
     fprop  y  = x · wᵀ          x [m, k], w [n, k], bf16 result
     dgrad  dx = dy · w          dy [m, n], bf16 result; E5M2 gradients with one scale per tensor, else E4M3
     wgrad  dw += dyᵀ · x        added to an fp32 sum: in place by cuBLASLt (and by torch in bf16), else by `add_`
 
-bf16 operands have the strides that they have in a layer. FP8 operands are quantized and transposed beforehand; that is
-not timed. All operands are random: the power that a GEMM draws, and so the clock, depends on the values.
+bf16 operands have the strides that they have in a layer. FP8 operands are quantized and transposed beforehand, which is
+not timed. All operands are random, because the values affect the power that a GEMM draws, and thereby the clock.
 
 Times are medians over `--rounds`, after warm-up, from a cold L2. Variants take turns in every round, so that a drift of
-the clock affects all alike. A GPU that pauses between runs has higher clocks than one that trains. Each GEMM's first
-result is compared with torch's in bf16; a difference above 15% is marked WRONG, and the exit code is 1.
+the clock affects all of them equally. A GPU that pauses between runs has higher clocks than in training. The first
+result of each GEMM is compared with torch's result in bf16. A difference above 15% is marked WRONG, and the exit code
+is 1.
 
-Shapes: m tokens, k inputs, n outputs of the layer; of a GEMM r, c the result's dims and s the dim summed over.
+Shapes: m tokens, k inputs, n outputs of the layer. For a GEMM, r and c are the dims of the result, and s is the summed
+dim.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ LARGEST_DIFFERENCE = 0.15  # E5M2 times E4M3 is off by 8%
 GEMMS = ("fprop", "dgrad", "wgrad")
 ALIGNMENT = 16
 BASELINE = "bf16 torch"
-# Granularities of the two operands, and whether to accumulate in the tensor cores' 14 bits.
+# Granularities of both operands, and whether to accumulate in the tensor cores' 14 bits.
 SCALINGS: dict[str, tuple[Granularity, Granularity, bool]] = {
     "tensor fast": (TENSOR, TENSOR, True),
     "tensor split": (TENSOR, TENSOR, False),
@@ -57,7 +59,7 @@ SCALINGS: dict[str, tuple[Granularity, Granularity, bool]] = {
     "1x128·128x128": (BLOCK_1X128, BLOCK_128X128, False),
     "1x128·1x128": (BLOCK_1X128, BLOCK_1X128, False),
 }
-_FP8_BACKENDS: dict[str, tuple[GemmBackend, bool]] = {  # and whether to time algorithms
+_FP8_BACKENDS: dict[str, tuple[GemmBackend, bool]] = {  # backend, and whether to time algorithms
     "scaled_mm": ("scaled_mm", False),
     "cublaslt": ("cublaslt", False),
     "cublaslt tuned": ("cublaslt", True),
@@ -70,7 +72,7 @@ _FP8_BACKENDS: dict[str, tuple[GemmBackend, bool]] = {  # and whether to time al
 
 @dataclass(frozen=True)
 class Operands:
-    """One GEMM's bf16 operands, `a [r, s]` and `b [s, c]`, with the strides of a layer."""
+    """bf16 operands of one GEMM, `a [r, s]` and `b [s, c]`, with the strides of a layer."""
 
     gemm: str
     a_rs: Tensor
@@ -79,14 +81,16 @@ class Operands:
 
     @property
     def accumulates(self) -> bool:
+        """Whether the result is added to an fp32 sum."""
         return self.gemm == "wgrad"
 
     @property
     def flops(self) -> float:
+        """FLOPs of the GEMM."""
         return 2.0 * self.a_rs.shape[0] * self.a_rs.shape[1] * self.b_sc.shape[1]
 
     def quantized(self, which: str, granularity: Granularity) -> ScaledTensor:
-        """Operand "a" as `[r, s]` or "b" as `[c, s]`, quantized once for all variants."""
+        """Return operand "a" as `[r, s]` or "b" as `[c, s]`, quantized once for all variants."""
         is_gradient = which == "a" and self.gemm != "fprop"
         operand: OperandName = "grad_output" if is_gradient else "weight" if granularity is BLOCK_128X128 else "input"
         key = (which, granularity)
@@ -100,6 +104,7 @@ class Operands:
         return self._cast[key]
 
     def new_result(self) -> Tensor:
+        """Return a tensor of zeros for the result."""
         dtype = torch.float32 if self.accumulates else torch.bfloat16
         return torch.zeros(self.a_rs.shape[0], self.b_sc.shape[1], dtype=dtype, device=self.a_rs.device)
 
@@ -113,7 +118,7 @@ _RECIPES = {
 
 
 def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:
-    """The three GEMMs of a layer of this size. ValueError unless cuBLASLt takes it without padding."""
+    """Return the three GEMMs of a layer of this size, or raise ValueError if cuBLASLt would need padding."""
     if any(dim % ALIGNMENT for dim in size):
         raise ValueError(f"{size}: FP8 GEMMs take multiples of {ALIGNMENT}; other sizes are padded first")
     m, k, n = size
@@ -123,12 +128,12 @@ def operands_of(size: LinearSize, device: torch.device) -> list[Operands]:
     return [Operands(gemm, a, b) for gemm, (a, b) in zip(GEMMS, pairs, strict=True)]
 
 
-Run = Callable[[], Tensor]  # one GEMM; returns its result, for wgrad the sum so far
+Run = Callable[[], Tensor]  # runs one GEMM and returns its result; for wgrad the sum so far
 Variant = Callable[[Operands], Run]
 
 
 def variants(device: torch.device) -> tuple[dict[str, Variant], list[str]]:
-    """All variants on `device` by name, the baseline first, and a message for each that is left out."""
+    """Return all variants on `device` by name, baseline first, and a message for each variant that is left out."""
     found: dict[str, Variant] = {BASELINE: _torch_bf16}
     left_out = []
     if available(device):
@@ -137,7 +142,7 @@ def variants(device: torch.device) -> tuple[dict[str, Variant], list[str]]:
         left_out.append("bf16 cublaslt tuned: needs nvmath-python and a Hopper GPU")
     for name, (backend, autotune) in _FP8_BACKENDS.items():
         if backend == "emulated" and device.type == "cuda":
-            continue  # for machines without FP8 tensor cores
+            continue  # this backend is for machines without FP8 tensor cores
         try:
             product = Fp8Gemm(backend, device, autotune=autotune)
         except ValueError as error:
@@ -192,7 +197,7 @@ def _fp8(product: Fp8Gemm, a_granularity: Granularity, b_granularity: Granularit
 
 @dataclass
 class Result:
-    """A variant's times of one GEMM, or why it has none."""
+    """Times of one GEMM with one variant, or the reason why there are none."""
 
     layer: str
     size: LinearSize
@@ -205,6 +210,7 @@ class Result:
 
     @property
     def ms(self) -> float:
+        """Median of the samples."""
         return statistics.median(self.samples_ms)
 
     @property
@@ -213,24 +219,29 @@ class Result:
         return self.difference is not None and not self.difference <= LARGEST_DIFFERENCE
 
     def record(self) -> dict[str, Any]:
+        """Return the result as JSON."""
         measured = bool(self.samples_ms)
         figures = {"ms": self.ms, "tflops": self.flops / self.ms / 1e9} if measured else {}
         return {**asdict(self), "size": list(self.size), "wrong": self.wrong, **figures}
 
 
 def relative_difference(y: Tensor, expected: Tensor) -> float:
+    """Return |y - expected| / |expected|."""
     return ((y.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def prepare(operands: Operands, results: list[Result], known: dict[str, Variant]) -> list[tuple[Result, Run]]:
-    """Each variant's run, tried once and compared with the baseline, the first; one that fails gets a note instead."""
+    """Run each variant once and compare it with the first, the baseline; return the runs that work.
+
+    A variant that fails gets a note in its result instead.
+    """
     ready: list[tuple[Result, Run]] = []
     expected: Tensor | None = None
     for result in results:
         try:
             run = known[result.variant](operands)
             y = run().clone()
-        except Exception as error:  # of torch, cuBLASLt or Triton; the other variants are still measured
+        except Exception as error:  # an error of torch, cuBLASLt or Triton; the other variants are still measured
             result.note = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         expected = y if expected is None else expected
@@ -242,7 +253,7 @@ def prepare(operands: Operands, results: list[Result], known: dict[str, Variant]
 def bench_linear(
     layer: str, size: LinearSize, known: dict[str, Variant], device: torch.device, rounds: int
 ) -> list[Result]:
-    """The three GEMMs of one layer by all variants."""
+    """Measure the three GEMMs of one layer with all variants."""
     found = []
     for operands in operands_of(size, device):
         results = [Result(layer, size, operands.gemm, name, operands.flops) for name in known]
@@ -258,7 +269,7 @@ TABLE = Table("variant", 30, {**COLUMNS, f"vs {BASELINE}": ".2f"})
 
 
 def _total(results: Sequence[Result]) -> tuple[float | None, float | None]:
-    """Milliseconds and TFLOP/s of all `results` together; None if one has no time."""
+    """Return milliseconds and TFLOP/s of all `results` together; None if one has no time."""
     if not all(result.samples_ms for result in results):
         return None, None
     ms, flops = sum(result.ms for result in results), sum(result.flops for result in results)
@@ -266,7 +277,7 @@ def _total(results: Sequence[Result]) -> tuple[float | None, float | None]:
 
 
 def print_layer(results: Sequence[Result], title: str) -> None:
-    """One row per variant: each GEMM, summed over the layers in `results`, and the sum of all three."""
+    """Print one row per variant: each GEMM, summed over the layers in `results`, and the sum of all three."""
     print(f"\n{title}\n{TABLE.heading()}")
     baseline = None
     for name in dict.fromkeys(result.variant for result in results):
@@ -286,7 +297,7 @@ def print_layer(results: Sequence[Result], title: str) -> None:
 
 
 def print_wgrad_speedup(results: Sequence[Result]) -> None:
-    """The speedup of cuBLASLt's accumulation in place over `scaled_mm` and `add_`, by layer and in total."""
+    """Print the speedup of cuBLASLt's in-place accumulation over `scaled_mm` and `add_`, by layer and in total."""
     wgrad = {(r.layer, r.variant): r.ms for r in results if r.gemm == "wgrad" and r.samples_ms}
     layers = list(dict.fromkeys(result.layer for result in results))
     for scaling in SCALINGS:
@@ -301,7 +312,7 @@ def print_wgrad_speedup(results: Sequence[Result]) -> None:
 
 
 def bench_gemms(shapes: dict[str, dict[str, LinearSize]], device: torch.device, rounds: int) -> list[Result]:
-    """Measure the linears of every shape and print tables."""
+    """Measure the linears of every shape, and print tables."""
     known, left_out = variants(device)
     for line in left_out:
         print(f"left out, {line}")
@@ -329,7 +340,7 @@ def bench_gemms(shapes: dict[str, dict[str, LinearSize]], device: torch.device, 
 
 
 def chosen_shapes(wanted: str, tokens: int | None) -> dict[str, dict[str, LinearSize]]:
-    """The linears of each shape named. ValueError for an unknown name."""
+    """Return the linears of each named shape, or raise ValueError for an unknown name."""
     found: dict[str, dict[str, LinearSize]] = {}
     for name in wanted.split(","):
         if name in SHAPES:
@@ -342,6 +353,7 @@ def chosen_shapes(wanted: str, tokens: int | None) -> dict[str, dict[str, Linear
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     parser.add_argument(
@@ -353,6 +365,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark, print the tables, and return the exit code."""
     arguments = parse(argv)
     try:
         require_positive(arguments, "tokens", "rounds")

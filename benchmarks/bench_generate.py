@@ -1,4 +1,4 @@
-"""Time generation on one GPU: prefill, and decode steps at several batch sizes, beside transformers.
+"""Time generation on one GPU: prefill, and decode steps at several batch sizes, compared with transformers.
 
     python -m benchmarks.bench_generate                                  # Llama-3-8B's shape, random weights
     python -m benchmarks.bench_generate --variants bf16,delayed,bf16+fp8-cache --batches 1,64 --prompt 2048
@@ -6,11 +6,12 @@
 
 A variant is bf16 or an FP8 recipe, with +int8, +int4, +fp8 (quantized weights; the recipe is then bf16), +fp8-cache or
 +int8-cache, +eager (no CUDA graphs) and +invariant (`inference.batch_invariant`). `transformers` is its `generate` in
-bf16 with its default cache, `transformers-static` with the static cache, for which it compiles the model.
+bf16 with its default cache. `transformers-static` uses the static cache, for which transformers compiles the model.
 
-A decode step is what a call with more tokens takes longer than one with few, divided by the tokens: everything that
-`generate` does is in it. "of bound": the time in which --bandwidth reads the weights of blocks and output layer and the
-cached keys and values once, as a fraction of the step's. "prefill": one text of --prefill tokens, to its first token.
+The time of a decode step is the difference between a call with many tokens and a call with few, divided by the
+difference of the numbers of tokens, so it includes everything that `generate` does. "of bound" is the time to read the
+weights of blocks and output layer and the cached keys and values once at --bandwidth, as a fraction of the step's time.
+"prefill" is the time of one text with --prefill tokens, until its first token.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ from megafp8.spec import ModelSpec
 FEW = 16
 CACHES = {"fp8-cache": {"dtype": "fp8"}, "int8-cache": {"dtype": "int8"}}
 Generate = Callable[[list[list[int]], int], Any]
-"""Continues prompts by so many tokens."""
+"""Function that continues prompts by a given number of tokens."""
 
 
 def our_generate(
     model: ModelSpec, variant: str, cache: CacheOptions, longest: int, options: SamplingOptions
 ) -> tuple[Generate, int]:
-    """A model with random weights, and the bytes of weights that a decode step reads."""
+    """Build a model with random weights.
+
+    Returns:
+        Its generate function, and the bytes of weights that a decode step reads.
+    """
     recipe, *extras = variant.split("+")
     for extra in extras:
         if extra not in (*CACHES, *WEIGHT_FORMATS, "eager", "invariant"):
@@ -66,7 +71,7 @@ def our_generate(
     output, blocks = stage.head.output.weight.numel(), sum(p.numel() for p in stage.blocks.parameters())
     size = 2 * output + blocks * (2 if recipe == "bf16" else 1)
     for history in built.fp8.state_dict().values():
-        history.fill_(4.0)  # as after training: without amaxes, delayed scaling would look at each tensor first
+        history.fill_(4.0)  # as after training: without amaxes, delayed scaling would first compute each tensor's amax
     built.fp8.invalidate_weights()
     for form in (WEIGHT_FORMATS[extra] for extra in extras if extra in WEIGHT_FORMATS):  # type: ignore[index]
         quantize_stages(built.stages, form)
@@ -84,7 +89,7 @@ def our_generate(
 
 
 def their_generate(model: ModelSpec, variant: str) -> tuple[Generate, int]:
-    """transformers' Llama, which has the same sizes."""
+    """Build transformers' Llama with the same sizes; return its generate function and the bytes of its weights."""
     import transformers
 
     mixer, ffn = model.layers[0].mixer, model.layers[0].ffn
@@ -111,7 +116,7 @@ def their_generate(model: ModelSpec, variant: str) -> tuple[Generate, int]:
 
 
 def milliseconds(generate: Generate, prompts: list[list[int]], tokens: int, rounds: int) -> float:
-    """The median."""
+    """Return the median time of several calls."""
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -123,7 +128,7 @@ def milliseconds(generate: Generate, prompts: list[list[int]], tokens: int, roun
 
 
 def kernels_of_step(generate: Generate, prompts: list[list[int]]) -> list[tuple[float, float, str]]:
-    """Microseconds, number and name of the kernels that a decode step runs, the longest first."""
+    """Return microseconds, count and name of the kernels in a decode step, longest first."""
     few, many = (by_name(record(partial(generate, prompts, n), on_cuda=True)[0]) for n in (FEW, FEW + 16))
     before = {kernel.name: kernel for kernel in few}
     nothing = Kernel("", 0, 0.0)
@@ -135,13 +140,14 @@ def kernels_of_step(generate: Generate, prompts: list[list[int]]) -> list[tuple[
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/llama3-8b.yaml"))
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the config")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config keys to change")
     parser.add_argument("--variants", default="bf16,delayed,bf16+fp8-cache,bf16+eager,transformers")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=64, help="decode steps that are timed; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=64, help="number of timed decode steps; default: %(default)s")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of a long prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, the most probable token")
@@ -150,15 +156,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--bandwidth",
         type=float,
         default=H200.memory_bandwidth / 1e12,
-        help="of the GPU's memory, TB/s; default: H200's",
+        help="bandwidth of the GPU's memory in TB/s; default: H200",
     )
-    parser.add_argument("--profile", action="store_true", help="kernels of a decode step of the first batch size")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of a decode step for the first batch size"
+    )
     arguments = parser.parse_args(argv)
     require_positive(arguments, "prompt", "tokens", "rounds")
     return arguments
 
 
 def measure(arguments: argparse.Namespace, model: ModelSpec, variant: str, table: Table) -> list[dict[str, Any]]:
+    """Measure a variant, print its rows, and return them as records."""
     batches = [int(batch) for batch in arguments.batches.split(",")]
     longest = max(arguments.prompt + FEW + arguments.tokens, arguments.prefill + 1)
     cache_tokens = max(longest, max(batches) * (arguments.prompt + FEW + arguments.tokens + 16))
@@ -202,6 +211,7 @@ def measure(arguments: argparse.Namespace, model: ModelSpec, variant: str, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     arguments = parse_arguments(argv)
     if not torch.cuda.is_available():
         print("error: needs a GPU; benchmarks/bench_generate_cpu.py times CPUs", file=sys.stderr)

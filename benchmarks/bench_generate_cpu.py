@@ -1,16 +1,17 @@
-"""Time generation on a CPU: first token and decode tokens/s, beside transformers, llama.cpp and xFasterTransformer.
+"""Time generation on a CPU: first token and decode tokens/s, for megafp8 and other engines.
 
     python -m benchmarks.bench_generate_cpu                              # ours and transformers, 0.2B and 1.1B
     python -m benchmarks.bench_generate_cpu --shapes 0.2b --engines ours-bf16,ours-int8 --rounds 5
     python -m benchmarks.bench_generate_cpu --llama-cpp ~/llama.cpp/build/bin --xft-python ~/xft/bin/python
 
-Models are Llamas with random weights in bf16, saved once under --folder. Every engine runs in a process of its own with
---threads threads, one after the other, --rounds times, and the best is shown: others may use the machine, and take time
-away but give none. Before it is timed each generates once.
+The other engines are transformers, llama.cpp and xFasterTransformer. Models are Llamas with random weights in bf16,
+saved once under --folder. Every engine runs in a separate process with --threads threads, one after the other, --rounds
+times. The best result is shown, because other users of the machine can only slow an engine down. Each engine generates
+once before it is timed.
 
-"first token": from the call to the first token of all texts. "tokens/s": the tokens after it, of all texts. llama.cpp
-is its llama-batched-bench, which measures neither the choice of tokens nor their text, and xFasterTransformer its own
-`AutoModel`, which runs on Intel's Xeon only.
+"first token" is the time from the call to the first token of all texts. "tokens/s" counts the later tokens of all
+texts. llama.cpp is measured by its llama-batched-bench, which includes neither the choice of tokens nor their text.
+xFasterTransformer is measured through its `AutoModel`, which runs only on Intel's Xeon.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _VOCABULARY, _POSITIONS = 32000, 2048
 _MARK = "RESULT "
 
 Generate = Callable[[list[list[int]], int], Iterator[Any]]
-"""Continues prompts by so many tokens; yields after each step."""
+"""Function that continues prompts by a given number of tokens, and yields after each step."""
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 def save_model(shape: Shape, folder: Path) -> None:
-    """As transformers before version 5 reads it, too."""
+    """Save a model in a format that transformers before version 5 can read as well."""
     import torch
     import transformers
 
@@ -72,8 +73,10 @@ def save_model(shape: Shape, folder: Path) -> None:
 
 
 def save_gguf(shape: Shape, folder: Path, file: Path, kind: str) -> None:
-    """The matrices of a model in `bf16` or `q8_0`, without a tokenizer. Heads keep Hugging Face's order of channels,
-    which changes neither time nor sizes."""
+    """Save the matrices of a model in `bf16` or `q8_0`, without a tokenizer.
+
+    Heads keep Hugging Face's order of channels, which changes neither time nor sizes.
+    """
     import gguf
     from safetensors.torch import load_file
 
@@ -115,7 +118,7 @@ def save_gguf(shape: Shape, folder: Path, file: Path, kind: str) -> None:
 
 
 def prepare(name: str, engine: str, arguments: argparse.Namespace) -> Path:
-    """The model of this name as the engine reads it, made where it is missing."""
+    """Return the model of this name in the engine's format; create it if it does not exist."""
     folder = arguments.folder / name
     if not (folder / "config.json").is_file():
         save_model(SHAPES[name], folder)
@@ -141,6 +144,7 @@ def prepare(name: str, engine: str, arguments: argparse.Namespace) -> Path:
 
 
 def ours(folder: Path, weights: str) -> Generate:
+    """Return the generate function of megafp8."""
     import torch
 
     from megafp8.inference import Generator, SamplingOptions
@@ -158,6 +162,7 @@ def ours(folder: Path, weights: str) -> Generate:
 
 
 def of_transformers(folder: Path) -> Generate:
+    """Return the generate function of transformers."""
     import torch
     import transformers
 
@@ -183,7 +188,7 @@ def of_transformers(folder: Path) -> Generate:
 
 
 def time_once(generate: Generate, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Seconds to the first token and of the others. A step may yield its own time."""
+    """Return the seconds to the first token, and the seconds of the others. A step may yield a measured time."""
     start = time.perf_counter()
     times = []
     for step in generate(prompts, tokens):
@@ -193,7 +198,7 @@ def time_once(generate: Generate, prompts: list[list[int]], tokens: int) -> tupl
 
 
 def work(engine: str, folder: Path, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """What an engine in this process needs for each batch size."""
+    """Measure an engine in this process for each batch size."""
     import torch
 
     torch.set_num_threads(arguments.threads)
@@ -241,6 +246,7 @@ print("RESULT " + json.dumps(found))
 
 
 def command_of(engine: str, model: Path, arguments: argparse.Namespace) -> list[str]:
+    """Return the command that measures an engine in another process."""
     batches = _batches(arguments)
     if engine.startswith("llama.cpp"):
         context = max(batches) * (arguments.prompt + arguments.tokens)
@@ -261,7 +267,7 @@ def command_of(engine: str, model: Path, arguments: argparse.Namespace) -> list[
 
 
 def run_engine(engine: str, model: Path, arguments: argparse.Namespace) -> list[dict[str, float]] | str:
-    """Results, or why there are none: the last line that the engine printed."""
+    """Return the results of an engine, or the last line that it printed if there are none."""
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
     if engine.startswith("xft"):
         own = [arguments.xft_python, "-c", "import xfastertransformer.env as e; print(e.__file__)"]
@@ -281,15 +287,16 @@ def run_engine(engine: str, model: Path, arguments: argparse.Namespace) -> list[
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--engines", help=f"of {', '.join(ENGINES)}; default: those that are there")
+    parser.add_argument("--engines", help=f"of {', '.join(ENGINES)}; default: those that are installed")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens after it; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens after the prompt; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench_generate_cpu"), help="for the models")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench_generate_cpu"), help="folder for the models")
     parser.add_argument("--llama-cpp", type=Path, help="folder of llama-batched-bench")
     parser.add_argument("--xft-python", help="Python that has xfastertransformer")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -312,7 +319,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(shape: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The best of all rounds, of each engine and batch size."""
+    """Return the best of all rounds for each engine and batch size."""
     engines: list[str] = arguments.engines.split(",")
     models = {engine: prepare(shape, engine, arguments) for engine in engines}
     best: dict[tuple[str, int], dict[str, Any]] = {}
@@ -334,6 +341,7 @@ def measure(shape: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     arguments = parse_arguments(argv)
     if arguments.worker is not None:
         print(_MARK + json.dumps(work(arguments.worker, arguments.folder, arguments)))

@@ -5,21 +5,22 @@
     python -m benchmarks.bench_layer --profile megafp8:delayed            # time by kernel, and how busy the GPU is
     python -m benchmarks.bench_layer --shapes small --variants megafp8:delayed,megafp8:delayed+graph
 
-An iteration is what a rank does between two optimizer steps: forward and backward of `--micro-batches`, then the end of
-the step, after which FP8 copies of the weights are stale. One micro-batch, the default, is the least favourable to FP8.
-Times are per micro-batch. Clearing the gradients is not timed.
+An iteration is the work of a rank between two optimizer steps: forward and backward of `--micro-batches`, then the end
+of the step, after which FP8 copies of the weights are stale. One micro-batch, the default, is the least favorable case
+for FP8. Times are per micro-batch. Clearing the gradients is not timed.
 
 All variants are built and warmed up first, then timed in turn, `--rounds` times, so that a drift of the clock affects
-all alike. The table shows medians; ratios are to `compiled`. At its power limit a GPU lowers its clock, for FP8 more
-than for bf16; `--rest 1 --steps 2` measures short bursts instead. TFLOP/s count 6·N·tokens, and causal attention as
-half. "peak" is the most memory that an iteration allocates above what was allocated before the variant was built,
-"saved" what the forward pass of a second micro-batch leaves for its backward (so copies of weights, made once, are not
-counted). The private pools of CUDA graphs are in neither.
+all of them equally. The table shows medians; ratios are relative to `compiled`. At its power limit a GPU lowers its
+clock, for FP8 more than for bf16; `--rest 1 --steps 2` measures short bursts instead. TFLOP/s count 6·N·tokens, and
+causal attention as half. "peak" is the most memory that an iteration allocates above the memory allocated before the
+variant was built. "saved" is the memory that the forward pass of a second micro-batch leaves for its backward, so
+copies of weights, which are made once, are not counted. Neither includes the private pools of CUDA graphs.
 
-Every variant starts from the weights of the eager reference, and its gradients are compared with the reference's: "dx"
-is |dx - dx'| / |dx'|, "dw" the largest such difference of any weight. Rows with a NaN or a difference above
-0.15·√layers (nvfp4: 0.5·√layers), about twice that of a correct cast, are marked WRONG, and the exit code is 1. The
-output gradient is as small as that of a mean loss, so FP8 without correct scales gives zeros.
+Every variant starts from the weights of the eager reference, and its gradients are compared with the reference's
+gradients: "dx" is |dx - dx'| / |dx'|, and "dw" is the largest such difference of any weight. Rows with a NaN or a
+difference above 0.15·√layers (nvfp4: 0.5·√layers), about twice the difference of a correct cast, are marked WRONG, and
+the exit code is 1. The output gradient is as small as the gradient of a mean loss, so FP8 without correct scales gives
+zeros.
 
 Shapes: s sequence, b micro-batch (one sample), h hidden.
 """
@@ -63,15 +64,15 @@ from megafp8.parallel.parallel_state import (
 )
 
 BASELINE = "compiled"
-WARM_UP = 4  # delayed scaling needs three: an amax is known only when the gradients behind it no longer underflow
-LARGEST_DIFFERENCE = 0.15  # of one layer's gradients; rounding errors of several add up like a random walk
+WARM_UP = 4  # delayed scaling needs three: an amax is known only when the gradients that it depends on do not underflow
+LARGEST_DIFFERENCE = 0.15  # for one layer's gradients; rounding errors of several layers add up like a random walk
 LARGEST_DIFFERENCE_OF_FOUR_BITS = 0.5
-GRADIENT_STD = 1e-6  # below E5M2's least subnormal, 1.5e-5
+GRADIENT_STD = 1e-6  # below E5M2's smallest subnormal, 1.5e-5
 
 
 @dataclass(frozen=True)
 class Work:
-    """Input and output gradient `[s, b, h]` of all variants, and the reference's dx and dw by name."""
+    """Input and output gradient, `[s, b, h]`, of all variants, and the reference's dx and dw by name."""
 
     x_sbh: Tensor
     dy_sbh: Tensor
@@ -82,7 +83,7 @@ class Work:
 
 @dataclass
 class Result:
-    """A row of the table; `note` says why it has no figures. Memory is None on a CPU, where torch does not count it."""
+    """Row of the table. `note` says why it has no figures. Memory is None on a CPU, where torch does not count it."""
 
     variant: str
     note: str = ""
@@ -95,10 +96,11 @@ class Result:
 
     @property
     def ms(self) -> float:
+        """Median of the samples."""
         return statistics.median(self.samples_ms)
 
     def wrong(self, layers: int) -> bool:
-        """Whether a difference is too large, NaN or missing."""
+        """Return whether a difference is too large, NaN or missing."""
         largest = LARGEST_DIFFERENCE_OF_FOUR_BITS if "nvfp4" in self.variant else LARGEST_DIFFERENCE
         limit, differences = largest * layers**0.5, (self.dx_difference, self.dw_difference)
         return not all(value is not None and value <= limit for value in differences)
@@ -108,7 +110,7 @@ class Result:
 
 
 def reference_work(problem: Problem, micro_batches: int) -> Work:
-    """Random input and output gradient, and the eager reference's results for them."""
+    """Create random input and output gradient, and compute the eager reference's results for them."""
     generator = torch.Generator(problem.device).manual_seed(2)
     shape = (problem.seq_length, 1, problem.shape.hidden_size)
     x, dy = (torch.randn(shape, generator=generator, device=problem.device).bfloat16() for _ in range(2))
@@ -120,13 +122,14 @@ def reference_work(problem: Problem, micro_batches: int) -> Work:
 
 
 def difference(actual: Tensor | None, expected: Tensor) -> float:
-    """|actual - expected| / |expected|; infinite if `actual` is None."""
+    """Return |actual - expected| / |expected|, or infinity if `actual` is None."""
     if actual is None:
         return float("inf")
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def compare_gradients(layers: Layers, work: Work, result: Result) -> None:
+    """Compare the gradients of a variant with the reference's gradients, and store the differences in `result`."""
     layers.zero_grad()
     result.dx_difference = difference(layers.iteration(work.x_sbh, work.dy_sbh, 1), work.dx_sbh)
     gradients = layers.gradients()
@@ -135,10 +138,13 @@ def compare_gradients(layers: Layers, work: Work, result: Result) -> None:
 
 
 def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, result: Result) -> None:
-    """Fill in `peak_gib` and `saved_gib_per_layer`; `before`: bytes allocated before the variant was built."""
+    """Fill in `peak_gib` and `saved_gib_per_layer`.
+
+    `before` is the number of bytes allocated before the variant was built.
+    """
     device = work.x_sbh.device
     layers.zero_grad()
-    release()  # nothing may be collected while memory is counted
+    release()  # no garbage may be collected while memory is measured
     torch.cuda.reset_peak_memory_stats(device)
     layers.iteration(work.x_sbh, work.dy_sbh, work.micro_batches)
     result.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
@@ -153,7 +159,10 @@ def measure_memory(layers: Layers, work: Work, before: int, num_layers: int, res
 
 
 def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, result: Result) -> Layers | None:
-    """Build a variant, warm it up, check it and measure its memory. An error becomes its note: other variants go on."""
+    """Build a variant, warm it up, check it, and measure its memory.
+
+    An error becomes the note of the variant's row, and the other variants go on.
+    """
     on_cuda = problem.device.type == "cuda"
     before = torch.cuda.memory_allocated(problem.device) if on_cuda else 0
     try:
@@ -174,7 +183,7 @@ def prepare(build: Callable[[Problem], Layers], problem: Problem, work: Work, re
 
 
 def time_iterations(layers: Layers, work: Work, steps: int) -> list[float]:
-    """Milliseconds per micro-batch of `steps` iterations. On CUDA the queue is not drained between them."""
+    """Return the milliseconds per micro-batch of `steps` iterations. On CUDA, the queue is not drained between them."""
     device, spans = work.x_sbh.device, []
     for _ in range(steps):
         layers.zero_grad()
@@ -190,7 +199,7 @@ def time_iterations(layers: Layers, work: Work, steps: int) -> list[float]:
 
 
 def rows(results: list[Result], flops: float, layers: int) -> list[dict[str, Any]]:
-    """One record per variant, with the figures derived from the samples; None where they are unknown."""
+    """Return one record per variant, with figures derived from the samples; None for unknown figures."""
     baseline = next((r.ms for r in results if r.variant == BASELINE and r.samples_ms), None)
     records = []
     for result in results:
@@ -225,6 +234,7 @@ KEYS = ("ms", "tflops", "ratio", "peak_gib", "saved_gib_per_layer", "dx_differen
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
+    """Print the table."""
     print(TABLE.heading())
     for row in records:
         if row["samples_ms"]:
@@ -236,7 +246,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
 def bench(
     arguments: argparse.Namespace, shape_name: str, wanted: list[str], profiled: list[str], parallel: ParallelState
 ) -> dict[str, Any]:
-    """Measure the variants `wanted` at one shape, print the table and profile some of them. Returns the record."""
+    """Measure the variants `wanted` at one shape, print the table, profile some of them, and return the record."""
     shape, layers = SHAPES[shape_name], arguments.layers
     seq_length = arguments.seq_length or shape.seq_length
     weights = random_weights(shape, layers, parallel.device)
@@ -255,7 +265,9 @@ def bench(
         log(f"{shape_name}: round {number + 1} of {arguments.rounds}")
         for result, built in ready:
             time.sleep(arguments.rest)
-            time_iterations(built, work, 1)  # not counted: caches and allocator are as the previous variant left them
+            time_iterations(
+                built, work, 1
+            )  # not measured, because caches and allocator are in the state of the previous variant
             result.samples_ms += time_iterations(built, work, arguments.steps)
     report = {
         "shape": shape_name,
@@ -304,6 +316,7 @@ def profile(layers: Layers, work: Work, result: Result) -> list[Kernel]:
 
 
 def log(text: str) -> None:
+    """Print a message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -311,10 +324,11 @@ def log(text: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     known = ", ".join(variants())
-    parser.add_argument("--variants", help=f"of {known}. Default: those of --profile, or all but {GRAPH} and {FLOOR}")
+    parser.add_argument("--variants", help=f"of {known}; default: --profile, or all except {GRAPH} and {FLOOR}")
     parser.add_argument("--shapes", default="llama3-8b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, help="tokens. Default: the shape's own")
@@ -327,7 +341,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str], str]:
-    """Shapes, variants, variants to profile, and device type. ValueError for an argument that cannot be used."""
+    """Return shapes, variants, variants to profile, and device type; raise ValueError for a bad argument."""
     known = list(variants())
     shapes = names("--shapes", arguments.shapes, SHAPES)
     usual = ",".join(name for name in known if not name.endswith((GRAPH, FLOOR)))
@@ -341,6 +355,7 @@ def check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark, print the tables, and return the exit code."""
     arguments = parse(argv)
     try:
         shapes, wanted, profiled, device_type = check(arguments)
@@ -353,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         parallel = initialize_model_parallel(device=device)
         for shape in shapes:
             reports.append(bench(arguments, shape, wanted, profiled, parallel))
-            torch.compiler.reset()  # the graphs of one shape would count against the limit of the next
+            torch.compiler.reset()  # otherwise graphs of one shape would count against the limit of the next
             release()
     finally:
         destroy_model_parallel()

@@ -1,11 +1,11 @@
-"""Speedup of whole FP8 linear layers over bf16 by size, measured and predicted: where FP8 is faster.
+"""Measure and predict the speedup of whole FP8 linear layers over bf16 by size.
 
     python -m benchmarks.bench_linear --png speed.png
     python -m benchmarks.bench_linear --predicted-only --ceilings "NVIDIA H200" --png speed.png      # needs no GPU
 
-A layer runs forward and backward: three GEMMs, and in FP8 the casts of x, of dy, and of w once every `--micro-batches`.
-Times are medians over `--rounds`, from a cold L2. The prediction is that of `megafp8.fp8.speed_model`, which
-`fp8.auto_filter: predicted` uses; `megafp8.fp8.speed_measurement`, which `measured` uses, measures.
+A layer runs forward and backward: three GEMMs, and in FP8 the casts of x, of dy, and of w once per `--micro-batches`.
+Times are medians over `--rounds`, from a cold L2. Predictions come from `megafp8.fp8.speed_model`, which
+`fp8.auto_filter: predicted` uses; measurements from `megafp8.fp8.speed_measurement`, which `measured` uses.
 
 Shapes: m tokens, k inputs, n outputs.
 """
@@ -50,14 +50,14 @@ PUBLISHED = {LinearSize(1024, 2048, 1024): 0.80, LinearSize(4096, 8192, 16384): 
 
 @dataclass(frozen=True)
 class Point:
-    """A layer's size and its times; None if not asked for, or out of memory."""
+    """Size of a layer and its times; None if not asked for, or out of memory."""
 
     size: LinearSize
     predicted: LinearSeconds | None
     measured: LinearSeconds | None
 
     def record(self) -> dict[str, Any]:
-        """As JSON: times in milliseconds."""
+        """Return the point as JSON, with times in milliseconds."""
         record: dict[str, Any] = {**self.size._asdict(), "published_speedup": PUBLISHED.get(self.size)}
         for kind, seconds in (("predicted", self.predicted), ("measured", self.measured)):
             record[kind] = None if seconds is None else {
@@ -67,7 +67,7 @@ class Point:
 
 
 def real_sizes() -> list[LinearSize]:
-    """Layers of Llama-3-8B, and of one of eight ranks of Llama-3-70B, at their own number of tokens."""
+    """Return the layers of Llama-3-8B, and of one of eight ranks of Llama-3-70B, with their usual numbers of tokens."""
     shapes = [SHAPES["llama3-8b"], SHAPES["llama3-70b-tp8"]]
     return [size for shape in shapes for size in shape.linears(shape.seq_length).values()]
 
@@ -81,7 +81,7 @@ def sweep(
     micro_batches: int,
     rounds: int,
 ) -> list[Point]:
-    """One point per size: measured if `device` is given, predicted if `ceilings` are."""
+    """Return one point per size: measured if `device` is given, predicted if `ceilings` are given."""
     points = []
     for size in tqdm(sizes, desc="sizes", disable=None):
         predicted = None if ceilings is None else predict(size, recipe, ceilings, micro_batches=micro_batches)
@@ -101,7 +101,7 @@ TABLE = Table(f"{'m':>7}{'k':>7}{'n':>7}", 21, COLUMNS)
 
 
 def print_points(points: Sequence[Point]) -> None:
-    """Milliseconds of forward and backward as measured, and the speedups."""
+    """Print the measured milliseconds of forward and backward, and the speedups."""
     print(TABLE.heading())
     for point in points:
         measured, predicted = point.measured, point.predicted
@@ -113,7 +113,7 @@ def print_points(points: Sequence[Point]) -> None:
 
 
 def _speedups(points: Sequence[Point], kind: str, m: int) -> dict[tuple[int, int], float]:
-    """Known speedups by (k, n)."""
+    """Return the known speedups by (k, n)."""
     found = {}
     for point in points:
         seconds = getattr(point, kind)
@@ -123,7 +123,10 @@ def _speedups(points: Sequence[Point], kind: str, m: int) -> dict[tuple[int, int
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Heat maps as a PNG: predicted above measured, numbers of tokens side by side. Red: bf16 is faster; blue: FP8."""
+    """Draw heat maps as a PNG: predicted above measured, numbers of tokens side by side.
+
+    Red means that bf16 is faster; blue means that FP8 is faster.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,7 +165,7 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
 
 
 def _write(axes: Any, x: int, y: int, value: float, published: float | None) -> None:
-    """Write the speedup into its cell; a published one below it, with a frame."""
+    """Write the speedup into its cell, and below it a published speedup, if there is one, with a frame."""
     from matplotlib.patches import Rectangle
 
     dark = value < 0.62 or value > 1.62
@@ -175,22 +178,23 @@ def _write(axes: Any, x: int, y: int, value: float, published: float | None) -> 
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Positive whole numbers, comma-separated. ValueError for anything else."""
+    """Parse comma-separated positive whole numbers, or raise ValueError."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError(f"{option}: {text!r} is no list of positive whole numbers; for example 1024,4096")
     return [int(number) for number in text.split(",")]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     parser.add_argument("--m", default=TOKENS, help="tokens of the grid")
     parser.add_argument("--k", default=WIDTHS, help="inputs of the grid")
     parser.add_argument("--n", default=WIDTHS, help="outputs of the grid")
-    parser.add_argument("--grid-only", action="store_true", help="leave out the layers of Llama beside the grid")
+    parser.add_argument("--grid-only", action="store_true", help="measure only the grid, without Llama's layers")
     parser.add_argument("--recipe", choices=SWEPT_RECIPES, default="current")
-    parser.add_argument("--micro-batches", type=int, default=1, help="that share one cast of the weight")
-    parser.add_argument("--ceilings", choices=list(CEILINGS), help="whose to predict with. Default: this device's")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches that share one cast of the weight")
+    parser.add_argument("--ceilings", choices=list(CEILINGS), help="GPU to predict for; default: this device")
     parser.add_argument("--predicted-only", action="store_true", help="measure nothing")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--png", type=Path, help="draw heat maps into this file")
@@ -198,6 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     arguments = parse(argv)
     try:
         require_positive(arguments, "rounds", "micro_batches")

@@ -1,11 +1,11 @@
 """Time the recurrences of state spaces and the delta rule: `python -m benchmarks.bench_recurrent --kinds mamba2`.
 
-Measures forward and backward of one layer's recurrence, without projections and convolution, in bf16 on a GPU:
-"megafp8" as a layer computes it, "kernels" by megafp8's Triton kernels where that differs, and fla's kernel where `fla`
+The benchmark measures forward and backward of one layer's recurrence, without projections and convolution, in bf16 on a
+GPU: "megafp8" as a layer computes it, "kernels" by megafp8's Triton kernels if that differs, and fla's kernel if `fla`
 can be imported (`pip install flash-linear-attention`). "y" and "grads" are the largest errors of outputs and of any
-gradient, relative to the largest value, against the reference in chunks in fp32, computed from the same inputs.
+gradient, relative to the largest value. They are measured against the reference in chunks in fp32 with equal inputs.
 
-Medians of interleaved rounds from a cold L2.
+Times are medians of interleaved rounds from a cold L2.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from megafp8.layers.mamba2.reference import in_chunks
 TABLE = Table("recurrence", 44, {"fwd ms": ".3f", "bwd ms": ".3f", "y": ".1e", "grads": ".1e"})
 
 Compute = Callable[..., Tensor]
-"""Outputs `[s, b, a, w]` from a kind's inputs."""
+"""Function that computes outputs, `[s, b, a, w]`, from a recurrence's inputs."""
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A kind of recurrence: inputs, what computes outputs from them, and the reference, which does so in fp32."""
+    """Recurrence of one kind: inputs, fp32 reference, and the implementations to compare."""
 
     inputs: Sequence[Tensor]
     reference: Compute
@@ -56,7 +56,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of the table."""
+    """Row of the table."""
 
     kind: str
     name: str
@@ -67,7 +67,7 @@ class Record:
 
 
 def mamba2(s: int, b: int, heads: int, groups: int, device: torch.device) -> Recurrence:
-    """Heads of 64 channels, with a state of 128 numbers for each."""
+    """Build Mamba-2's recurrence: heads of 64 channels, with a state of 128 numbers for each channel."""
     dtype, w, d = torch.bfloat16 if device.type == "cuda" else torch.float32, 64, 128
 
     def noise(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -89,7 +89,7 @@ def mamba2(s: int, b: int, heads: int, groups: int, device: torch.device) -> Rec
     if device.type == "cuda" and (simple_gla := _fla("fla.ops.simple_gla", "chunk_simple_gla")) is not None:
 
         def by_fla(x: Tensor, step: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, skip: Tensor) -> Tensor:
-            """The same as gated linear attention, whose heads have keys and queries of their own."""
+            """Compute the recurrence as gated linear attention, which needs separate keys and queries for each head."""
             k, q = (t.repeat_interleave(heads // groups, dim=2).transpose(0, 1) for t in (keys, queries))
             v, g = (x * step.unsqueeze(-1).to(x.dtype)).transpose(0, 1), (rate * step).transpose(0, 1)
             y = simple_gla(q=q, k=k, v=v, g=g, scale=1.0)[0]
@@ -100,7 +100,7 @@ def mamba2(s: int, b: int, heads: int, groups: int, device: torch.device) -> Rec
 
 
 def _fla(module: str, function: str) -> Any:
-    """A function of fla; None where it cannot be imported."""
+    """Return a function of fla, or None if it cannot be imported."""
     try:
         return getattr(__import__(module, fromlist=[function]), function)
     except ImportError:
@@ -108,7 +108,10 @@ def _fla(module: str, function: str) -> Any:
 
 
 def delta(kind: str, s: int, b: int, heads: int, groups: int, device: torch.device) -> Recurrence:
-    """Heads of 128 channels, with decays of heads (gated_delta_net, `groups` key heads) or of channels."""
+    """Build the delta rule with heads of 128 channels.
+
+    Decays are per head (gated_delta_net, with `groups` key heads) or per channel.
+    """
     per_channel, d = kind == "kimi_delta_attention", 128
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     key_heads = heads if per_channel else groups
@@ -125,7 +128,7 @@ def delta(kind: str, s: int, b: int, heads: int, groups: int, device: torch.devi
         return delta_rule.in_chunks(*inputs, state[:, :1])[0]
 
     def by_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Head by head, as decays of channels take c times the memory of keys for chunks of c tokens."""
+        """Compute head by head: with decays per channel, chunks of c tokens need c times the memory of the keys."""
         q, k = (x.float().repeat_interleave(heads // key_heads, dim=2) for x in (q, k))
         parts = zip(*(x.split(1, dim=2) for x in (q * d**-0.5, k, v.float(), decay, beta)), strict=True)
         return torch.cat([checkpoint(of_head, *inputs, use_reentrant=False) for inputs in parts], dim=2)
@@ -158,10 +161,11 @@ KINDS: dict[str, Callable[..., Recurrence]] = {
     "mamba2": mamba2,
     **{kind: partial(delta, kind) for kind in ("gated_delta_net", "kimi_delta_attention")},
 }
-"""By name, from s, b, heads, groups and device."""
+"""Functions that build a recurrence from s, b, heads, groups and device, by kind."""
 
 
 def measure(kind: str, recurrence: Recurrence, device: torch.device, rounds: int) -> Iterator[Record]:
+    """Measure all implementations of a recurrence, and yield their rows."""
     inputs = [x.requires_grad_() for x in recurrence.inputs]
 
     def results(compute: Compute, dy: Tensor) -> tuple[Tensor, ...]:
@@ -189,6 +193,7 @@ def _error(x: Tensor, expected: Tensor) -> float:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     add_device_flag(parser)
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"comma-separated, of {', '.join(KINDS)}")
@@ -201,6 +206,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     arguments = parse(argv)
     try:
         require_positive(arguments, "seq_length", "batch", "heads", "groups", "rounds")

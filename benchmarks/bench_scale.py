@@ -1,22 +1,22 @@
-"""Host cost of one rank in worlds of many ranks, each played by one process.
+"""Measure the host cost of one rank in worlds of many ranks, in one process.
 
     python -m benchmarks.bench_scale --worlds 8 1024 16384
 
-torch's fake process group replaces the other ranks: its collectives return at once and move nothing. So only the host
+torch's fake process group replaces the other ranks: its collectives return immediately and move nothing. Only the host
 code is measured: building the groups, planning the pipeline, building the trainer, launching a step. All of it should
-cost the same in any world, because a rank talks to members of its groups and stores nothing about other ranks. Columns,
-for a rank in the middle of the world:
+cost the same in any world, because a rank communicates only with members of its groups and stores nothing about other
+ranks. Columns, for a rank in the middle of the world:
 
     groups s, plan s, trainer s   start-up: `initialize_model_parallel`; checks of the config and the schedule; the
                                   model with its buffers
-    start calls, step calls       Python and C functions called from Python in a second start-up and in a step: what
-                                  times are made of, without their noise
-    step s                        the median, including the arithmetic of the tiny model, the same in each world
+    start calls, step calls       Python and C functions called from Python in a second start-up and in a step; they
+                                  explain the times without their noise
+    step s                        the median, including the arithmetic of the tiny model, which is equal in every world
     groups                        process groups that this process built
     RSS MiB                       resident memory gained since before the start-up
 
-Communicators are not built: NCCL connects at a group's first use, to neighbours in rings and trees. Each world gets a
-process of its own. Layout: tensor 2 (sequence-parallel) × pipeline 2, the rest data parallel, ZeRO stage 1, delayed
+Communicators are not built: NCCL connects at a group's first use, to neighbors in rings and trees. Each world runs in a
+separate process. Layout: tensor 2 (sequence-parallel) × pipeline 2, the rest data parallel, ZeRO stage 1, delayed
 scaling, 4 micro-batches per rank.
 """
 
@@ -48,7 +48,7 @@ WARMUP = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one rank of a world; columns as above."""
+    """Cost of one rank of a world, with the columns described at the top of this module."""
 
     world_size: int
     groups_seconds: float
@@ -62,7 +62,7 @@ class Cost:
 
 
 def config(world_size: int) -> Config:
-    """A tiny model in the layout that is measured."""
+    """Return the config of a tiny model in the measured layout."""
     model = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "vocab_size": 256}
     parallel = {"tensor": TENSOR, "pipeline": PIPELINE, "zero": 1, "bucket_mib": 0.1}
     training = {
@@ -83,7 +83,7 @@ def _rss_mib() -> float:
 
 
 def _calls(function: Callable[[], Any]) -> int:
-    """Number of Python and C functions that `function` calls, itself included."""
+    """Return the number of Python and C functions that `function` calls, including itself."""
     count = 0
 
     def count_call(_frame: Any, event: str, _argument: Any) -> None:
@@ -99,11 +99,11 @@ def _calls(function: Callable[[], Any]) -> int:
 
 
 def cost(world_size: int, steps: int) -> Cost:
-    """Play the first rank of the last pipeline stage of `world_size`, in a fresh process."""
+    """Measure the first rank of the last pipeline stage in a world of `world_size`. Call it in a fresh process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
-    torch.empty = torch.zeros  # tensors that are never received are finite then, and no step is skipped
+    torch.empty = torch.zeros  # then tensors that are never received are finite, and no step is skipped
     settings = config(world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=world_size // 2, world_size=world_size)
     before = _rss_mib()
@@ -144,7 +144,7 @@ def cost(world_size: int, steps: int) -> Cost:
 
 
 def costs(world_sizes: list[int], steps: int) -> list[Cost]:
-    """Cost of each world, in a fresh process each, one after the other."""
+    """Measure each world in a fresh process, one after the other."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         return [pool.apply(cost, (world_size, steps)) for world_size in world_sizes]
 
@@ -162,6 +162,7 @@ COLUMNS = {  # heading: field of Cost, format
 
 
 def main() -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--worlds", nargs="+", type=int, default=[8, 1024, 16384], help="multiples of 4 ranks")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")

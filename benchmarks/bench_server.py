@@ -1,15 +1,15 @@
-"""A soak of the server: clients that stream, wait, leave and send nonsense, and what that costs in time and memory.
+"""Soak test of the server: clients that stream, wait, leave and send malformed requests; measures time and memory.
 
     python -m benchmarks.bench_server --seconds 600
     python -m benchmarks.bench_server runs/mine --clients 256 --server "--max-sequences 128" --device cuda
 
-The server runs as a process of its own, by default with a tiny random model. --clients requests are always open:
-prompts and outputs of random lengths, two thirds of them streams; of a hundred 15 are left by the client at a random
-time and 5 are malformed. Whatever is answered is compared with what `Generator.generate` gives for the same request
-alone, which is computed first. Times are those of streams, as the client sees them, from the request's first byte;
-every token is a chunk. With more clients than `--server "--max-sequences ... --max-waiting ..."` has places for, some
-are refused with 429 and try again after a second. Pages and memory are read from /metrics, once a second. Clients use a
-core, too.
+The server runs as a separate process, by default with a tiny random model. --clients requests are always open, with
+prompts and outputs of random lengths; two thirds of them are streams. Of a hundred requests, the client leaves 15 at a
+random time, and 5 are malformed. Each answer is compared with the result of `Generator.generate` for the same request
+alone, which is computed first. Times are measured on streams, as the client sees them, from the first byte of the
+request; every token is a chunk. If there are more clients than places (`--server "--max-sequences ... --max-waiting
+..."`), some requests are refused with 429 and sent again after a second. Pages and memory are read from /metrics once a
+second. The clients use a CPU core as well.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megafp8.parallel.parallel_state import destroy_model_parallel
 
 LENGTH = 256
 TINY_SERVER = "--max-sequences 16 --max-waiting 32 --cache-tokens 1024 --max-batch-tokens 256"
-"""So few pages that texts give theirs back, and so few places that requests are refused."""
+"""Server arguments with so few pages that texts lose their pages, and so few places that requests are refused."""
 LEAVING, MALFORMED = 0.15, 0.05
 BAD_BODIES = (b"", b"{", b"[]", b"\xff\xfe", b'{"model":"soak"}', b'{"model":"soak","prompt":[[1],"a"]}', b"[" * 9999)
 JSON = {"content-type": "application/json"}
@@ -52,7 +52,7 @@ WARM_UP = 30.0
 
 
 def write_tiny_model(folder: Path) -> None:
-    """A Llama with random weights, and a tokenizer of bytes."""
+    """Write a Llama with random weights, and a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,7 +79,7 @@ def write_tiny_model(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and the text and number of tokens of its answer."""
+    """Request, with the expected text and number of tokens of the answer."""
 
     body: dict[str, Any]
     text: str
@@ -87,6 +87,7 @@ class Case:
 
 
 def make_cases(generator: Generator, count: int) -> list[Case]:
+    """Create requests with random prompts and lengths, and compute their expected answers."""
     draw, found = random.Random(0), []
     longest = min(generator.max_length, 4096)
     for seed in range(count):
@@ -102,7 +103,7 @@ def make_cases(generator: Generator, count: int) -> list[Case]:
 
 @dataclass
 class Tally:
-    """What clients have seen: outcomes, tokens of answers, seconds to the first and between tokens, wrong answers."""
+    """Results that the clients have seen: outcomes, tokens, seconds to the first token and between tokens, errors."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -112,12 +113,13 @@ class Tally:
 
 
 class Client:
-    """Sends requests one after the other until `end`, by `time.monotonic`."""
+    """Client that sends one request after another until the time `end` of `time.monotonic`."""
 
     def __init__(self, number: int, http: httpx.AsyncClient, cases: Sequence[Case], tally: Tally, end: float) -> None:
         self._draw, self._http, self._cases, self._tally, self._end = random.Random(number), http, cases, tally, end
 
     async def run(self) -> None:
+        """Send requests until the end."""
         while time.monotonic() < self._end:
             try:
                 outcome = await self._one()
@@ -128,7 +130,7 @@ class Client:
                 await asyncio.sleep(1)
 
     async def _one(self) -> str:
-        """A request of a random kind; what became of it."""
+        """Send a request of a random kind, and return its outcome."""
         kind = self._draw.random()
         if kind < MALFORMED:
             return await self._malformed()
@@ -171,12 +173,12 @@ class Client:
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Values of metrics without labels."""
+    """Return the values of all metrics without labels."""
     return {x.name: x.value for family in text_string_to_metric_families(text) for x in family.samples if not x.labels}
 
 
 async def soak(url: str, cases: Sequence[Case], clients: int, seconds: float) -> tuple[Tally, list[dict[str, float]]]:
-    """What clients saw, and the metrics of each second, with the last ones when all requests have ended."""
+    """Run the clients; return their results, and the metrics of each second and after the last request."""
     tally, samples = Tally(), []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
@@ -201,7 +203,7 @@ async def soak(url: str, cases: Sequence[Case], clients: int, seconds: float) ->
 
 @contextmanager
 def server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The URL of a server, and its process."""
+    """Start a server, and yield its URL and process."""
     command = [sys.executable, "-m"]
     if arguments.tensor > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.tensor), "-m"]
@@ -220,6 +222,7 @@ def server(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, s
 
 
 def percentiles(seconds: Sequence[float]) -> str:
+    """Format the percentiles 50, 90 and 99 in milliseconds."""
     if len(seconds) < 2:
         return "-"
     cuts = statistics.quantiles(seconds, n=100)
@@ -227,7 +230,7 @@ def percentiles(seconds: Sequence[float]) -> str:
 
 
 def figures(tally: Tally, samples: Sequence[dict[str, float]], seconds: float) -> dict[str, Any]:
-    """The report, in order."""
+    """Return the figures of the report in their order."""
     last, warm = samples[-1], samples[min(int(WARM_UP), len(samples) // 2)]
     mebibytes = [x["process_resident_memory_bytes"] / 2**20 for x in (samples[0], warm, last)]
     others = {name: count for name, count in sorted(tally.outcomes.items()) if name != "answered"}
@@ -255,14 +258,17 @@ def figures(tally: Tally, samples: Sequence[dict[str, float]], seconds: float) -
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the soak test, print the report, and return the exit code."""
     parser = new_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", help="with a tokenizer; default: a tiny random model")
+    parser.add_argument(
+        "checkpoint", type=Path, nargs="?", help="checkpoint with a tokenizer; default: a tiny random model"
+    )
     parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--clients", type=int, default=64, help="requests that are always open")
-    parser.add_argument("--cases", type=int, default=64, help="different requests")
+    parser.add_argument("--clients", type=int, default=64, help="number of requests that are always open")
+    parser.add_argument("--cases", type=int, default=64, help="number of different requests")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size of the server")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--server", default=TINY_SERVER, help="its other arguments; default: %(default)s")
+    parser.add_argument("--server", default=TINY_SERVER, help="other arguments of the server; default: %(default)s")
     arguments = parser.parse_args(argv)
     require_positive(arguments, "seconds", "clients", "cases", "tensor")
     torch.set_num_threads(1)

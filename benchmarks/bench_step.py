@@ -1,32 +1,32 @@
-"""Time whole training steps over layouts and precisions.
+"""Time whole training steps for several layouts and precisions.
 
     torchrun --nproc-per-node 4 -m benchmarks.bench_step --config configs/llama3-8b.yaml --micro-batches 8 \
         --layouts "tensor=1 pipeline=1 zero=1" "tensor=2 pipeline=2 schedule=zb-h1" --variants bf16,delayed,delayed+fast
 
-A layout is a list of keys of `parallel`; others are as in the config. A variant is bf16, fp32 or an FP8 recipe, with
-+fast (fast accumulation in all three GEMMs), +eager (training.cuda_graphs=false), +documents (of random lengths, 1,000
-tokens on average, attention within them: data.reset_at_documents) and +deterministic. Either all variants are
-deterministic or none, since libraries read that setting once per process. The variant `compiled` is a baseline: the
-same model in plain torch, bf16 autocast, torch.compile and fused AdamW (`benchmarks.compiled_step`), each rank alone.
-The tokens are random: no data set is read.
-`--micro-batches` is the number on each data-parallel rank, whatever the layout.
+A layout is a list of keys of `parallel`; other keys are taken from the config. A variant is bf16, fp32 or an FP8
+recipe, with +fast (fast accumulation in all three GEMMs), +eager (training.cuda_graphs=false), +documents (documents of
+random lengths, 1,000 tokens on average, with attention within them: data.reset_at_documents) and +deterministic. Either
+all variants are deterministic or none, because libraries read that setting once per process. The variant `compiled` is
+a baseline: the same model in plain torch, with bf16 autocast, torch.compile and fused AdamW
+(`benchmarks.compiled_step`); each rank trains alone. The tokens are random: no data set is read. `--micro-batches` is
+the number on each data-parallel rank, whatever the layout.
 
 Each variant of each layout is built, warmed up and timed in turn, `--rounds` times, so that a drift of the clock
-affects all alike. Columns:
+affects all of them equally. Columns:
 
     step ms     the median
     varies      standard deviation of the steps, as a fraction of the median
-    tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, windows as
-                what they show, documents not subtracted, output layer in, embedding look-up out); MFU against the
-                precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
+    tok/s/gpu   and TFLOP/s: model FLOPs, 6·N_matmul + 6·L·s·h_attn per token (causal attention as half, windows by
+                their visible part, documents not subtracted, output layer included, embedding lookup excluded); MFU
+                relative to the precision's dense peak, 989 bf16, 1979 fp8 on H100 and H200
     update      milliseconds of the optimizer's step, which is part of the step
     exposed     exposed communication as a fraction of a step (see benchmarks/profiling.py), mean of all ranks
-    bubble      of pipelines: measured in a traced step, and simulated with the mean times of each stage's actions
-    GiB         the largest peak of torch's allocator of any rank, and the prediction of megafp8.planner.memory
+    bubble      for pipelines: measured in a traced step, and simulated with the mean times of each stage's actions
+    GiB         the largest peak of torch's allocator on any rank, and the prediction of megafp8.planner.memory
 
 A line that cannot run (a layout that does not fit the ranks, a recipe without an option, a `compiled` line of a model
-that the baseline does not have) says why, and the others go on; so does too little memory on one rank. On several ranks
-that ends the program, since the ranks that have enough would wait for the others.
+that the baseline cannot build) says why, and the others go on. Running out of memory on one rank is handled likewise.
+With several ranks it ends the program, because the ranks with enough memory would wait for the others.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ OPTIONS = {
 
 @dataclass
 class Result:
-    """Measurements of one variant of one layout; `failure` says why there are none."""
+    """Measurements of one variant of one layout. `failure` says why there are none."""
 
     layout: str
     variant: str
@@ -99,7 +99,7 @@ class Result:
 
 
 def variant_overrides(variant: str) -> list[str]:
-    """Config overrides of `recipe+option+option`. Raises ValueError for an unknown option."""
+    """Return the config overrides of `recipe+option+option`, or raise ValueError for an unknown option."""
     name, *options = variant.split("+")
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
@@ -113,12 +113,12 @@ def variant_overrides(variant: str) -> list[str]:
 
 
 def layout_overrides(layout: str) -> list[str]:
-    """Config overrides of `key=value key=value`; keys without a section are those of `parallel`."""
+    """Return the config overrides of `key=value key=value`. Keys without a section belong to `parallel`."""
     return [part if "." in part.split("=")[0] else f"parallel.{part}" for part in layout.split()]
 
 
 def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size: int) -> Config:
-    """The config of one line of the table. Raises ValueError if it cannot run."""
+    """Return the config of one line of the table, or raise ValueError if it cannot run."""
     overrides = [*arguments.overrides, *layout_overrides(layout), *variant_overrides(variant)]
     config = load_config(arguments.config, overrides)
     if arguments.micro_batches:
@@ -136,16 +136,17 @@ def resolve(arguments: argparse.Namespace, layout: str, variant: str, world_size
 
 
 def one_line(error: Exception) -> str:
+    """Return the message of an error on one line."""
     return " ".join(str(error).split())
 
 
 def failure_line(result: Result) -> str:
-    """A line of the table that could not run, and why."""
+    """Return the line for a variant that could not run, with the reason."""
     return f"{result.layout} {result.variant}: {result.failure}".strip()
 
 
 def random_batches(config: Config, parallel: ParallelState, documents: bool = False) -> list[Batch]:
-    """Random micro-batches of one step, the same on all ranks of one data-parallel rank."""
+    """Create the random micro-batches of one step, equal on all ranks of one data-parallel rank."""
     t = config.training
     generator = torch.Generator().manual_seed(config.seed + parallel.data.rank)
     count = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
@@ -162,18 +163,20 @@ def random_batches(config: Config, parallel: ParallelState, documents: bool = Fa
 
 
 def simulated_bubble(plan: PipelinePlan, measured: Timeline) -> float:
-    """Bubble of `plan` if each action takes the mean time of its kind on its stage in `measured`."""
+    """Return the bubble of `plan` if each action takes the mean time of its kind on its stage in `measured`."""
     return simulate(plan.train, plan.placement, mean_times(measured, plan.placement)).bubble_fraction
 
 
 def time_steps(
     trainer: RankTrainer | CompiledTrainer, batches: list[Batch], warmup: int, steps: int, result: Result
 ) -> None:
-    """Run steps, and add to `result` the seconds of those after warm-up, all losses, memory and a profile."""
+    """Run steps; add the seconds of those after warm-up, all losses, memory and a profile to `result`."""
     parallel = trainer.parallel
     for step in range(warmup + steps):
         start = time.perf_counter()
-        loss, _ = trainer.train_step(step, batches)  # waits for the norm; work queued after it counts for the next step
+        loss, _ = trainer.train_step(
+            step, batches
+        )  # waits for the norm; work queued after the norm counts for the next step
         if step >= warmup:
             result.seconds.append(time.perf_counter() - start)
         result.losses.append(loss.mean)
@@ -192,7 +195,10 @@ def time_steps(
 
 
 def update_ms(trainer: RankTrainer) -> float:
-    """Milliseconds of the optimizer's step from the last gradients; with a learning rate of 0 weights stay."""
+    """Return the milliseconds of the optimizer's step with the last gradients.
+
+    The learning rate is 0, so the weights do not change.
+    """
     device = trainer.parallel.device
     start = now(device)
     trainer.optimizer.step(0.0)
@@ -205,9 +211,9 @@ def update_ms(trainer: RankTrainer) -> float:
 def measure(
     config: Config, parallel: ParallelState, warmup: int, steps: int, result: Result, trace: Path | None
 ) -> None:
-    """Build a trainer, time its steps and add the measurements to `result`.
+    """Build a trainer, time its steps, and add the measurements to `result`.
 
-    `trace`: file for the pipeline's timeline of the traced step.
+    `trace` is a file for the pipeline's timeline of the traced step, or None.
     """
     if parallel.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parallel.device)
@@ -231,10 +237,10 @@ def measure(
 
 
 class Groups:
-    """The process groups of each layout of ranks, built once and kept to the end.
+    """Process groups of each layout of ranks, built once and kept until the end.
 
-    torch names a group built by its members alone by its ranks and the number of groups that the rank has. After an
-    embedding group, which not every rank is in, members of the next group may use different names, and hang.
+    torch names a group that only its members build by its ranks and the number of groups that a rank has. After an
+    embedding group, which does not contain every rank, members of the next group may use different names, and hang.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -242,7 +248,7 @@ class Groups:
         self._built: dict[tuple[int, ...], ParallelState] = {}
 
     def of(self, config: Config) -> ParallelState:
-        """Collective."""
+        """Return the process groups of the config's layout. This is a collective."""
         p = config.parallel
         sizes = (p.tensor, p.pipeline, p.context, p.expert, p.expert_tensor, p.fsdp_replicas)
         if sizes not in self._built:
@@ -268,7 +274,7 @@ COLUMNS = {  # heading: key of a row, format
 
 
 def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
-    """One line of the table as a record."""
+    """Return one line of the table as a record."""
     t = config.training
     seconds = statistics.median(result.seconds)
     rate = t.global_batch_size * t.seq_length / seconds / world_size
@@ -297,11 +303,12 @@ def row_of(result: Result, config: Config, world_size: int) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--layouts", nargs="+", default=[""], metavar='"key=value ..."', help="keys of `parallel`")
     parser.add_argument("--variants", default="bf16,current,delayed", help="recipe+option, comma-separated")
-    parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: as in the config")
+    parser.add_argument("--micro-batches", type=int, help="micro-batches of each data-parallel rank; default: config")
     parser.add_argument("--warmup", type=int, default=4, help="steps before timing, in each round")
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each round")
     parser.add_argument("--rounds", type=int, default=2)
@@ -313,6 +320,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     arguments = parse_arguments(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     lines = [(layout, variant) for layout in arguments.layouts for variant in arguments.variants.split(",")]
@@ -352,11 +360,11 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             try:
                 measure(config, groups.of(config), arguments.warmup, arguments.steps, result, trace)
-            except ValueError as error:  # of this package, on all ranks
+            except ValueError as error:  # errors of this package occur on all ranks
                 result.failure = one_line(error)
             except torch.cuda.OutOfMemoryError as error:
                 result.failure = f"out of memory: {one_line(error)[:200]}"
-                if world_size > 1:  # perhaps on some ranks only: the others would wait for ever
+                if world_size > 1:  # if only some ranks failed, the others would wait forever
                     print(f"rank {dist.get_rank()}, {failure_line(result)}", flush=True)
                     os._exit(1)
             release()

@@ -21,10 +21,10 @@ texts that the last checkpoint continues, greedily and at random.
 | keys/ | keys that may go, each in a case that one line removes |
 | plan/, prove/ | numbers of `megafp8 plan --json` and of the certificates of `megafp8 prove` |
 
-(*) Its checkpoint is converted to Hugging Face and to Megatron-LM, and both of these back; a hash of the tensors and of
-config.json is recorded each time.
+(*) The checkpoint is converted to Hugging Face and to Megatron-LM, and each result is converted back. Each time, a hash
+of the tensors and of config.json is recorded.
 
-Only interfaces that stay are used: config keys, commands, metrics.jsonl, files of checkpoints, `megafp8.nn` and
+The gate uses only stable interfaces: config keys, commands, metrics.jsonl, files of checkpoints, `megafp8.nn` and
 `megafp8.fp8`. The file can be copied into the tree of an older or newer commit.
 
 A recording belongs to one machine and one torch version: another CPU may sum in another order.
@@ -283,7 +283,7 @@ RESUMED = {
     "masked", "kinds/deepseek", "kinds/mtp", "kinds/bert", "kinds/t5", "kinds/lora", "kinds/muon", "kinds/average",
     "kinds/fp16", "kinds/best-fit", "kinds/stages", "keys/calibration-steps",
 } | {f"{recipe}/single" for recipe in RECIPES}  # fmt: skip
-"""Cases whose last step is resumed from a checkpoint."""
+"""Cases that resume their last step from a checkpoint."""
 
 FAMILY = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
@@ -596,7 +596,7 @@ def write_documents(path: Path, random: np.random.Generator) -> None:
 
 
 def write_words(folder: Path) -> None:
-    """Write words.json, a tokenizer with the special tokens of BERT and T5 whose words are letters."""
+    """Write words.json, a tokenizer with the special tokens of BERT and T5 and with letters as words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -831,7 +831,7 @@ def tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def module_results(name: str, recipe: str | None) -> dict[str, str]:
-    """Return hashes of output and gradients of a module in a second step, whose scales follow from the first."""
+    """Return hashes of output and gradients of a module in a second step, which uses the scales of the first step."""
     from megafp8 import fp8, nn
 
     recipes = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling()}
@@ -1064,6 +1064,7 @@ def differences(old: Any, new: Any) -> Iterator[str]:
 
 
 def main() -> int:
+    """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="run cases and write their results")

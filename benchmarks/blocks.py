@@ -1,9 +1,9 @@
-"""Transformer blocks that the benchmarks measure: their shapes, a plain PyTorch reference, and megafp8's.
+"""Transformer blocks that the benchmarks measure: shapes, a plain PyTorch reference, and megafp8's blocks.
 
 `ReferenceLayers` is Llama's block in plain torch. `bench_layer` compares speed with its compiled form and gradients
-with its eager form, so it must be simple enough to be obviously right, and fast: q, k and v are one product, gate and
-up another, attention prefers cuDNN, and nothing is saved that autograd does not need. Weights are bf16; gradients are
-what autograd leaves in `.grad`. Parameters have the names, and their rows the order, of `megafp8.models.gpt`.
+with its eager form. The block must therefore be simple enough to be obviously right, and fast: q, k and v are one
+product, gate and up are another, attention prefers cuDNN, and nothing is saved that autograd does not need. Weights are
+bf16, and autograd leaves gradients in `.grad`. Parameters have the names and row order of `megafp8.models.gpt`.
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads, d head width, f MLP width.
 """
@@ -48,15 +48,16 @@ class Shape:
 
     @property
     def qkv_size(self) -> int:
+        """Number of outputs of the qkv projection."""
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights of one block's linear layers."""
+        """Number of weights in the linear layers of one block."""
         return sum(size.k * size.n for size in self.linears(1).values())
 
     def linears(self, tokens: int) -> dict[str, LinearSize]:
-        """The linear layers of a block."""
+        """Return the sizes of the linear layers of a block, by name."""
         h, f = self.hidden_size, self.ffn_hidden_size
         return {
             "qkv": LinearSize(tokens, h, self.qkv_size),
@@ -66,12 +67,15 @@ class Shape:
         }
 
     def flops(self, layers: int, seq_length: int) -> float:
-        """Forward and backward of `layers` blocks on one sample: 6·N·s + 6·s²·a·d each, causal attention as half."""
+        """Return the FLOPs of forward and backward of `layers` blocks on one sample.
+
+        They are 6·N·s + 6·s²·a·d per block, with causal attention counted as half.
+        """
         per_token = self.matmul_parameters + seq_length * self.heads * self.head_dim
         return 6.0 * layers * seq_length * per_token
 
 
-# A tensor-parallel rank has whole heads and a slice of f, and computes on all tokens.
+# A tensor-parallel rank has whole heads and a slice of f, and processes all tokens.
 SHAPES = {
     "llama3-8b": Shape(4096, 14336, heads=32, groups=8, head_dim=128, seq_length=8192),
     "llama3-70b": Shape(8192, 28672, heads=64, groups=8, head_dim=128, seq_length=8192),
@@ -82,7 +86,7 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries and rotary positions: `[s, b, h]` -> the same shape."""
+    """Causal self-attention with grouped queries and rotary positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -91,6 +95,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x_sbh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply attention to x, `[s, b, h]`, and return the result in the same shape."""
         q, k, v = self.qkv(x_sbh).unflatten(-1, (-1, self.d)).split(self.split, dim=-2)
         q, k, v = (y_sbad.permute(1, 2, 0, 3) for y_sbad in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         y_basd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -98,7 +103,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: `[s, b, h]` -> the same shape. The rows of `up` are [gate | up]."""
+    """SwiGLU. The rows of `up` are [gate | up]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -106,6 +111,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
+        """Apply the MLP to x, `[s, b, h]`, and return the result in the same shape."""
         gate, up = self.up(x_sbh).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -121,12 +127,13 @@ class Block(nn.Module):
         self.ffn = MLP(shape)
 
     def forward(self, x_sbh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply the block to x, `[s, b, h]`, and return the result in the same shape."""
         x_sbh = x_sbh + self.mixer(self.attention_norm(x_sbh), cos, sin)
         return x_sbh + self.ffn(self.mlp_norm(x_sbh))
 
 
 class ReferenceLayers(nn.Module):
-    """`layers` blocks and their table of rotary angles."""
+    """Several blocks with their table of rotary angles."""
 
     def __init__(self, shape: Shape, layers: int, seq_length: int) -> None:
         super().__init__()
@@ -137,12 +144,13 @@ class ReferenceLayers(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
+        """Apply all blocks to x, `[s, b, h]`, and return the result in the same shape."""
         for block in self.blocks:
             x_sbh = block(x_sbh, self.cos, self.sin)
         return x_sbh
 
     def run(self, x_sbh: Tensor) -> Tensor:
-        """`forward`, compiled if `compile()` was called, with cuDNN attention where it is available."""
+        """Run `forward`, compiled if `compile()` was called, with cuDNN attention if it is available."""
         with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
             return self(x_sbh)
 
@@ -154,9 +162,9 @@ def rotate(x_sbad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def random_weights(shape: Shape, layers: int, device: torch.device) -> dict[str, Tensor]:
-    """A weight for every parameter of `ReferenceLayers`, by name, the same at each call.
+    """Return a random weight for every parameter of `ReferenceLayers`, by name. Every call returns equal weights.
 
-    Matrices preserve variance, so that every layer affects the gradients; norm weights differ from one, so that a norm
+    Matrices preserve variance, so that every layer affects the gradients. Norm weights differ from one, so that a norm
     without its weight gives other gradients.
     """
     generator = torch.Generator(device).manual_seed(1)
@@ -172,9 +180,9 @@ def random_weights(shape: Shape, layers: int, device: torch.device) -> dict[str,
 def build_stage(
     shape: Shape, layers: int, seq_length: int, parallel: ParallelState, dtype: torch.dtype, **fp8: Any
 ) -> tuple[Config, Fp8Manager, GPTStage]:
-    """`layers` blocks of megafp8 as a middle pipeline stage, without embedding and head.
+    """Build `layers` megafp8 blocks as a middle pipeline stage, without embedding and head.
 
-    `fp8`: fields of the config section. The caller sets the weights, then calls `Fp8Manager.materialize`.
+    `fp8` are fields of the config section fp8. The caller sets the weights, then calls `Fp8Manager.materialize`.
     """
     config = Config.model_validate(
         {

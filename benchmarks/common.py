@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: timing, text tables, JSON reports and command-line arguments."""
+"""Timing, text tables, JSON reports and command-line arguments that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 
 def now(device: torch.device) -> Any:
-    """A point in time on `device`: on CUDA an event behind all queued work, on a CPU the host's clock."""
+    """Return a point in time on `device`: on CUDA an event after all queued work, on a CPU the host's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -26,19 +26,22 @@ def now(device: torch.device) -> Any:
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """Time between two points of `now`. CUDA must have been synchronized since."""
+    """Return the time between two results of `now`. CUDA must have been synchronized in between."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call by the host's clock, and its result."""
+    """Call a function; return the seconds by the host's clock, and its result."""
     start = time.perf_counter()
     value = function()
     return time.perf_counter() - start, value
 
 
 def replayed(run: Callable[[], Any]) -> Callable[[], None]:
-    """The replay of a CUDA graph of what `run` launches, as in training. Compiles first, outside of the graph."""
+    """Record the launches of `run` in a CUDA graph, and return a function that replays it, as in training.
+
+    `run` is called once before the recording, so that everything is compiled.
+    """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,9 +53,9 @@ def replayed(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def release() -> None:
-    """Free the memory of what was measured, before something else is built."""
+    """Free the memory of the last measurement before something else is built."""
     gc.collect()
-    gc.collect()  # what FSDP holds through tensors with hooks is garbage only when torch has dropped its references
+    gc.collect()  # objects that FSDP refers to through tensor hooks become garbage only after the first collection
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -62,16 +65,21 @@ def release() -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A text table that can be printed row by row. `columns`: heading to format, as in ".3f"; None is shown as "-"."""
+    """Text table that is printed row by row.
+
+    `columns` maps headings to formats, such as ".3f". None is shown as "-".
+    """
 
     label: str
     label_width: int
     columns: dict[str, str]
 
     def heading(self) -> str:
+        """Return the line with the headings."""
         return f"{self.label:<{self.label_width}}" + "".join(f"{name:>{_width(name)}}" for name in self.columns)
 
     def row(self, label: str, *values: float | None, note: str = "") -> str:
+        """Return the line of a row, with an optional note at the end."""
         cells = (
             f"{'-' if value is None else format(value, spec):>{_width(name)}}"
             for (name, spec), value in zip(self.columns.items(), values, strict=True)
@@ -84,12 +92,12 @@ def _width(heading: str) -> int:
 
 
 def machine(device: torch.device) -> str:
-    """Name of the GPU, or "CPU"."""
+    """Return the name of the GPU, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def write_json(path: Path | None, report: Any) -> None:
-    """Write `report` where a path is given; NaN and infinities, which JSON does not have, become null."""
+    """Write `report` to `path`, if it is not None. NaN and infinities, which JSON lacks, become null."""
     if path is not None:
         strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
         path.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
@@ -99,18 +107,19 @@ def write_json(path: Path | None, report: Any) -> None:
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the benchmark's docstring as help text, and --json."""
+    """Return a parser with the benchmark's docstring as help text, and the flag --json."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser
 
 
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --device to a parser."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def chosen_device(arguments: argparse.Namespace) -> torch.device:
-    """The device that --device names. ValueError if there is none."""
+    """Return the device that --device names, or raise ValueError if it does not exist."""
     has_cuda = torch.cuda.is_available()
     if arguments.device == "cuda" and not has_cuda:
         raise ValueError("--device: torch sees no CUDA device here; cpu would work")
@@ -118,7 +127,7 @@ def chosen_device(arguments: argparse.Namespace) -> torch.device:
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """ValueError if one of the options is given and less than 1."""
+    """Raise ValueError if one of the options is given and less than 1."""
     for option in options:
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -126,7 +135,7 @@ def require_positive(arguments: argparse.Namespace, *options: str) -> None:
 
 
 def names(option: str, wanted: str, known: Iterable[str]) -> list[str]:
-    """The comma-separated names in `wanted`, each once. ValueError for one that is not in `known`."""
+    """Return the comma-separated names in `wanted`, each once; raise ValueError for a name that is not in `known`."""
     known = list(known)
     found = wanted.split(",")
     for name in found:

@@ -1,7 +1,7 @@
-"""Training steps of the same model in plain torch, as a baseline: fp32 weights, bf16 autocast, `torch.compile`, AdamW.
+"""Baseline for training steps in plain torch: fp32 weights, bf16 autocast, `torch.compile`, AdamW.
 
-What somebody writes who needs no more than one GPU: the loss of a micro-batch is one compiled graph with its backward,
-gradients accumulate in `.grad`, and torch's fused AdamW updates them after clipping. Every rank trains alone.
+This is a typical training loop for one GPU: the loss of a micro-batch is one compiled graph with its backward,
+gradients accumulate in `.grad`, and torch's fused AdamW updates the weights after clipping. Every rank trains alone.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary.
 """
@@ -27,13 +27,13 @@ SIZES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
     *("vocab_size", "vocab_multiple", "tie_embeddings", "init_std"),
 }
-"""Keys of the model section that the baseline has too."""
+"""Keys of the config section model that the baseline supports."""
 WITHOUT_COST = {"max_position_embeddings", "rope_theta", "rope_scaling", "rope_interpolation_factor", "norm_eps"}
-"""Keys of it that change no time of a step."""
+"""Keys of the section that do not affect the time of a step."""
 
 
 def why_not(config: Config) -> str:
-    """Why the baseline cannot have the config's model; empty if it can."""
+    """Return why the baseline cannot build the config's model; empty if it can."""
     given = config.model.model_dump(exclude_defaults=True).keys() - SIZES - WITHOUT_COST
     if not given:
         return ""
@@ -42,7 +42,7 @@ def why_not(config: Config) -> str:
 
 
 class Model(nn.Module):
-    """A GPT with RMSNorm, SwiGLU and rotary positions: tokens and labels `[b, s]` -> the sum of the losses, fp32."""
+    """GPT with RMSNorm, SwiGLU and rotary positions, including the loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -64,13 +64,14 @@ class Model(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
+        """Return the sum of the losses, fp32 `[]`, of tokens and labels, `[b, s]`."""
         x_sbh = self.layers(self.embedding(tokens_bs.t()))
         logits_sbv = self.output(self.norm(x_sbh))
         return F.cross_entropy(logits_sbv.flatten(0, 1).float(), labels_bs.t().flatten(), reduction="sum")
 
 
 class CompiledTrainer:
-    """Trains `Model` with as much of `megafp8.training.trainer.RankTrainer` as `bench_step` uses."""
+    """Trainer of `Model` with the interface of `megafp8.training.trainer.RankTrainer` that `bench_step` uses."""
 
     timeline = None
 
@@ -86,7 +87,7 @@ class CompiledTrainer:
         self.loss = torch.compile(self.model, fullgraph=True, dynamic=False)
 
     def train_step(self, step: int, batches: Sequence[Batch]) -> tuple[BatchLoss, StepResult]:
-        """One optimizer step on this rank's micro-batches."""
+        """Run one optimizer step on this rank's micro-batches; return its loss and its result."""
         device = self.parallel.device
         tokens = sum(batch.tokens.numel() for batch in batches)
         losses = []

@@ -1,19 +1,21 @@
-"""A run with random faults under the elastic agent: is each detected, named and recovered from, and how fast?
+"""Train with random faults under the elastic agent: is each fault detected, named and recovered from, and how fast?
 
     python benchmarks/fault_soak.py --faults 100 --processes 4 --folder /tmp/soak
 
-Trains a small model on CPU processes twice: undisturbed, and with `--faults` faults of random kinds on random ranks,
-each of which counts as a node with a memory of its own (`checkpoint.memory_interval`). Prints a line for each fault:
-seconds from the fault to the message that names the rank, and until the next step is done, and how many steps were
-repeated; then a table by kind. Exit code 1 unless every fault is named, and the losses of all steps are equal to the
-last bit. The same command continues a soak that was interrupted.
+The soak trains a small model on CPU processes twice: undisturbed, and with `--faults` faults of random kinds on random
+ranks. Each rank counts as a node with separate memory (`checkpoint.memory_interval`). For each fault it prints a line
+with the seconds from the fault to the message that names the rank, the seconds to the next completed step, and the
+number of repeated steps; then a table by kind. The exit code is 1 unless every fault is named, and the losses of all
+steps are bitwise equal. The same command continues an interrupted soak.
 
-What it does not see: until 2026-11-24 a save on a full disk could hang the job, though `fail_save` was among these
-faults. That limits the size of files to 16 KiB, so it was always torch.save that met the error, inside its archive of
-tensors, and raised another one. The disk's own error, met by a small file or by the last flush of a buffer, was raised
-from itself, and the walk along its causes did not end. tests/checkpoint/test_full_disk.py fills the disk.
+Limit: until 2026-11-24, a save on a full disk could hang the job, and this soak did not detect it, although `fail_save`
+was among its faults. `fail_save` limits the size of files to 16 KiB, so torch.save always met the error inside its
+archive of tensors, and raised another error. The error of a full disk, met by a small file or by the last flush of a
+buffer, was raised from itself, and the walk along its causes did not end. tests/checkpoint/test_full_disk.py fills the
+disk.
 
-Needs the quickstart's data (`megafp8 quickstart` makes it), or `--data PREFIX --tokenizer MODEL --vocabulary N`.
+The soak needs the quickstart's data (`megafp8 quickstart` creates it), or `--data PREFIX --tokenizer MODEL --vocabulary
+N`.
 """
 
 from __future__ import annotations
@@ -54,15 +56,16 @@ EXPECTED = {
     "loss_spike": r"step +{step}/.*SKIPPED: loss above ",
     "fail_save": r"rank {rank}: OSError: \[Errno 27\]|rank {rank} on \S+ failed:",
     "full_disk": r"error: saving \S+ failed: rank \d+: OSError: \[Errno 28\] No space left on device|"
-    r"metrics.jsonl cannot be written: \[Errno 28\]",  # where no save falls into the time in which the disk is full
+    r"metrics.jsonl cannot be written: \[Errno 28\]",  # if no save happens while the disk is full
     "damage_checkpoint": r"is damaged",
     "lose_memory": r"error: rank {rank} on \S+ \(process \d+\) was ended by SIGKILL",
 }
-"""What is printed after a fault of each kind, as a regular expression of its rank and step."""
+"""Regular expression of the message after a fault of each kind, with its rank and step."""
 SAME_DATA = [kind for kind in EXPECTED if kind not in ("nan_gradient", "loss_spike")]
-"""Kinds after which the run has the losses of an undisturbed one."""
+"""Kinds of faults after which the run has the same losses as an undisturbed run."""
 DEFAULT = [kind for kind in SAME_DATA if kind != "full_disk"]
-"""`full_disk` needs `--folder` to be a small disk of its own: `mount -t tmpfs -o size=200m none FOLDER`."""
+"""Kinds of faults used by default. `full_disk` is left out, because it needs a small separate disk at `--folder`:
+`mount -t tmpfs -o size=200m none FOLDER`."""
 SMALL = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -92,20 +95,23 @@ START = "--- start"
 
 @dataclass(frozen=True)
 class Line:
-    """A line that a job printed, and when."""
+    """Line that a job printed, with its time."""
 
     time: float
     text: str
 
 
 def fault(number: int, kind: str, rank: int) -> dict[str, Any]:
-    """Fault `number` of a run: after the checkpoints that it needs, in an even step, which is recomputed."""
+    """Return fault `number` of a run.
+
+    It occurs after the checkpoints that it needs, in an even step, which is recomputed.
+    """
     return {"kind": kind, "rank": rank, "step": EVERY * (number + 1) + 2, "seconds": 0.3, "steps": 4}
 
 
 def run(name: str, options: Sequence[str], arguments: argparse.Namespace, faults: list[dict[str, Any]]) -> list[Line]:
-    """Run a job to its end, unless that was done, and return what it printed. Raises RuntimeError if it fails."""
-    printed = arguments.folder.parent / f"{arguments.folder.name}-{name}.out"  # not on a disk that becomes full
+    """Run a job to its end, unless it has run before, and return its output; raise RuntimeError if it fails."""
+    printed = arguments.folder.parent / f"{arguments.folder.name}-{name}.out"  # outside the disk that becomes full
     if (arguments.folder / name / "loss.png").exists():
         return read_lines(printed)
     command = ["bash", str(ROOT / "launch" / "single_node.sh"), str(ROOT / "configs" / "quickstart.yaml"), *options]
@@ -134,25 +140,25 @@ def run(name: str, options: Sequence[str], arguments: argparse.Namespace, faults
 
 
 def read_lines(path: Path) -> list[Line]:
-    """What a job printed, and when, from its file."""
+    """Read the output of a job, with times, from its file."""
     parted = (line.partition(" ") for line in path.read_text().splitlines())
     return [Line(float(when), text) for when, _, text in parted]
 
 
 def seconds_of(lines: Sequence[Line]) -> float:
-    """Time that a job ran, without the time between interruptions and continuations."""
+    """Return the running time of a job, without the time between an interruption and its continuation."""
     return sum(now.time - before.time for before, now in itertools.pairwise(lines) if now.text != START)
 
 
 def repeated_steps(lines: Sequence[Line], step: int, start: float, end: float) -> int | None:
-    """Steps done before `step` that were repeated when the run resumed between these times; None if it did not."""
+    """Return how many steps before `step` a resume between these times repeated; None if there was no resume."""
     resumed = [re.search(r"resumed from step (\d+)", line.text) for line in lines if start <= line.time < end]
     steps = [int(found[1]) for found in resumed if found]
     return step - 1 - min(steps) if steps else None
 
 
 def step_times(path: Path) -> list[tuple[int, float]]:
-    """Step and end of each line of a metrics.jsonl, repeated steps too. Lines that a kill truncated are left out."""
+    """Return step and end time of each line of a metrics.jsonl, including repeated steps, without truncated lines."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -162,6 +168,7 @@ def step_times(path: Path) -> list[tuple[int, float]]:
 
 
 def main() -> int:
+    """Run the soak, print the report, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4)
@@ -214,7 +221,7 @@ def main() -> int:
         {record["step"]: record["loss"] for record in read_metrics(arguments.folder / name / "metrics.jsonl")}
         for name in ("undisturbed", "faults")
     )
-    unwritten = expected.keys() - curve.keys()  # there is no room for a record on a full disk
+    unwritten = expected.keys() - curve.keys()  # a full disk has no room for a record
     equal = curve.items() <= expected.items() and (not unwritten or "full_disk" in kinds)
     columns = ["fault", "number", "named after, s (median, max)", "next step after, s (median)", "steps repeated (max)"]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")

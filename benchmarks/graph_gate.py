@@ -1,4 +1,4 @@
-"""Compare training steps with two values of a key bit for bit, in many layouts, on the GPUs that are here.
+"""Compare training steps with two values of a config key bit for bit, in many layouts, on the available GPUs.
 
     torchrun --nproc-per-node 2 -m benchmarks.graph_gate
     torchrun --nproc-per-node 2 -m benchmarks.graph_gate --layouts "tensor=2" "pipeline=2 schedule=zb-v" --variants bf16
@@ -6,13 +6,13 @@
         --layouts "fsdp=true model.moe.num_experts=33" --variants delayed,current
 
 Each case trains a small Llama twice from the same weights, without and with CUDA graphs (or with each override of
-`--compare`), and compares the losses and gradient norms of all steps, the validation loss in between, the records of a
-sampled step, and the final weights that have values in both. Layouts and variants are those of `benchmarks.bench_step`;
-keys of other sections may be in a layout too. Attention is deterministic. "first" and "second" are the shortest step of
-each, in milliseconds.
+`--compare`). It compares the losses and gradient norms of all steps, the validation loss in between, the records of a
+sampled step, and the final weights that have values in both runs. Layouts and variants are the same as in
+`benchmarks.bench_step`; a layout may also contain keys of other sections. Attention is deterministic. "first" and
+"second" are the shortest steps of the two runs, in milliseconds.
 
-Gradients are not clipped where another key than CUDA graphs is compared: a norm is a sum over shards, whose edges may
-differ, so that norms may differ by rounding, which is reported and no failure.
+Gradients are not clipped if a key other than CUDA graphs is compared. A norm is a sum over shards, and the boundaries
+of shards may differ, so norms may differ by rounding. Such a difference is reported, but it is not a failure.
 
 The exit code is 1 if a case differs.
 """
@@ -72,7 +72,7 @@ GRAPHS = ["training.cuda_graphs=false", "training.cuda_graphs=auto"]
 
 @dataclass
 class Run:
-    """What is compared, of this rank. `weights`: hashes of those that have values, by number."""
+    """Results of this rank to compare. `weights` are hashes of the weights that have values, by number."""
 
     losses: list[object] = field(default_factory=list)
     norms: list[object] = field(default_factory=list)
@@ -82,14 +82,14 @@ class Run:
     has_graphs: bool = False
 
     def differences(self, other: Run) -> list[str]:
-        """The names of what is not equal."""
+        """Return the names of the results that are not equal."""
         common = self.weights.keys() & other.weights.keys()
         found = [name for name in ("losses", "norms", "records") if getattr(self, name) != getattr(other, name)]
         return found + ["weights"] * any(self.weights[i] != other.weights[i] for i in common)
 
 
 def train(config: Config, parallel: ParallelState, documents: bool) -> Run:
-    """Train and evaluate a model of `config`."""
+    """Train and evaluate the model of `config`."""
     trainer = RankTrainer(config, parallel)
     run, batches = Run(), random_batches(config, parallel, documents)
     for step in range(STEPS):
@@ -112,6 +112,7 @@ def train(config: Config, parallel: ParallelState, documents: bool) -> Run:
 
 
 def main() -> int:
+    """Run all cases, print the table, and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--config", default="configs/llama3-8b.yaml")
     parser.add_argument("--layouts", nargs="+", metavar='"key=value ..."')

@@ -1,16 +1,16 @@
-"""The implementations of a transformer block that `bench_layer` compares, each built as its users build it.
+"""Implementations of a transformer block that `bench_layer` compares, each built as its users build it.
 
     eager, compiled      `blocks.ReferenceLayers`, plain torch in bf16
-    megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with its fp32
+    megafp8:<recipe>     blocks of `megafp8.models.gpt`, built as the trainer builds a pipeline stage, with an fp32
                          gradient buffer. `+fast`: fast accumulation in all three GEMMs. `+graph`: all micro-batches
-                         of a step replayed from a CUDA graph, as the trainer does. `+floor`: a lower bound of the time,
-                         only the GEMMs and attention kernels
+                         of a step are replayed from a CUDA graph, as in the trainer. `+floor`: only the GEMMs and
+                         attention kernels, as a lower bound of the time
     torchao:<recipe>     `blocks.ReferenceLayers` converted by torchao, compiled
     te:<recipe>          Transformer Engine's modules with gradient accumulation fused into wgrad, in fp32, as
                          Megatron-LM uses them
 
-So gradients are where each implementation has them in training: bf16 `.grad` for the torch variants, an fp32
-`main_grad`, twice the bytes, for the others. All start from the same weights.
+Each implementation stores gradients where it does so in training: the torch variants in bf16 `.grad`, the others in an
+fp32 `main_grad` with twice the bytes. All variants start from the same weights.
 
 Shapes: s sequence, b micro-batch, h hidden.
 """
@@ -50,12 +50,12 @@ TE_RECIPES = {
 
 
 class NotInstalledError(Exception):
-    """A package that a variant needs is not installed."""
+    """Error raised if a package that a variant needs is not installed."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What all variants are built for: `layers` blocks, `seq_length` tokens, weights by the names of the reference."""
+    """Description of what to build: `layers` blocks, `seq_length` tokens, and weights by the names of the reference."""
 
     shape: Shape
     layers: int
@@ -65,16 +65,20 @@ class Problem:
 
     @property
     def device(self) -> torch.device:
+        """Device of this rank."""
         return self.parallel.device
 
 
 @dataclass(frozen=True)
 class Layers:
-    """One variant, ready to run.
+    """Variant that is ready to run.
 
-    `forward(x [s, b, h], first)` returns `[s, b, h]`; `first`: the weights have changed since the last call.
-    `parameters` are by the reference's names. `zero_grad` clears the gradients; `end_step` is what the variant does
-    once per optimizer step. `iteration` is what is timed.
+    Attributes:
+        forward: Function of x, `[s, b, h]`, and a flag that tells whether the weights have changed since the last call;
+            returns `[s, b, h]`.
+        parameters: Parameters by the reference's names.
+        zero_grad: Function that clears the gradients.
+        end_step: Function that does what the variant does once per optimizer step.
     """
 
     forward: Callable[[Tensor, bool], Tensor]
@@ -83,36 +87,37 @@ class Layers:
     end_step: Callable[[], None] = lambda: None
 
     def micro_batch(self, x_sbh: Tensor, dy_sbh: Tensor, first: bool) -> Tensor:
-        """Forward and backward; returns dx `[s, b, h]`."""
+        """Run forward and backward; return dx, `[s, b, h]`."""
         leaf = x_sbh.detach().requires_grad_()
         self.forward(leaf, first).backward(dy_sbh)
         assert leaf.grad is not None
         return leaf.grad
 
     def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
-        """Forward and backward of the micro-batches of one step, all of the same data; returns dx."""
+        """Run forward and backward of the micro-batches of one step, all with equal data; return dx."""
         for index in range(micro_batches):
             dx_sbh = self.micro_batch(x_sbh, dy_sbh, index == 0)
         return dx_sbh
 
     def iteration(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
-        """A step without the update of the weights; returns dx."""
+        """Run a step without the update of the weights; return dx. This is what `bench_layer` times."""
         dx_sbh = self.passes(x_sbh, dy_sbh, micro_batches)
         self.end_step()
         return dx_sbh
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Each parameter's gradient; None for one that has none."""
+        """Return each parameter's gradient, or None for a parameter without one."""
         return {name: getattr(p, "main_grad", p.grad) for name, p in self.parameters.items()}
 
 
 @dataclass(frozen=True)
 class GraphedLayers(Layers):
-    """Layers whose steps are replayed after the first ones. x and dy must be the same tensors always."""
+    """Layers with steps that are replayed after the first ones. x and dy must always be the same tensors."""
 
     graphs: Graphs = field(kw_only=True)
 
     def passes(self, x_sbh: Tensor, dy_sbh: Tensor, micro_batches: int) -> Tensor:
+        """Run or replay forward and backward of all micro-batches; return dx."""
         eager = super().passes
         name = f"step of {micro_batches}"
         return self.graphs.run(name, lambda _: eager(x_sbh, dy_sbh, micro_batches), (), eager_runs=EAGER_STEPS)
@@ -122,7 +127,7 @@ Builder = Callable[[Problem], Layers]
 
 
 def variants() -> dict[str, Builder]:
-    """All variants by name. The recipes are those of the config."""
+    """Return the builders of all variants by name, including all recipes of the config."""
     known: dict[str, Builder] = {"eager": build_eager, "compiled": build_compiled}
     for recipe in get_args(Fp8Config.model_fields["recipe"].annotation):
         plain = partial(build_megafp8, recipe=recipe)
@@ -163,15 +168,17 @@ def _torch_layers(layers: ReferenceLayers, *, compiled: bool = True) -> Layers:
 
 
 def build_eager(problem: Problem) -> Layers:
+    """Build the reference, run eagerly."""
     return _torch_layers(_reference(problem), compiled=False)
 
 
 def build_compiled(problem: Problem) -> Layers:
+    """Build the reference, compiled."""
     return _torch_layers(_reference(problem))
 
 
 def build_torchao(problem: Problem, recipe: str) -> Layers:
-    """On a CPU the FP8 GEMMs are emulated."""
+    """Build the reference converted by torchao. On a CPU, the FP8 GEMMs are emulated."""
     torchao = _import("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=problem.device.type == "cpu")
@@ -184,7 +191,7 @@ def build_torchao(problem: Problem, recipe: str) -> Layers:
 
 
 def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers:
-    """`fp8`: fields of the config section."""
+    """Build megafp8's blocks. `fp8` are fields of the config section fp8."""
     parallel = problem.parallel
     config, manager, stage = build_stage(
         problem.shape, problem.layers, problem.seq_length, parallel, torch.bfloat16, **fp8
@@ -214,16 +221,16 @@ def build_megafp8(problem: Problem, graphed: bool = False, **fp8: Any) -> Layers
 
 # --- the floor: GEMMs and attention alone ----------------------------------------------------------------------------
 #
-# Casts, norms, activations and rotations could at best be free. The FP8 GEMMs and attention kernels of one micro-batch
-# are recorded with their operands and replayed in their order, so that the GPU draws about the power that it draws in
-# training. The operands stay in memory, the quantized gradients included; the replayed weight gradients add up in the
-# gradient buffer, as over micro-batches.
+# In the best case, casts, norms, activations and rotations would be free. The FP8 GEMMs and attention kernels of one
+# micro-batch are recorded with their operands and replayed in order, so that the GPU draws about as much power as in
+# training. The operands, including quantized gradients, stay in memory. The replayed weight gradients add up in the
+# gradient buffer, as they do over micro-batches.
 
 Call = Callable[[], object]
 
 
 def _record_attention(calls: list[Call], attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`attend`, which adds itself to `calls`, and its backward when that runs."""
+    """Wrap `attend` so that each call appends itself to `calls`, and its backward when that runs."""
 
     def replay(*inputs: Tensor, **options: Any) -> Tensor:
         if not inputs[0].is_cuda:
@@ -251,7 +258,7 @@ def _record_attention(calls: list[Call], attend: Callable[..., Tensor]) -> Calla
 
 @contextmanager
 def _recorded() -> Iterator[list[Call]]:
-    """FP8 GEMMs and attention that run in this context, as calls that repeat them."""
+    """Record FP8 GEMMs and attention that run within the context, as calls that repeat them."""
     calls: list[Call] = []
     originals = {name: getattr(Fp8Gemm, name) for name in ("tn", "accumulate_tn")}
     attend = F.scaled_dot_product_attention
@@ -292,7 +299,7 @@ class _Replay(Layers):
 
 
 def floor_of(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
-    """The GEMMs and attention of one micro-batch of `layers`, which runs once to record them."""
+    """Return the GEMMs and attention of one micro-batch of `layers`, which run once to record them."""
     with _recorded() as calls:
         dx_sbh = layers.micro_batch(x_sbh, dy_sbh, True)
     return _Replay(layers.forward, layers.parameters, layers.zero_grad, calls=tuple(calls), dx_sbh=dx_sbh)
@@ -302,7 +309,10 @@ def floor_of(layers: Layers, x_sbh: Tensor, dy_sbh: Tensor) -> Layers:
 
 
 def build_te(problem: Problem, recipe: str) -> Layers:
-    """Its attention and MLP modules with plain residuals: `te.TransformerLayer` runs dropout even at p = 0."""
+    """Build Transformer Engine's attention and MLP with plain residuals.
+
+    `te.TransformerLayer` is not used, because it runs dropout even at p = 0.
+    """
     te, recipes = _import("transformer_engine.pytorch"), _import("transformer_engine.common.recipe")
     shape = problem.shape
     common: dict[str, Any] = {

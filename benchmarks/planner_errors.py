@@ -1,9 +1,9 @@
-"""Predictions of megafp8.planner against recorded runs, as a Markdown table; needs no GPU.
+"""Compare predictions of megafp8.planner with recorded runs, as a Markdown table. Needs no GPU.
 
     python -m benchmarks.planner_errors
 
-Reads docs/measurements/2026-11-23-planner/runs.yaml. A run there that misses a tolerance says by how much and why;
-tests/planner/test_predict.py holds the planner to that file.
+Reads docs/measurements/2026-11-23-planner/runs.yaml. A run in that file that misses a tolerance states by how much, and
+why. tests/planner/test_predict.py checks the planner against the file.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ TIME, MEMORY = 0.10, 0.05
 """Tolerances of step time and memory, relative to the measurement."""
 H200 = GPUS["h200-141gb"]
 BEFORE = replace(H200, optimizer=0.483)
-"""For runs before the optimizer's step became one pass over memory."""
+"""Adjustment for runs recorded before the optimizer's step became one pass over memory."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of a recorded `bench_step`: medians of steps, and the largest peak of any rank.
+    """Line of a recorded `bench_step`: medians of steps, and the largest peak of any rank.
 
-    `one_pass`: of the optimizer. `time_error`, `memory_error`: of the prediction where they are beyond the tolerances,
-    with the `reason`.
+    Attributes:
+        one_pass: Whether the optimizer makes one pass over memory.
+        time_error: Expected error of the predicted step time, if it exceeds the tolerance.
+        memory_error: Expected error of the predicted memory, if it exceeds the tolerance.
+        reason: Reason for the error.
     """
 
     source: str
@@ -59,19 +62,20 @@ class Run:
     reason: str = ""
 
     def resolved(self) -> Config:
+        """Return the config of the run."""
         arguments = Namespace(
             config=str(ROOT / self.config), overrides=list(self.overrides), micro_batches=self.micro_batches
         )
         return resolve(arguments, self.layout, self.variant, self.gpus)
 
     def errors(self, prediction: Prediction) -> tuple[float, float | None]:
-        """Of step time and memory."""
+        """Return the relative errors of predicted step time and memory."""
         memory = None if self.gib is None else prediction.peak / 2**30 / self.gib - 1
         return prediction.seconds * 1e3 / self.milliseconds - 1, memory
 
 
 def recorded() -> Iterator[Run]:
-    """All runs of the file, in its order."""
+    """Yield all runs of the file, in its order."""
     for group in yaml.safe_load(RUNS.read_text(encoding="utf-8")):
         common = {key: group[key] for key in ("source", "config", "gpus", "micro_batches")}
         for row in group["runs"]:
@@ -82,7 +86,7 @@ def recorded() -> Iterator[Run]:
 
 
 def predictions(runs: list[Run]) -> list[Prediction]:
-    """Of each run; equal configs are predicted once."""
+    """Return the prediction for each run. Equal configs are predicted once."""
     known: dict[tuple[Any, ...], Prediction] = {}
     found = []
     for run in runs:
@@ -96,6 +100,7 @@ def predictions(runs: list[Run]) -> list[Prediction]:
 
 
 def main() -> int:
+    """Print the table and the mean errors, and return the exit code."""
     new_parser(__doc__).parse_args()
     runs = list(recorded())
     print("| run | model | GPUs | layout | variant | ms | predicted | | GiB | predicted | | |")

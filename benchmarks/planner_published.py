@@ -1,10 +1,11 @@
-"""Predictions of megafp8.planner against published speeds on H100, as a Markdown table; needs no GPU.
+"""Compare predictions of megafp8.planner with published speeds on H100, as a Markdown table. Needs no GPU.
 
     python -m benchmarks.planner_published
     python -m benchmarks.planner_published --runs Llama-3-8B --explain --search
 
-Reads docs/measurements/2026-11-26-published/published.yaml. The published runs are of other implementations, so an
-error is theirs and the planner's together; the README there tells them apart as far as possible.
+Reads docs/measurements/2026-11-26-published/published.yaml. The published runs used other implementations, so an error
+combines the difference between implementations and the planner's error. The README there separates them as far as
+possible.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ GPU = GPUS["h100-80gb"]
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published speed, in tokens/s of each GPU, and the config that is nearest to the run that it is of.
+    """Published speed in tokens/s per GPU, and the config that is closest to the published run.
 
-    `stages`: blocks of each pipeline stage, `2 * 30` for 30 stages of 2; without it, as even as possible.
+    `stages` are the blocks of each pipeline stage; `2 * 30` means 30 stages of 2. Without it, stages are as even as
+    possible.
     """
 
     model: str
@@ -48,7 +50,7 @@ class PublishedRun:
     stages: tuple[int | str, ...] = ()
 
     def resolved(self) -> Config:
-        """The config; ConfigError if it cannot run."""
+        """Return the config; raise ConfigError if it cannot run."""
         stages = "null" if not self.stages else str([count for part in self.stages for count in _repeated(part)])
         keys = [*self.overrides, f"parallel.layers_per_stage={stages}"]
         config = load_config(str(ROOT / self.config), keys)
@@ -56,7 +58,7 @@ class PublishedRun:
         return config
 
     def error(self, prediction: Prediction) -> float:
-        """Error of the predicted speed, relative to the published one."""
+        """Return the error of the predicted speed, relative to the published speed."""
         return prediction.tokens_per_second / self.tokens_per_second - 1
 
 
@@ -66,7 +68,7 @@ def _repeated(part: int | str) -> list[int]:
 
 
 def published() -> Iterator[PublishedRun]:
-    """All runs of the file, in its order."""
+    """Yield all runs of the file, in its order."""
     groups = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     for group in groups["runs"]:
         names = group.pop("sets", [])
@@ -76,13 +78,13 @@ def published() -> Iterator[PublishedRun]:
 
 
 def predicted(run: PublishedRun) -> Prediction:
-    """The prediction for the published layout."""
+    """Return the prediction for the published layout."""
     config = run.resolved()
     return predict(model_outline(config, build_fp8(config, None)), Cluster(GPU, run.gpus))
 
 
 def fastest(run: PublishedRun) -> tuple[Config, Prediction]:
-    """The fastest layout of the same model, recipe and global batch on as many GPUs. ValueError if none fits."""
+    """Return the fastest layout for the same model, recipe, global batch and GPUs; raise ValueError if none fits."""
     config = run.resolved()
     best = search(config, build_fp8(config, None), Cluster(GPU, run.gpus), keep=1).best
     if not best:
@@ -91,7 +93,7 @@ def fastest(run: PublishedRun) -> tuple[Config, Prediction]:
 
 
 def layout(config: Config) -> str:
-    """In the words of the published tables."""
+    """Describe a config's layout in the words of the published tables."""
     p, t = config.parallel, config.training
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
     sizes["ETP"] = p.expert_tensor
@@ -115,10 +117,11 @@ def _row(cells: list[object]) -> str:
 
 
 def main() -> int:
+    """Print the table, and return the exit code."""
     parser = new_parser(__doc__)
-    parser.add_argument("--runs", default="", help="regular expression: only runs whose model and source it matches")
-    parser.add_argument("--search", action="store_true", help="also the fastest layout on the same GPUs")
-    parser.add_argument("--explain", action="store_true", help="also the terms of each prediction")
+    parser.add_argument("--runs", default="", help="regular expression that model and source must match")
+    parser.add_argument("--search", action="store_true", help="also find the fastest layout on the same GPUs")
+    parser.add_argument("--explain", action="store_true", help="also print the terms of each prediction")
     arguments = parser.parse_args()
     head = ["model", "GPUs", "layout", "precision", "source", "tokens/s/GPU", "predicted", "error", "GiB"]
     head += ["fastest layout", "predicted", "GiB"] if arguments.search else []

@@ -1,7 +1,7 @@
-"""Profiles of GPU kernels: total time by name, and how much communication of a step is exposed.
+"""Profiles of GPU kernels: total time by name, and the exposed communication of a step.
 
-Kernels are intervals. Those of NCCL and copies between devices are communication, all others computation. *Exposed*
-communication is the part of the first that no computation overlaps: the GPU only waits for other ranks. An NCCL kernel
+Kernels are intervals. NCCL kernels and copies between devices are communication; all others are computation. *Exposed*
+communication is communication that no computation overlaps, so that the GPU only waits for other ranks. An NCCL kernel
 that waits for a late rank counts in full, so uneven ranks and pipeline bubbles are included.
 
 Only device activity is recorded, so the profiler costs the host little and the kernels nothing.
@@ -24,7 +24,7 @@ Event = tuple[str, float, float]  # name, start, end
 
 @dataclass(frozen=True)
 class Kernel:
-    """All runs of one kernel (of one operation on a CPU). Kernels that run side by side count in full for each."""
+    """All runs of one kernel (or of one operation on a CPU). Kernels that run side by side count in full for each."""
 
     name: str
     count: int
@@ -33,7 +33,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Fractions of a step's time: computation, communication, exposed communication, neither."""
+    """Fractions of a step's time: computation, communication, exposed communication, and idle time."""
 
     computing: float
     communicating: float
@@ -42,7 +42,7 @@ class StepProfile:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals, in order."""
+    """Merge intervals that overlap, and return disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -53,23 +53,23 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Time covered."""
+    """Return the time that intervals cover."""
     return sum(end - start for start, end in union(intervals))
 
 
 def outside(intervals: list[Interval], others: list[Interval]) -> float:
-    """Time covered by `intervals` and not by `others`."""
+    """Return the time covered by `intervals` and not by `others`."""
     return length([*intervals, *others]) - length(others)
 
 
 def is_communication(kernel: str) -> bool:
-    """Whether a device activity of this name moves data between GPUs."""
+    """Return whether a device activity of this name moves data between GPUs."""
     name = kernel.lower()
     return "nccl" in name or "ptop" in name or "symmetric_memory" in name
 
 
 def step_profile(events: Iterable[Event], duration: float) -> StepProfile:
-    """Fractions of a step of `duration`, in the unit of `events`."""
+    """Return the fractions of a step of `duration`, in the unit of `events`."""
     communicating: list[Interval] = []
     computing: list[Interval] = []
     for name, start, end in events:
@@ -80,7 +80,7 @@ def step_profile(events: Iterable[Event], duration: float) -> StepProfile:
 
 
 def by_name(events: Iterable[Event]) -> list[Kernel]:
-    """Totals of `events` in µs, longest first."""
+    """Return the totals of `events` in µs, longest first."""
     found: dict[str, list[float]] = {}
     for name, start, end in events:
         found.setdefault(_short(name), []).append(end - start)
@@ -89,16 +89,16 @@ def by_name(events: Iterable[Event]) -> list[Kernel]:
 
 
 def _short(name: str) -> str:
-    """Without a C++ kernel's arguments, and at most 100 characters."""
+    """Return the name without a C++ kernel's arguments, and with at most 100 characters."""
     name = re.sub(r"\(.*", "", name.replace("(anonymous namespace)::", "").removeprefix("void "))
     return name if len(name) <= 100 else f"{name[:97]}..."
 
 
 def record(run: Callable[[], object], on_cuda: bool) -> tuple[list[Event], float]:
-    """Kernels of one call of `run` and its duration, in µs, from an idle device to an idle device.
+    """Profile one call of `run`, from an idle device to an idle device; return its kernels and its duration in µs.
 
-    Kernels replayed by CUDA graphs are included. On a CPU the events are torch's operations, each from 0 to the time
-    that it took without those it called.
+    Kernels replayed by CUDA graphs are included. On a CPU the events are torch's operations. Each starts at 0 and ends
+    after the time that the operation took, excluding operations that it called.
     """
     if on_cuda:
         torch.cuda.synchronize()

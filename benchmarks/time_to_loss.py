@@ -1,16 +1,17 @@
-"""Final validation loss of runs by FP8 recipe with confidence intervals, and when each recipe reaches the loss of bf16.
+"""Compare runs by FP8 recipe: final validation loss with confidence intervals, and the time to reach bf16's loss.
 
     megafp8 sweep benchmarks/time_to_loss.yaml seed=1,2,3,4,5 fp8.recipe=none,delayed,current,blockwise
     python -m benchmarks.time_to_loss runs/time-to-loss-sweep/*/ --png loss.png
 
-Runs of one seed have the same initial weights and read the same samples in the same order, so recipes are compared by
-the differences of runs with the same seed: of the validation loss after the last step, and of the training loss, a mean
-over the last tenth of the steps, whose samples no run has seen before if data are read once. An interval is that of the
-mean of these differences, by Student's t with 95%: a gap whose interval has zero in it cannot be told from noise with
-so many seeds. Time is that of steps, without evaluation and the start: the median step, times the step at which the
-mean curve first is at bf16's last loss.
-Run folders of several sweeps may be given together, if they are of one kind of GPU: times are compared. Exit code 2 if
-a run has not ended.
+Runs with one seed have the same initial weights and read the same samples in the same order. Recipes are therefore
+compared by the differences between runs with the same seed. There are two differences: of the validation loss after the
+last step, and of the training loss, averaged over the last tenth of the steps. If data are read only once, no run has
+seen the samples of these steps before. An interval is the 95% confidence interval of the mean difference by Student's
+t. A gap with an interval that contains zero cannot be distinguished from noise with this number of seeds.
+
+Time is the time of training steps, without evaluation and start-up: the median step time, multiplied by the step at
+which the mean curve first reaches bf16's final loss. Run folders of several sweeps may be given together if they used
+one kind of GPU, because times are compared. The exit code is 2 if a run has not ended.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ from megafp8.host.tool import pyplot
 from megafp8.training.metrics import read_metrics
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t for two-sided 95%, by degrees of freedom from 1."""
+"""Student's t for a two-sided 95% interval, by degrees of freedom from 1 on."""
 BASELINE = "none"
-"""fp8.recipe of the runs that the others are compared with."""
+"""Value of fp8.recipe in the baseline runs, which the others are compared with."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: validation losses by step, the mean training loss of the last tenth of the steps, and the median
-    of its steps in seconds."""
+    """Finished run.
+
+    It contains validation losses by step, the mean training loss of the last tenth of the steps, and the median step
+    time in seconds.
+    """
 
     recipe: str
     seed: int
@@ -48,11 +52,12 @@ class Run:
 
     @property
     def final(self) -> float:
+        """Validation loss after the last step."""
         return self.losses[max(self.losses)]
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder. ValueError if it has no validation losses, or none after its last step."""
+    """Read the run in a folder; raise ValueError if it has no validation losses, or none after its last step."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     steps = read_metrics(folder / "metrics.jsonl")
     losses = {x["step"]: x["validation_loss"] for x in steps if x["validation_loss"] is not None}
@@ -65,20 +70,20 @@ def read(folder: Path) -> Run:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half of the 95% confidence interval of the mean; infinite for one value."""
+    """Return half of the 95% confidence interval of the mean; infinity for one value."""
     if len(values) < 2:
         return math.inf
     return T_95[min(len(values) - 1, len(T_95)) - 1] * stdev(values) / math.sqrt(len(values))
 
 
 def mean_curve(runs: Iterable[Run]) -> dict[int, float]:
-    """The mean loss at each step that all runs have."""
+    """Return the mean loss at each step that all runs have."""
     curves = [run.losses for run in runs]
     return {step: fmean(x[step] for x in curves) for step in curves[0] if all(step in x for x in curves)}
 
 
 def step_at(curve: Mapping[int, float], loss: float) -> float:
-    """The step, between those of the curve, at which it first is at `loss`; infinite if it never is."""
+    """Return the step, interpolated on the curve, at which it first reaches `loss`; infinity if it never does."""
     steps = sorted(curve)
     if curve[steps[0]] <= loss:
         return steps[0]
@@ -89,7 +94,7 @@ def step_at(curve: Mapping[int, float], loss: float) -> float:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A Markdown table, a line for each recipe. ValueError without a run of the baseline."""
+    """Return a Markdown table with a line for each recipe; raise ValueError without a run of the baseline."""
     by_recipe: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_recipe.setdefault(run.recipe, {})[run.seed] = run
@@ -122,12 +127,12 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def _gap(apart: Sequence[float]) -> str:
-    """The mean of relative differences with its interval; nothing without any."""
+    """Return the mean of relative differences with its interval; empty if there are none."""
     return f"{fmean(apart):+.2%} ± {interval(apart):.2%}" if apart else ""
 
 
 def plot(runs: Sequence[Run], png: Path) -> None:
-    """Mean curves over the time of steps, with the range of the seeds."""
+    """Draw mean curves over the time of training steps, with the range of the seeds."""
     figure, axes = (plt := pyplot()).subplots(figsize=(8, 5))
     for recipe in dict.fromkeys(run.recipe for run in runs):
         same = [run for run in runs if run.recipe == recipe]
@@ -145,9 +150,10 @@ def plot(runs: Sequence[Run], png: Path) -> None:
 
 
 def main() -> int:
+    """Print the table, draw the curves if asked to, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--png", type=Path, help="draw curves over time, too")
+    parser.add_argument("--png", type=Path, help="also draw curves over time into this file")
     options = parser.parse_args()
     try:
         runs = [read(folder) for folder in options.folders]
