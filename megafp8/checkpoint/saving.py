@@ -327,7 +327,7 @@ class StagingBuffer:
         return staged
 
     def release(self) -> None:
-        """Free the memory. It must be unregistered from CUDA first, which torch does not know about."""
+        """Unregister the memory from CUDA, and free it; torch does not know about the registration."""
         self._resize(0)
 
     def _resize(self, size: int) -> None:
