@@ -255,6 +255,7 @@ class PagedKeys:
     def __call__(
         self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
     ) -> Tensor:
+        """Store the keys of the step, and return the output `[n, 1, ...]` of `attend` for all tokens."""
         step, b = self.step, len(self.step.table_bm)
         # A packed sequence looks like one head: keys `[n, 1, d]` are stored as they are.
         self.cache.append(self.layer, *keys, step.slots_n, step.positions_1n[0])

@@ -377,7 +377,10 @@ class Generator:
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """End the unfinished texts of a submission and free their pages. All ranks must do it between the same steps."""
+        """End the unfinished texts of a submission, and free their pages.
+
+        Every rank must call this method between the same two steps.
+        """
         for text in submission.texts:
             if self._running.pop(text.sequence, None) is not None:
                 self._scheduler.remove(text.sequence)

@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
             ({"checkpoint": str(tmp_path / "damaged")}, "model.output.weight"),
             ({"trainer": "nowhere"}, "must be host:port"),
             ({"trainer": "127.0.0.1:1"}, "the weights stay as they are"),
-            ({}, "give one of checkpoint and trainer"),
+            ({}, "give either checkpoint or trainer"),
             ({"checkpoint": ""}, "checkpoint: String should have at least 1 character"),
             ({"trainer": ""}, "trainer: String should have at least 1 character"),
             ({"checkpoint": "a", "layout": 1}, "layout: Extra inputs are not permitted"),
