@@ -155,7 +155,7 @@ def batches(
     `num_workers` processes read ahead; 0 reads in this process. For data sets in object storage, each process downloads
     the data of its next `READ_AHEAD` micro-batches in the background. `position_of` maps the number of consumed samples
     to the first sample of the next step, which is larger if samples were left out. `share` is an argument of
-    `sample_indices`; the other arguments are those of the config.
+    `sample_indices`.
 
     Raises:
         DataError: A sample cannot be read. The error is raised in the step that would use the sample.

@@ -338,8 +338,8 @@ class Generator:
     ) -> Submission:
         """Add texts that the next steps generate, together with texts that were submitted before.
 
-        Arguments and errors are those of `generate`, but every rank must pass the same arguments. Each `client` gets an
-        equal share of the batch (`scheduler`).
+        Arguments and errors are the same as for `generate`, but every rank must pass the same arguments. Each `client`
+        gets an equal share of the batch (`scheduler`).
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]

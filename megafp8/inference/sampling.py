@@ -13,8 +13,8 @@ certainly among the largest of all if it is at least as large as the smallest ca
 the sum of the probabilities of these candidates does not reach top_p, ranks send four times as many.
 
 The order is the same as in `transformers`: repetition penalty, temperature, top_k, top_p of the tokens that top_k
-leaves, min_p. Log-probabilities are those of the model's logits, or with `tempered_logprobs` of the logits divided by
-the temperature.
+leaves, min_p. Log-probabilities are computed from the model's logits, or with `tempered_logprobs` from the logits
+divided by the temperature.
 
 Shapes: n sequences, v this rank's slice of the vocabulary, t tensor-parallel size, c candidates.
 """

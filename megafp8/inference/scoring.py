@@ -95,8 +95,8 @@ class _Step:
         tokens: Number of tokens without padding.
         segments_q: Cumulative numbers of queries of the segments, int32 `[1, m + 1]`; None if there is one segment.
         segments_k: Cumulative numbers of keys of the segments, int32 `[1, m + 1]`; None if there is one segment.
-        key_rows: Tokens whose keys the segments attend to, in order. None if no context is shared, so that the keys of
-            a segment are those of its queries.
+        key_rows: Rows of the keys that the segments attend to, in order. None if no context is shared: a segment then
+            attends to the keys of its own rows.
         rows_r: Tokens after which other tokens are scored.
         labels_rc: Scored tokens after each of these, filled up with 0.
         places: Row and column in `labels_rc` of each scored token, in order.
@@ -304,7 +304,7 @@ class Scorer:
         model: Model that scores.
         max_length: Largest number of tokens of a sequence that the model reads.
         max_batch_tokens: Largest number of tokens of a forward pass. A longer sequence gets a separate pass.
-        before: Function that is called before each call, for a model whose weights change.
+        before: Function that is called before each call, for a model with changing weights.
         on_keys: Function that is called with the number of each attention layer, its keys and its values, as a cache
             stores them.
     """

@@ -165,7 +165,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a text without a tokenizer": ("text", {}, "prompt 0 is a text, but there is no tokenizer; give it as tokens"),
     "an empty prompt": ([[3], []], {}, "prompt 1 is empty"),
     "a foreign token": ([[3, 101]], {}, "prompt 0 has the token 101, but the model has tokens from 0 to 100"),
-    "too long": ([[3] * 60], {"max_tokens": 5}, "60 tokens, or 65 with max_tokens = 5, but max_length is 64; shorten it, or try max_tokens = 4"),
+    "too long": (
+        [[3] * 60],
+        {"max_tokens": 5},
+        "60 tokens, or 65 with max_tokens = 5, but max_length is 64; shorten it, or try max_tokens = 4",
+    ),
     "a prompt too long": ([[3] * 70], {}, "has 70 tokens, but max_length is 64; shorten it"),
     "larger than the cache": ([[3] * 30], {"max_tokens": 9}, r"the cache holds 36; make it larger \(cache_tokens = 39"),
     "stop without a tokenizer": ([3], {"max_tokens": 1, "stop": ("a",)}, "there is no tokenizer to find it"),

@@ -54,8 +54,8 @@ class ServerLimits:
 
     Attributes:
         body_bytes: Size of a request's body in bytes.
-        prompt_tokens: Number of tokens of each prompt. Default: as many as the model and the cache allow.
-        max_tokens: Number of tokens of each generated text. Default: as many as the model and the cache allow.
+        prompt_tokens: Number of tokens of each prompt. Default: the limit of the model and the cache.
+        max_tokens: Number of tokens of each generated text. Default: the limit of the model and the cache.
         texts: Number of texts of a request, prompts times n.
         waiting: Number of texts that may wait, in addition to the running ones. A request beyond it gets status 429.
         client_texts: Number of texts that an address may have in several requests; beyond it, a request gets status
@@ -158,7 +158,7 @@ class Service:
                 await anyio.sleep(0.02)
         self.engine.abandon(_shutting_down())
 
-    # --- what a request may do ---------------------------------------------------------------------------------------
+    # --- checks of requests ------------------------------------------------------------------------------------------
 
     def check_key(self, request: Request) -> None:
         """Raise ApiError if this server has a key and the request lacks the header `Authorization: Bearer KEY`."""
@@ -406,9 +406,7 @@ class _Exchange:
             updates = await handle.updates.get()
             if isinstance(updates, Exception):
                 raise (
-                    updates
-                    if isinstance(updates, ApiError)
-                    else ApiError(500, "an error of the server; its log has it")
+                    updates if isinstance(updates, ApiError) else ApiError(500, "internal error; see the server's log")
                 )
             self._observe(updates, last)
             if not body.stream:
@@ -505,5 +503,5 @@ async def _http_error(request: Request, error: HTTPException) -> HttpResponse:
 
 
 async def _other_error(request: Request, error: Exception) -> HttpResponse:
-    wrong = ApiError(500, "an error of the server; its log has it")
+    wrong = ApiError(500, "internal error; see the server's log")
     return _json(wrong.content(), wrong)

@@ -96,7 +96,7 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
     from megafp8.inference.server.connections import LimitedProtocol
 
     class Server(uvicorn.Server):
-        """uvicorn server that drains before it closes its sockets, so late requests and health checks get status 503."""
+        """uvicorn server that drains before it closes its sockets, so late requests and health checks get 503."""
 
         loop: asyncio.AbstractEventLoop
         drained: asyncio.Future[None]

@@ -274,7 +274,7 @@ def test_a_trainer_that_does_not_fit(world2: World, two_runs: tuple[Path, Path])
         messages = world2.run(_send_wrong, WIDE | DP2, client.url)
         assert len(set(messages)) == 1
         assert (
-            "the model has model.embedding.word.weight [320, 64], and there is it with shape [320, 128]" in messages[0]
+            "the model has model.embedding.word.weight [320, 64], but the trainer has shape [320, 128]" in messages[0]
         )
         assert not service.engine.paused
         assert client.complete() == (_text(two_runs[0]), [0])
