@@ -39,7 +39,7 @@ class Objective(Protocol):
         ...
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return the micro-batch of rows that are stacked along a new first dim."""
+        """Return the micro-batch of `rows`, which are stacked along a new first dim."""
         ...
 
 

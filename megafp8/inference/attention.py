@@ -243,9 +243,10 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """`megafp8.layers.mixer.AttendToKeys` of a step: store a layer's keys, and attend to the keys in the pages.
+    """Attention of a layer to cached keys without values (`megafp8.layers.mixer.AttendToKeys`).
 
-    The first of the two key tensors is stored as the key of a single head, the second as its value.
+    It stores the keys of the step and attends to the keys in the pages. The first of the two key tensors is stored as
+    the key of a single head, the second as its value.
     """
 
     step: PackedStep

@@ -130,7 +130,7 @@ class Load(NamedTuple):
 
 
 class Generator:
-    """Generator of texts that continue prompts, with a model in any layout.
+    """Text generator that continues prompts with a model in any layout.
 
     Every rank creates the generator and makes every call (collective). Prompts are shared by all ranks, or by the ranks
     that generate the same texts (`Model.ranks`).

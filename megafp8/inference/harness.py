@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Context that contains the side effects of the harness.
+    """Context manager that contains the side effects of the harness.
 
     The harness sets all seeds, because some tasks shuffle; the random states are restored afterwards. It is kept from
     forking processes, and its output goes to stderr.

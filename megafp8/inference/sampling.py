@@ -56,7 +56,7 @@ def stream_of(seed: int, prompt: Sequence[int], sample: int) -> Key:
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens.
+    """Tokens chosen for all rows, with log-probabilities.
 
     Attributes:
         tokens: Token of each row, int64 `[n]`.

@@ -245,7 +245,7 @@ class _PackedAttention:
 
 @dataclass(frozen=True)
 class _PackedKeys:
-    """`megafp8.layers.mixer.AttendToKeys` within the segments of a step."""
+    """Attention of a layer to keys without values, within segments (`megafp8.layers.mixer.AttendToKeys`)."""
 
     step: _Step
     first_1n: Tensor

@@ -184,7 +184,7 @@ class Service:
 
     @contextmanager
     def counted(self, client: str, texts: int) -> Iterator[None]:
-        """Context that counts a request of `client` for `texts` texts. Raises ApiError if the client has too many."""
+        """Context manager that counts the texts of a client's request. Raises ApiError if the client has too many."""
         room = self.engine.generator.cache.max_sequences + self.limits.waiting
         most = room * 3 // 4 if self.limits.client_texts is None else self.limits.client_texts
         if self._texts_of[client] and self._texts_of[client] + texts > most:
