@@ -99,7 +99,7 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
 
 @contextmanager
 def tokenizer_errors_name_flags() -> Iterator[None]:
-    """Context in which the error of a tokenizer that cannot be built names the flag instead of the config key."""
+    """Context manager in which the error of an unusable tokenizer names the flag instead of the config key."""
     try:
         yield
     except TokenizerSettingError as error:

@@ -400,7 +400,7 @@ class RemoteTokens:
 
 @contextlib.contextmanager
 def _data_errors() -> Iterator[None]:
-    """Context that turns permanent failures of object storage into DataError, after which a job is not restarted."""
+    """Context manager that turns permanent failures of object storage into DataError, which ends a job for good."""
     try:
         yield
     except ObjectStoreError as error:
@@ -705,7 +705,7 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Context that adds `path` to errors of writing to an open file, such as a full disk."""
+    """Context manager that adds `path` to errors of writing to an open file, such as a full disk."""
     try:
         yield
     except OSError as error:

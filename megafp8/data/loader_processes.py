@@ -45,8 +45,9 @@ def describe_overload(workers: int, ranks: int) -> str | None:
     if workers * ranks <= cores:
         return None
     return (
-        f"data.num_workers = {workers}: the ranks on this host start {workers * ranks} processes that load data, and "
-        f"may use {cores} cores; try data.num_workers={max(0, cores // ranks - 1)} (0 loads in the training process)"
+        f"data.num_workers = {workers}: the ranks on this host start {workers * ranks} processes that load data, but "
+        f"can use only {cores} cores; try data.num_workers={max(0, cores // ranks - 1)} "
+        "(0 loads in the training process)"
     )
 
 

@@ -109,7 +109,7 @@ class PromptSource:
 
 
 def _records(path: AnyPath) -> Iterator[tuple[int, Any]]:
-    """Yield the line number and JSON value of each line of a file that is not empty. Raises DataError."""
+    """Yield the line number and JSON value of each non-empty line of a file. Raises DataError."""
     number = 0
     try:
         with open_to_read(path) as file:

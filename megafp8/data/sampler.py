@@ -39,7 +39,7 @@ class Objective(Protocol):
         ...
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return the micro-batch of rows that are stacked along a new first dim."""
+        """Return the micro-batch of `rows`, which are stacked along a new first dim."""
         ...
 
 
@@ -155,7 +155,7 @@ def batches(
     `num_workers` processes read ahead; 0 reads in this process. For data sets in object storage, each process downloads
     the data of its next `READ_AHEAD` micro-batches in the background. `position_of` maps the number of consumed samples
     to the first sample of the next step, which is larger if samples were left out. `share` is an argument of
-    `sample_indices`; the other arguments are those of the config.
+    `sample_indices`.
 
     Raises:
         DataError: A sample cannot be read. The error is raised in the step that would use the sample.

@@ -83,7 +83,7 @@ Given = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Position in a data set from which on samples have the current length.
+    """Position in a data set at which samples of the current length begin.
 
     Attributes:
         first: Number of the first sample of the current length.
@@ -198,7 +198,7 @@ class PackedDataset:
         self._index: tuple[tuple[object, ...], _Index] | None = None
 
     def at(self, position: SamplePosition) -> PackedDataset:
-        """Return a copy of this data set with its sample length in effect from `position` on."""
+        """Return a copy of this data set whose samples start at `position`."""
         moved = copy.copy(self)
         moved.position = position
         moved.__dict__.pop("_rest", None)

@@ -1,4 +1,4 @@
-"""Text files whose documents are tokenized during training, in an order that does not depend on the parallel layout.
+"""Text files that are tokenized during training, in an order that does not depend on the parallel layout.
 
     files       the sorted files of a path: JSON lines, parquet, plain text, compressed or not, on disk or at a URL
     parts       whole files. If there are few files, row groups of parquet and blocks of JSON lines. If these are also

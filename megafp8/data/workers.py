@@ -88,7 +88,7 @@ def map_in_order(
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Context in which new processes start with SIGINT and SIGTERM blocked.
+    """Context manager in which new processes start with SIGINT and SIGTERM blocked.
 
     Terminals send SIGINT (Ctrl-C), and batch systems SIGTERM, to all processes. Only the parent should handle them.
     """

@@ -243,9 +243,10 @@ class PagedAttention:
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """`megafp8.layers.mixer.AttendToKeys` of a step: store a layer's keys, and attend to the keys in the pages.
+    """Attention of a layer to cached keys without values (`megafp8.layers.mixer.AttendToKeys`).
 
-    The first of the two key tensors is stored as the key of a single head, the second as its value.
+    It stores the keys of the step and attends to the keys in the pages. The first of the two key tensors is stored as
+    the key of a single head, the second as its value.
     """
 
     step: PackedStep
@@ -255,6 +256,7 @@ class PagedKeys:
     def __call__(
         self, attend: AttendTo, queries: tuple[Tensor, ...], keys: tuple[Tensor, Tensor], every: int = 1
     ) -> Tensor:
+        """Store the keys of the step, and return the output `[n, 1, ...]` of `attend` for all tokens."""
         step, b = self.step, len(self.step.table_bm)
         # A packed sequence looks like one head: keys `[n, 1, d]` are stored as they are.
         self.cache.append(self.layer, *keys, step.slots_n, step.positions_1n[0])

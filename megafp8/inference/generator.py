@@ -130,7 +130,7 @@ class Load(NamedTuple):
 
 
 class Generator:
-    """Generator of texts that continue prompts, with a model in any layout.
+    """Text generator that continues prompts with a model in any layout.
 
     Every rank creates the generator and makes every call (collective). Prompts are shared by all ranks, or by the ranks
     that generate the same texts (`Model.ranks`).
@@ -338,8 +338,8 @@ class Generator:
     ) -> Submission:
         """Add texts that the next steps generate, together with texts that were submitted before.
 
-        Arguments and errors are those of `generate`, but every rank must pass the same arguments. Each `client` gets an
-        equal share of the batch (`scheduler`).
+        Arguments and errors are the same as for `generate`, but every rank must pass the same arguments. Each `client`
+        gets an equal share of the batch (`scheduler`).
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Sequence[Prompt] = [prompts] if one else prompts  # type: ignore[list-item,assignment]
@@ -377,9 +377,9 @@ class Generator:
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """End the unfinished texts of a submission and free their pages.
+        """End the unfinished texts of a submission, and free their pages.
 
-        All ranks must call it between the same steps.
+        Every rank must call this method between the same two steps.
         """
         for text in submission.texts:
             if self._running.pop(text.sequence, None) is not None:

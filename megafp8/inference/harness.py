@@ -84,7 +84,7 @@ class HarnessModel(TemplateLM):
                 else:
                     self._generate([], [])
             except ValueError:
-                pass  # the first rank gets the same error, and decides what comes next
+                pass  # the first rank gets the same error, and decides how to continue
 
     def release(self) -> None:
         """Make the other ranks return from `follow`. Called on the first rank."""
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):
             self._generator = self._make_generator()
         return [completion.tokens for completion in self._generator.generate(prompts, options)]
 
-    # --- what the harness calls ---
+    # --- interface of the harness ---
 
     @property
     def eot_token_id(self) -> int:
@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Context that contains the side effects of the harness.
+    """Context manager that contains the side effects of the harness.
 
     The harness sets all seeds, because some tasks shuffle; the random states are restored afterwards. It is kept from
     forking processes, and its output goes to stderr.
@@ -220,7 +220,7 @@ def find_tasks(
 ) -> tuple[TaskManager, list[str]]:
     """Return the task manager of the harness, and the names of the tasks that match `tasks`, which may be patterns.
 
-    The folder `include_path` adds tasks to those of the harness. Raises ValueError for a task that does not exist.
+    The folder `include_path` adds tasks to the harness. Raises ValueError for a task that does not exist.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"{include_path} is not a folder; give a folder with the YAML files of tasks")

@@ -51,6 +51,7 @@ class KeyValueAmax:
         self._amax: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Record the magnitudes of a layer's keys and values."""
         newest = torch.stack([x.detach().abs().amax().float() for x in (k, v)])
         self._amax[layer] = newest if layer not in self._amax else torch.maximum(self._amax[layer], newest)
 

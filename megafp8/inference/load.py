@@ -113,8 +113,8 @@ def open_checkpoint(
 ) -> Opened:
     """Read the description of a checkpoint, and check that the model fits the layout and the job.
 
-    Needs no process group. Arguments are those of `Generator.from_checkpoint`. Raises ValueError if the checkpoint
-    does not fit.
+    Needs no process group. The arguments are explained in `Generator.from_checkpoint`. Raises ValueError if the
+    checkpoint does not fit.
     """
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks

@@ -41,7 +41,7 @@ largest `shard_alignment`."""
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's stages of a model, and their layout.
+    """Stages of a model on this rank, and the layout of the model.
 
     Attributes:
         spec: Description of the model.

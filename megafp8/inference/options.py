@@ -55,7 +55,7 @@ class SamplingOptions:
         logprobs: Number of most probable tokens that are returned for each generated token, with their
             log-probabilities.
         tempered_logprobs: Return log-probabilities of the logits divided by `temperature`, from which tokens are
-            sampled if no other option is set. By default, they are those of the model's logits.
+            sampled if no other option is set. By default, log-probabilities are computed from the model's logits.
         ignore_end: Continue after a token that ends a text.
     """
 

@@ -28,7 +28,7 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def extend(self, pages: MutableSequence[int], tokens: int) -> bool:
-        """Append the pages to a sequence's `pages` that it needs for `tokens` tokens in total.
+        """Append free pages to a sequence's `pages` until they hold `tokens` tokens in total.
 
         Return False, and take no pages, if too few are free.
         """

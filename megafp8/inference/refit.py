@@ -109,9 +109,10 @@ def plan_refit(ranks: Sequence[RankTensors]) -> list[RectangleTransfer]:
         for receiver, wants in ((i, x.wants[name]) for i, x in enumerate(ranks) if name in x.wants):
             shapes = {x.global_shape for x in has.values()}
             if shapes != {wants.global_shape}:
-                actual = " and ".join(f"it with shape {list(shape)}" for shape in sorted(shapes)) or "no such tensor"
+                actual = " and ".join(f"shape {list(shape)}" for shape in sorted(shapes)) or "no such tensor"
                 raise ValueError(
-                    f"the trainer does not fit: the model has {name} {list(wants.global_shape)}, and there is {actual}"
+                    f"the trainer does not fit: the model has {name} {list(wants.global_shape)}, but the trainer has "
+                    f"{actual}"
                 )
             for target, (offset, shape) in enumerate(wants.parts):
                 missing = math.prod(shape)

@@ -1,11 +1,11 @@
-"""Rollouts of a training job with `data.grpo`: the live model continues prompts, and its texts are what a step trains.
+"""Rollouts of a training job with `data.grpo`: the live model continues prompts, and a step trains on these texts.
 
-In each step the prompts are divided over the models that the ranks hold (a pipeline with its tensor-parallel groups is
-one); each samples a group of texts of its prompts and rates them. Then all ranks learn all texts, pack them into
-samples, and make the micro-batches that are theirs. What is sampled is a function of the weights, of the seed, and of
-how many prompts were given before: there is no state, and the layout makes no difference but by rounding.
+In each step, the prompts are divided over the copies of the model (a pipeline with its tensor-parallel groups is one
+copy). Each copy samples a group of texts for each of its prompts and rates them. Then all ranks exchange all texts,
+pack them into samples, and make their own micro-batches. The sampled texts are a function of the weights, the seed and
+the number of prompts read before. There is no state, and the layout makes a difference only through rounding.
 
-Where ranks cannot compute without each other (`live_model`), all sample all texts together.
+If copies cannot compute independently (`live_model`), all ranks sample all texts together.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ _NO_TEXT = np.zeros((6, 1), np.int64)
 
 
 class _Text(NamedTuple):
-    """A sampled text with its prompt and reward.
+    """Sampled text with its prompt and reward.
 
-    `logprobs`: of the tokens after the prompt's. `whole`: the model has ended it, not max_tokens.
+    Attributes:
+        tokens: Token ids of the prompt and the text.
+        logprobs: Log-probabilities of the tokens after the prompt.
+        text: The text.
+        whole: Whether the model ended the text before max_tokens.
+        reward: Reward of the text.
     """
 
     tokens: NDArray[np.int64]
@@ -60,7 +65,7 @@ class _Text(NamedTuple):
 
 
 def check(inputs: RunInputs) -> None:
-    """Raise ConfigError where the reward cannot be called; needs no process group."""
+    """Raise ConfigError if the reward cannot be loaded. Needs no process group."""
     _reward_of(inputs)
 
 
@@ -78,9 +83,10 @@ def _reward_of(inputs: RunInputs) -> Reward:
 
 
 class Rollouts:
-    """Samples the texts of each step of a job (`megafp8.training.evaluation.StepSource`). Collective.
+    """Source of steps that samples their texts (`megafp8.training.evaluation.StepSource`). Collective.
 
-    `metrics`: of the latest step, by name. The texts of the first prompt of some steps go to samples.jsonl in `folder`.
+    `metrics` are the metrics of the latest step, by name. For some steps, texts of the first prompt are written to
+    samples.jsonl in `folder`.
     """
 
     def __init__(self, trainer: RankTrainer, inputs: RunInputs, folder: Path) -> None:
@@ -95,7 +101,11 @@ class Rollouts:
     def batches(
         self, train: Blend, step: int, consumed_samples: int, position_of: Callable[[int], int]
     ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step after the first `step`, which have read `consumed_samples`."""
+        """Yield this rank's micro-batches of each step, from the step after `step` on.
+
+        `consumed_samples` is the number of samples read by the first `step` steps. `position_of` maps it to the next
+        sample to read.
+        """
         (source,) = train.datasets
         assert isinstance(source, PromptSource)
         size, group = self._config.training.global_batch_size, self._given.group_size
@@ -119,7 +129,7 @@ class Rollouts:
         return self._trainer.config
 
     def _sample(self, prompts: Sequence[tuple[int, Prompt]]) -> list[list[_Text]]:
-        """A group of texts of each prompt, with their rewards. Raises TrainingError, on all ranks."""
+        """Sample a group of texts for each prompt, with rewards; return all on all ranks. Raises TrainingError."""
         parallel = self._trainer.parallel
         generator = Generator.from_trainer(self._trainer, self._tokenizer, own_texts=True, cache=self._cache(prompts))
         ranks, rows = generator.model.ranks, slice(None)
@@ -128,7 +138,7 @@ class Rollouts:
         result: list[list[_Text]] | str
         try:
             result = self._sample_own(generator, prompts[rows])
-        except ValueError as error:  # the same on all ranks that generate together, or on the first of them
+        except ValueError as error:  # on all ranks that generate together, or only on the first of them
             result = str(error)
         by_rank = all_gather_objects(
             (rows, result) if ranks.is_first or isinstance(result, str) else None, parallel.world.group
@@ -141,14 +151,16 @@ class Rollouts:
         return everything
 
     def _cache(self, prompts: Sequence[tuple[int, Prompt]]) -> CacheOptions:
-        """With room for the texts that are generated at once; it is there while they are."""
+        """Return the sizes of a cache for the texts that are generated at once."""
         at_once, page = self._given.texts_at_once, CacheOptions().page_size
         longest = max(len(prompt.tokens) for _, prompt in prompts) + self._given.max_tokens
         return CacheOptions(cache_tokens=at_once * -(-longest // page) * page, max_sequences=at_once)
 
     def _sample_own(self, generator: Generator, prompts: Sequence[tuple[int, Prompt]]) -> list[list[_Text]]:
-        """A group of texts of each of these prompts; on ranks that are not the first of those that generate together,
-        none."""
+        """Sample a group of texts for each of these prompts, and rate them.
+
+        Among the ranks that generate the same texts, only the first returns them; the others return an empty list.
+        """
         grpo = self._given
         options = [
             SamplingOptions(
@@ -188,9 +200,10 @@ class Rollouts:
         advantages_pg: Tensor,
         first: int,
     ) -> list[Batch]:
-        """This rank's micro-batches of the samples that all texts fill, with empty ones up to whole micro-batches.
+        """Pack all texts into samples, and return this rank's micro-batches.
 
-        `first`: number of the step's first sample.
+        Empty samples are added up to whole micro-batches on all ranks. `first` is the number of the step's first
+        sample.
         """
         parts = [
             text_part(text.tokens, len(prompt.tokens), text.logprobs, advantage)
@@ -223,7 +236,7 @@ class Rollouts:
         }
 
     def _write(self, step: int, prompt: Prompt, texts: Sequence[_Text]) -> None:
-        """Some texts of the first and last step, and of those between as often as log lines."""
+        """Write some texts of the first and last step, and of the steps that are logged."""
         t, interval = self._config.training, self._config.logging.interval
         if not self._trainer.parallel.world.is_first or not (step in (1, t.last_step) or step % interval == 0):
             return

@@ -1,19 +1,20 @@
-"""The choice of the next token from logits that are sharded over the vocabulary, the same on every layout.
+"""Sampling of the next token from logits that are sharded over the vocabulary, with the same result in every layout.
 
-Logits are never gathered. Ranks exchange candidates, each a 64-bit number that holds value and index, and orders by
-value, then by the lower index (`_keys`): so equal logits, which are common in bf16, are decided in the same way however
-the vocabulary is cut. Greedy choice exchanges one candidate a rank.
+Logits are never gathered. Ranks exchange candidates. A candidate is a 64-bit number made of the value and the index,
+ordered by value and then by the lower index (`_keys`). So ties between equal logits, which are common in bf16, are
+resolved in the same way for every division of the vocabulary. Greedy choice exchanges one candidate per rank.
 
 *Noise.* A sample is the largest of logit / temperature + Gumbel noise (Gumbel 1954; Maddison et al. 2014,
-arXiv:1411.0030), where the noise of a token is a function of (seed, prompt, number of the sample, position, token): a
-word of Philox. So a text depends neither on the batch nor on the layout, and no random-number state is kept.
+arXiv:1411.0030). The noise of a token is a Philox word, a function of (seed, prompt, number of the sample, position,
+token). So a text depends neither on the batch nor on the layout, and there is no random-number state.
 
-*top_k and top_p.* Each rank gives its largest candidates, and the log-sum-exp of all. Whatever is larger than the
-smallest candidate of every rank that holds some back is among the largest of all. While the sum of these probabilities
-does not reach top_p, ranks give four times as many.
+*top_k and top_p.* Each rank sends its largest candidates, and the log-sum-exp of all its logits. A candidate is
+certainly among the largest of all if it is at least as large as the smallest candidate that each rank has sent. While
+the sum of the probabilities of these candidates does not reach top_p, ranks send four times as many.
 
-As in `transformers`: the repetition penalty comes first, then the temperature, top_k, top_p of what top_k left, min_p.
-Log-probabilities are the model's: of the logits as they are, or with `tempered_logprobs` divided by the temperature.
+The order is the same as in `transformers`: repetition penalty, temperature, top_k, top_p of the tokens that top_k
+leaves, min_p. Log-probabilities are computed from the model's logits, or with `tempered_logprobs` from the logits
+divided by the temperature.
 
 Shapes: n sequences, v this rank's slice of the vocabulary, t tensor-parallel size, c candidates.
 """
@@ -34,7 +35,7 @@ from megafp8.numerics.philox import Key, key_of, philox_of_words
 from megafp8.parallel.collectives import all_gather, rank
 
 _CANDIDATES = 64
-"""Candidates of a rank at first, for top_p."""
+"""Number of candidates that a rank sends first, for top_p."""
 _MASK = 0xFFFFFFFF
 
 
@@ -42,7 +43,7 @@ GREEDY = SamplingOptions()
 
 
 class SamplingRow(NamedTuple):
-    """What the next token of a sequence is chosen by. `stream`: of the sequence (`stream_of`); `tokens`: all so far."""
+    """Inputs of the choice of a sequence's next token: options, random stream (`stream_of`), and all tokens so far."""
 
     options: SamplingOptions
     stream: Key
@@ -50,13 +51,19 @@ class SamplingRow(NamedTuple):
 
 
 def stream_of(seed: int, prompt: Sequence[int], sample: int) -> Key:
-    """The stream of random numbers of a sequence."""
+    """Return the key of a sequence's stream of random numbers."""
     return key_of("sampling", seed, sample, *prompt)
 
 
 class Chosen(NamedTuple):
-    """Of each row: the token, int64 `[n]`, its log-probability, and those that are most probable, `[n, logprobs]`, as
-    many as any row wants."""
+    """Tokens chosen for all rows, with log-probabilities.
+
+    Attributes:
+        tokens: Token of each row, int64 `[n]`.
+        logprobs: Log-probability of each token, `[n]`.
+        top_tokens: Most probable tokens of each row, `[n, k]`, for the largest `logprobs` option k of all rows.
+        top_logprobs: Log-probabilities of these tokens, `[n, k]`.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -65,9 +72,9 @@ class Chosen(NamedTuple):
 
 
 class VocabShard:
-    """Logits `[n, v]` of a slice of the vocabulary, float32.
+    """Logits of this rank's slice of the vocabulary, float32 `[n, v]`.
 
-    `vocab_size`: tokens from it on are padding. `group`: the ranks with the other slices.
+    Tokens from `vocab_size` on are padding. `group` has the ranks with the other slices.
     """
 
     def __init__(self, logits_nv: Tensor, vocab_size: int, group: ProcessGroup | None) -> None:
@@ -78,36 +85,38 @@ class VocabShard:
         self.logits = self.without(vocab_size, logits_nv)
 
     def without(self, count: int, x_nv: Tensor) -> Tensor:
-        """`x_nv`, in which tokens from `count` on cannot be chosen."""
+        """Return `x_nv` with -inf for all tokens from `count` on, so that they cannot be chosen."""
         valid = min(max(count - self.first, 0), self.columns)
         if valid == self.columns:
             return x_nv
         return torch.cat([x_nv[:, :valid], torch.full_like(x_nv[:, valid:], -math.inf)], dim=1)
 
     def gather(self, x_nc: Tensor) -> Tensor:
-        """`[n, c]` of each rank -> `[n, t, c]`."""
+        """Gather the `[n, c]` of all ranks, and return `[n, t, c]`."""
         return all_gather(x_nc.contiguous().unsqueeze(0), self.group).transpose(0, 1)
 
     def logsumexp(self, x_nv: Tensor) -> Tensor:
-        """`[n]`, over all slices."""
+        """Return the log-sum-exp of each row over all slices, `[n]`."""
         shard_n = _kernels().log_sum_exp(x_nv) if self.by_kernel else x_nv.logsumexp(1)
         return self.gather(shard_n.unsqueeze(1)).flatten(1).logsumexp(1)
 
     def at(self, x_nv: Tensor, tokens_nc: Tensor) -> Tensor:
-        """`x_nv` of these tokens, `[n, c]`."""
+        """Return the values of `x_nv` at these tokens, `[n, c]`, from the ranks that have them."""
         local = tokens_nc - self.first
         foreign = (local < 0) | (local >= self.columns)
         values = x_nv.gather(1, local.masked_fill(foreign, 0)).masked_fill(foreign, -math.inf)
         return self.gather(values).amax(1)
 
     def most_probable(self, x_nv: Tensor) -> Tensor:
-        """The token of the largest value of each row, int64 `[n]`; of equal ones the lowest."""
+        """Return the token with the largest value of each row, int64 `[n]`; the lowest token of equal values."""
         best = _kernels().best(x_nv, self.first) if self.by_kernel else _first_of_largest(self, x_nv)
         return _of_candidates(self, *best)
 
     def largest(self, x_nv: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Keys of candidates `[n, c]` in descending order, and how many of them are the largest of all, `[n]`: at
-        least `count`, or all."""
+        """Return the keys of candidates in descending order, `[n, c]`, and how many are the largest of all, `[n]`.
+
+        The number of each row is at least `count`, or all tokens.
+        """
         index = torch.arange(self.first, self.first + self.columns, device=x_nv.device)
         keys_nv, own_count = _keys(x_nv, index), min(count, self.columns)
         keys_ntc = self.gather(keys_nv.topk(own_count, dim=1).values)
@@ -118,8 +127,8 @@ class VocabShard:
 
 
 def _keys(x: Tensor, index: Tensor) -> Tensor:
-    """int64 that order as values do, and among equal ones by the lower index."""
-    bits = (x + 0.0).view(torch.int32)  # -0 becomes 0
+    """Return int64 keys that are ordered like the values, and by the lower index for equal values."""
+    bits = (x + 0.0).view(torch.int32)  # turns -0 into 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) | (_MASK - index)
 
@@ -134,9 +143,9 @@ def _tokens(keys: Tensor) -> Tensor:
 
 
 def choose(shard: VocabShard, rows: Sequence[SamplingRow], num_tokens: int | None = None) -> Chosen:
-    """The next token of each row, the same on all ranks of the shard's group. Collective.
+    """Choose the next token of each row. The result is the same on all ranks of the shard's group. Collective.
 
-    `num_tokens`: tokens from it on are never chosen.
+    Tokens from `num_tokens` on are never chosen.
     """
     x_nv = _penalized(shard, rows)
     if num_tokens is not None:
@@ -163,7 +172,7 @@ def choose(shard: VocabShard, rows: Sequence[SamplingRow], num_tokens: int | Non
 
 
 def divisor_of(options: SamplingOptions) -> float:
-    """Number by which logits are divided before log-probabilities are taken of them."""
+    """Return the number by which logits are divided before log-probabilities are computed."""
     return options.temperature if options.tempered_logprobs else 1.0
 
 
@@ -177,7 +186,10 @@ def _kind(options: SamplingOptions) -> int:
 
 
 class _Parameters(NamedTuple):
-    """Options of rows, `[n, 1]` each; `position`: of the token that is chosen; `stream`: two words."""
+    """Options of all rows as tensors `[n, 1]`.
+
+    `position` is the position of the token that is chosen. `stream` has the two words of each row's random stream.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -188,10 +200,11 @@ class _Parameters(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], device: torch.device) -> _Parameters:
+        """Copy the options of rows to the device."""
         options = [row.options for row in rows]
         reals = [(x.temperature, x.top_p, math.log(x.min_p) if x.min_p else -math.inf) for x in options]
         integers = [(x.options.top_k or 2**62, len(x.tokens), *x.stream) for x in rows]
-        # Not waiting for the device, which may be computing the logits.
+        # Without waiting for the device, which may still compute the logits.
         reals_n3 = torch.tensor(reals, dtype=torch.float64).to(device, non_blocking=True)
         integers_n4 = torch.tensor(integers).to(device, non_blocking=True)
         temperature, top_p, log_min_p = reals_n3.split(1, dim=1)
@@ -218,7 +231,7 @@ def _greedy(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Ten
 
 
 def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A sample of all tokens, or those that min_p leaves."""
+    """Sample one of all tokens, or of the tokens that min_p leaves."""
     by = _Parameters.from_rows(rows, x_nv.device)
     top_n1 = shard.gather(x_nv.amax(1, keepdim=True) / by.temperature).amax(1)
     least_n1 = top_n1 + by.log_min_p
@@ -234,7 +247,7 @@ def _of_all(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Ten
 
 
 def _first_of_largest(shard: VocabShard, x_nv: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row, and its token, the lowest of equal ones, `[n, 1]`."""
+    """Return the largest value of each row, and its token, `[n, 1]`; the lowest token of equal values."""
     top_n1 = x_nv.amax(1, keepdim=True)
     columns = torch.arange(shard.columns, dtype=torch.int32, device=x_nv.device)
     first_n1 = torch.where(x_nv == top_n1, columns, shard.columns).amin(1, keepdim=True)
@@ -242,7 +255,7 @@ def _first_of_largest(shard: VocabShard, x_nv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_candidates(shard: VocabShard, values_nc: Tensor, tokens_nc: Tensor) -> Tensor:
-    """The token of the largest value of all ranks."""
+    """Return the token with the largest value over the candidates of all ranks, `[n]`."""
     return _tokens(shard.gather(_keys(values_nc, tokens_nc).amax(1, keepdim=True)).flatten(1).amax(1))
 
 
@@ -253,7 +266,7 @@ def _kernels() -> ModuleType:
 
 
 def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A sample of the tokens that top_k, top_p and min_p leave."""
+    """Sample one of the tokens that top_k, top_p and min_p leave."""
     by = _Parameters.from_rows(rows, x_nv.device)
     x_nv = x_nv / by.temperature
     lse_n1 = shard.logsumexp(x_nv).unsqueeze(1).double()
@@ -280,7 +293,7 @@ def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Te
 
 
 def _noise(groups: Tensor, by: _Parameters) -> tuple[Tensor, ...]:
-    """Gumbel noise, float64, of the four tokens of each of `groups` `[g]` or `[n, g]`: each `[n, g]`."""
+    """Return the Gumbel noise of the four tokens of each of `groups`, `[g]` or `[n, g]`: four float64 `[n, g]`."""
     words = philox_of_words(groups, by.position, *by.stream, _KEY)
     return tuple(-(-((word.double() + 0.5) / 2.0**32).log()).log() for word in words)
 

@@ -1,17 +1,18 @@
-"""Continuous batching: which tokens of which sequences the model runs in each step. Pure Python, no tensors.
+"""Continuous batching: the choice of the tokens that the model runs in each step. Pure Python, no tensors.
 
-A step either reads prompts, as many tokens as `max_batch_tokens` (a longer prompt takes several steps), or computes one
-more token of every running sequence. Prompts come first: a sequence that waits starts as soon as its prompt has pages,
-and one that ends makes room at once (Yu et al. 2022, "Orca").
+A step either reads prompts, up to `max_batch_tokens` tokens (a longer prompt takes several steps), or computes one more
+token of every running sequence. Prompts come first. A waiting sequence starts as soon as there are pages for its
+prompt, and a sequence that ends makes room at once (Yu et al. 2022, "Orca").
 
-*Shares.* Of the sequences that wait, the next is one of the client with the fewest running ones, and of its request
-with the fewest; of equal ones the first to come. Where there is no room, a client or request that has more than a
-quarter of the batch, or of the pages, and would still have at least as much as the waiting one, gives up the sequence
-that it started last. So one client with many long texts does not let others wait, and alone has the whole batch.
+*Fairness.* The next waiting sequence is chosen from the client with the fewest running sequences, and from this
+client's request with the fewest; ties go to the sequence that came first. If there is no room, a client or request may
+have to give up the sequence that it started last. This happens if it has more than a quarter of the batch, or of the
+pages, and would afterwards still have at least as much as the waiting one. So a client with many long texts does not
+block others, but can use the whole batch while it is alone.
 
-Pages are taken as sequences grow. If none is free, the sequence that was started last gives its pages back, waits, and
-is read again later, prompt and output. The first one always goes on, so all end. Every rank runs the same scheduler
-with the same tokens, so nothing about batches is communicated.
+Pages are taken as sequences grow. If no page is free, the sequence that was started last returns its pages and waits.
+Its prompt and output are read again later. The first sequence always continues, so all sequences end. Every rank runs
+the same scheduler with the same tokens, so ranks do not communicate about batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megafp8.inference.pages import PageAllocator
 
 
 def next_waiting(waiting: Sequence[GrowingSequence], running: Sequence[GrowingSequence]) -> GrowingSequence:
-    """The sequence that is to run next, of those that wait, at least one."""
+    """Return the waiting sequence that runs next. At least one sequence must wait."""
     clients = Counter(x.client for x in running)
     requests = Counter((x.client, x.request) for x in running)
     return min(waiting, key=lambda x: (clients[x.client], requests[x.client, x.request]))
@@ -39,9 +40,14 @@ def to_give_way(
     needed: int,
     whole: int,
 ) -> GrowingSequence | None:
-    """The running sequence that is to wait so that `sequence`, of size `needed`, can run; None if none has to.
+    """Return the running sequence that must wait so that `sequence` can run, or None if no sequence must give way.
 
-    `size`: of a running sequence, in the unit of `whole`, what there is of it.
+    Args:
+        sequence: Waiting sequence.
+        running: Running sequences, in the order in which they started.
+        size: Function that returns the size of a running sequence, such as its number of pages.
+        needed: Size that `sequence` needs.
+        whole: Total size available, in the same unit.
     """
     levels: list[tuple[list[GrowingSequence], Callable[[GrowingSequence], Hashable]]] = [
         (list(running), lambda x: x.client),
@@ -64,11 +70,16 @@ def to_give_way(
 
 @dataclass(eq=False)
 class GrowingSequence:
-    """A sequence of tokens that grows.
+    """Sequence of tokens that grows by generation.
 
-    `tokens`: the prompt, and what was chosen after it. `cached`: how many of them, from the first, are in the cache, in
-    `pages`. `state`: while it runs, the slot of its recurrent layers' states. `max_length`: the most tokens that it may
-    have. `client`, `request`: whose it is.
+    Attributes:
+        tokens: Tokens of the prompt and the generated tokens.
+        max_length: Largest number of tokens that the sequence may reach.
+        pages: Pages of the cache.
+        state: Slot of the recurrent layers' states, while the sequence runs.
+        cached: Number of tokens, from the first, that are in the cache.
+        client: Client that the sequence belongs to.
+        request: Request of the client that the sequence belongs to.
     """
 
     tokens: list[int]
@@ -81,10 +92,15 @@ class GrowingSequence:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a sequence that a step runs: `tokens`, which stand at positions from `start` on.
+    """Consecutive tokens of a sequence that a step runs.
 
-    `pages`: of the sequence, enough for them. `last`: they end with the sequence's last token, so that the model gives
-    the next one. `state`: the slot of its states.
+    Attributes:
+        sequence: The sequence.
+        tokens: Token ids.
+        start: Position of the first token.
+        pages: Pages of the sequence, with room for these tokens.
+        last: Whether the chunk ends with the sequence's last token, so that the model predicts the next token.
+        state: Slot of the sequence's recurrent states.
     """
 
     sequence: GrowingSequence
@@ -96,7 +112,7 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    """Sequences that wait and run. `max_sequences`: the most that run at once."""
+    """Scheduler of waiting and running sequences. At most `max_sequences` run at once."""
 
     def __init__(self, allocator: PageAllocator, *, max_batch_tokens: int, max_sequences: int) -> None:
         self.allocator = allocator
@@ -106,12 +122,12 @@ class Scheduler:
         self.running: list[GrowingSequence] = []
 
     def add(self, sequence: GrowingSequence) -> None:
-        """A sequence that at its greatest length fits into the whole cache."""
+        """Add a waiting sequence. The whole cache must have room for its `max_length`."""
         assert self.allocator.pages_for(sequence.max_length) <= self.allocator.num_pages
         self.waiting.append(sequence)
 
     def remove(self, sequence: GrowingSequence) -> None:
-        """A sequence that has ended, or is not wanted any more."""
+        """Remove a sequence that has ended or was cancelled."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._forget(sequence)
@@ -119,14 +135,17 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def restart(self) -> None:
-        """Let all running sequences be read again, prompt and output: what is cached of them is of older weights."""
+        """Make all running sequences wait and be read again, because their cache entries are from older weights."""
         while self.running:
             last = self.running.pop()
             self._forget(last)
             self.waiting.appendleft(last)
 
     def next_batch(self) -> list[Chunk]:
-        """The chunks of the next step, those of one token first; empty if there is no sequence. `done` must follow."""
+        """Return the chunks of the next step, chunks of one token first; empty if there is no sequence.
+
+        Call `done` after the step.
+        """
         while self.waiting:
             following = next_waiting(self.waiting, self.running)
             if not self._has_room(following):
@@ -137,7 +156,7 @@ class Scheduler:
         return self._prompts() or self._next_tokens()
 
     def _has_room(self, sequence: GrowingSequence) -> bool:
-        """Take pages for a sequence that waits, if need be from others; whether it can run."""
+        """Take pages for a waiting sequence, if necessary from others, and return whether it can run."""
         pages = self.allocator.pages_for(len(sequence.tokens))
         while len(self.running) >= self.max_sequences:
             if not self._take_from_others(sequence, lambda x: 1, 1, self.max_sequences):
@@ -150,7 +169,7 @@ class Scheduler:
     def _take_from_others(
         self, sequence: GrowingSequence, size: Callable[[GrowingSequence], int], needed: int, whole: int
     ) -> bool:
-        """Let a sequence wait that another client, or another request of this one, has too many of; False if none."""
+        """Make a sequence of another client or request wait if that has too many. Return whether there was one."""
         victim = to_give_way(sequence, self.running, size, needed, whole)
         if victim is None:
             return False
@@ -160,7 +179,7 @@ class Scheduler:
         return True
 
     def done(self, batch: Sequence[Chunk]) -> None:
-        """The chunks of `batch` are in the cache."""
+        """Record that the chunks of `batch` are in the cache."""
         for chunk in batch:
             chunk.sequence.cached += len(chunk.tokens)
 
@@ -187,7 +206,7 @@ class Scheduler:
         return batch
 
     def _forget(self, sequence: GrowingSequence) -> None:
-        """Take back what a sequence has that does not run any more."""
+        """Free the state slot and the pages of a sequence that no longer runs."""
         self._free_states.append(sequence.state)
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.cached = array("i"), 0

@@ -1,12 +1,12 @@
-"""`Scorer`: log-probabilities of tokens after given contexts, by a model in any layout.
+"""`Scorer`: log-probabilities of tokens after given contexts, with a model in any layout.
 
 Sequences are packed one after the other, without padding between them and without a cache. Requests with the same
-context, such as the choices of a question, compute it once: the keys of each continuation are those of the context and
-its own. Logits are those before scored tokens only, some rows at a time, and never gathered from the ranks that divide
-the vocabulary.
+context, such as the choices of a question, compute the context once: each continuation attends to the keys of the
+context and to its own keys. Logits are computed only for tokens before scored tokens, some rows at a time. They are
+never gathered from the ranks that divide the vocabulary.
 
-Shapes: n tokens of a step, r of them before scored ones, c scored tokens after one of these, h hidden, v vocabulary, t
-tensor-parallel size.
+Shapes: n tokens of a step, r tokens before scored tokens, c scored tokens after one of these, h hidden, v vocabulary,
+t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ from megafp8.models.gpt import GPTStage
 from megafp8.parallel.collectives import broadcast, broadcast_object
 
 _LOGIT_ROWS = 1024
-"""Rows of logits that are computed at once, in float32."""
+"""Number of rows of float32 logits that are computed at once."""
 _CUDA_ROWS = 256
-"""On a GPU numbers of tokens and keys are multiples of it, since kernels are prepared for each shape."""
+"""Multiple to which numbers of tokens and keys are padded on a GPU, because kernels are prepared for each shape."""
 
 
 OnKeys = Callable[[int, Tensor, Tensor], None]
 
 
 class Request(NamedTuple):
-    """Score `continuation` after `context`, both token ids of at least one token."""
+    """Request to score `continuation` after `context`. Both have at least one token id."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Log-probability of each token of a continuation, in nats, and whether each of them is the most probable one."""
+    """Log-probability of each token of a continuation, in nats, and whether all tokens are the most probable ones."""
 
     logprobs: list[float]
     greedy: bool
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Request]:
-    """Requests that together score all of `tokens` but the first, each once, with at most `length` tokens of input.
+    """Yield requests that score every token except the first exactly once, with at most `length` tokens of input.
 
-    The first scores as many tokens as fit, each later one the next `stride` after as many tokens as fit before them.
+    The first request scores as many tokens as fit. Each later request scores the next `stride` tokens, with as many
+    tokens before them as fit.
     """
     assert 1 <= stride <= length
     scored = 1
@@ -70,25 +71,35 @@ def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Request
 
 
 class _Group(NamedTuple):
-    """Continuations of one context."""
+    """Context with one or more continuations."""
 
     context: list[int]
     continuations: list[list[int]]
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model reads: the last one of a continuation is only scored."""
+        """Number of tokens that the model reads; the last token of a continuation is only scored."""
         return len(self.context) + sum(len(x) - 1 for x in self.continuations)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The tokens of a step on the device (`megafp8.inference.model.PackedTokens`); all tensors int64 but `cu_seqlens`.
+    """Tokens of a step on the device (`megafp8.inference.model.PackedTokens`).
 
-    `tokens`: how many there are without padding, which repeats the last one. `segments_q`, `segments_k`: int32 `[1, m +
-    1]`, the queries and keys of each segment, or None if all tokens are one. `key_rows`: the tokens whose keys the
-    segments attend to; None: `segments_k` are those of the queries. `rows_r`, `labels_rc`: tokens after which others
-    are scored, and these, filled up with 0. `places`: of each scored token, in order, its row and column there.
+    Tensors are int64, except the segments.
+
+    Attributes:
+        tokens_1n: Token ids, padded by repeating the last one.
+        positions_1n: Position of each token in its sequence.
+        lengths_n: Length of each token's sequence.
+        tokens: Number of tokens without padding.
+        segments_q: Cumulative numbers of queries of the segments, int32 `[1, m + 1]`; None if there is one segment.
+        segments_k: Cumulative numbers of keys of the segments, int32 `[1, m + 1]`; None if there is one segment.
+        key_rows: Rows of the keys that the segments attend to, in order. None if no context is shared: a segment then
+            attends to the keys of its own rows.
+        rows_r: Tokens after which other tokens are scored.
+        labels_rc: Scored tokens after each of these, filled up with 0.
+        places: Row and column in `labels_rc` of each scored token, in order.
     """
 
     tokens_1n: Tensor
@@ -104,10 +115,12 @@ class _Step:
 
     @property
     def keys(self) -> int:
+        """Upper bound of the number of keys of any segment, a power of two."""
         return 1 << (self.tokens_1n.shape[1] - 1).bit_length()
 
     @classmethod
     def pack(cls, groups: Sequence[_Group], device: torch.device, multiple: int) -> _Step:
+        """Pack groups into a step, and pad the number of tokens to a multiple."""
         packing = _Packing()
         for group in groups:
             packing.add(group)
@@ -145,20 +158,21 @@ class _Step:
         )
 
     def mask(self, window: int | None, chunk: int | None) -> AttentionMask:
+        """Return the attention mask of a layer with this window or these chunks."""
         if self.key_rows is None:
             return causal_mask(self.segments_q, window, self.tokens_1n.shape[1], self.tokens_1n.device, chunk)
         assert chunk is None, "sequences share no context then"
         return AttentionMask(self.segments_q, self.segments_k, window=window)
 
     def key_ranges(self) -> tuple[Tensor, Tensor]:
-        """The first key of each token, and the one after its last, `[1, n]`."""
+        """Return the first key of each token, and the key after its last, `[1, n]` each."""
         queries = self.tokens_1n.shape[1]
         keys = queries if self.key_rows is None else len(self.key_rows)
         return key_ranges(AttentionMask(self.segments_q, self.segments_k), queries, keys, self.tokens_1n.device)
 
 
 class _Packing:
-    """Tokens of groups one after the other, as lists; see `_Step`. `labels`: by row, the tokens that are scored."""
+    """Builder of a `_Step`: tokens of groups as lists. `labels` has the scored tokens after each row."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -172,7 +186,7 @@ class _Packing:
         self.shares = False
 
     def add(self, group: _Group) -> None:
-        """Add a group: the context with the only continuation, or before several of them."""
+        """Add a group. A single continuation shares a segment with its context; several get separate segments."""
         context, several = group.context, len(group.continuations) > 1
         first = len(self.tokens)
         self._segment(context if several else context + group.continuations[0][:-1], range(0))
@@ -185,7 +199,7 @@ class _Packing:
                 self._score(first + len(context) - 1 if i == 0 else own_start + i - 1, label)
 
     def _segment(self, tokens: list[int], before: range) -> None:
-        """Tokens that attend to the rows `before`, and to each other."""
+        """Add tokens that attend to the rows `before`, and causally to each other."""
         first, start, length = len(self.tokens), len(before), len(before) + len(tokens)
         self.tokens += tokens
         self.positions += range(start, length)
@@ -203,7 +217,7 @@ class _Packing:
 
 @dataclass(frozen=True)
 class _PackedAttention:
-    """A layer's core attention of the segments of a step (`layers.attention.op.CoreAttention`)."""
+    """Core attention of a layer within the segments of a step (`layers.attention.op.CoreAttention`)."""
 
     step: _Step
     mask: AttentionMask
@@ -212,25 +226,26 @@ class _PackedAttention:
     def __call__(
         self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
     ) -> Tensor:
-        """Attention of `[n, 1, ...]` tensors. `scores`: of sequences of `step.keys` tokens."""
+        """Return the attention of `[n, 1, ...]` tensors. `scores` are made for sequences of `step.keys` tokens."""
         step = self.step
         if self.on_keys is not None:
             self.on_keys(k_sbgd, v_sbgd)
         if step.key_rows is not None:
             k_sbgd, v_sbgd = k_sbgd[step.key_rows], v_sbgd[step.key_rows]
         y_sbad = attention(q_sbad, k_sbgd, v_sbgd, self.mask, sink_a, scores_of_length(scores, len(q_sbad)))
-        if len(y_sbad) > step.tokens:  # padding repeats the last token, so that no amax is that of another
+        if len(y_sbad) > step.tokens:  # padding repeats the last token, so that it changes no amax
             y_sbad[step.tokens :] = y_sbad[step.tokens - 1]
         return y_sbad
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors that a backward pass would read in addition to the arguments; none in scoring."""
         return []
 
 
 @dataclass(frozen=True)
 class _PackedKeys:
-    """`megafp8.layers.mixer.AttendToKeys` of the segments of a step."""
+    """Attention of a layer to keys without values, within segments (`megafp8.layers.mixer.AttendToKeys`)."""
 
     step: _Step
     first_1n: Tensor
@@ -248,12 +263,13 @@ class _PackedKeys:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors that a backward pass would read in addition to the arguments; none in scoring."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StepTokens(RunTokens):
-    """The tokens of a step; each segment is a sequence."""
+    """Tokens of a step as layers see them; each segment is a sequence."""
 
     step: _Step
     on_keys: OnKeys | None
@@ -262,13 +278,16 @@ class _StepTokens(RunTokens):
         self, layer: int, window: int | None, *, causal: bool, positions: bool, chunk: int | None = None,
         stores: bool = True,
     ) -> CoreAttention:  # fmt: skip
+        """Return the core attention of a layer within segments."""
         mask = self.once(("mask", window, chunk), lambda: self.step.mask(window, chunk))
         return _PackedAttention(self.step, mask, partial(self.on_keys, layer) if self.on_keys and stores else None)
 
     def keys(self, layer: int) -> _PackedKeys:
+        """Return the attention of a layer to keys without values, within segments."""
         return self.once("keys", lambda: _PackedKeys(self.step, *self.step.key_ranges()))
 
     def recurrence(self, layer: int) -> Recurrence:
+        """Return the recurrence of a layer, which starts anew in each segment."""
         return self._recurrence
 
     def _recurrence(self, rule: RecurrentRule, xs: tuple[Tensor, ...]) -> Tensor:
@@ -279,11 +298,15 @@ class _StepTokens(RunTokens):
 
 
 class Scorer:
-    """Scores of tokens by a model in any layout. Collective: every rank makes it, and every call.
+    """Scorer of tokens with a model in any layout. Collective: every rank creates it and makes every call.
 
-    `max_length`: the most tokens that the model reads of a sequence. `max_batch_tokens`: tokens of a forward pass; a
-    longer sequence has one of its own. `before`: called before each call, for a model whose weights change. `on_keys`:
-    called with the number of each layer of attention, its keys and its values, as a cache stores them.
+    Args:
+        model: Model that scores.
+        max_length: Largest number of tokens of a sequence that the model reads.
+        max_batch_tokens: Largest number of tokens of a forward pass. A longer sequence gets a separate pass.
+        before: Function that is called before each call, for a model with changing weights.
+        on_keys: Function that is called with the number of each attention layer, its keys and its values, as a cache
+            stores them.
     """
 
     def __init__(
@@ -308,10 +331,11 @@ class Scorer:
         self._shares = all(mixer.shares_context for mixer in mixers)
 
     def score(self, requests: Iterable[Request]) -> Iterator[Score]:
-        """The scores of all requests, in order. All ranks use the requests of the first one, and must read all scores.
+        """Yield the scores of all requests, in order.
 
-        Contexts that are too long lose their first tokens. Successive requests with equal contexts compute them once.
-        Raises ValueError, on all ranks, for a request that does not fit, and what reading `requests` raises.
+        All ranks use the requests of the first rank, and must read all scores. Contexts that are too long lose their
+        first tokens. Successive requests with equal contexts compute the context once. Raises ValueError, on all ranks,
+        for a request that does not fit, and any ValueError or OSError of reading `requests`.
         """
         world = self.model.parallel.world
         self._before()
@@ -331,7 +355,10 @@ class Scorer:
             yield from self._scores(batch)
 
     def _batches(self, requests: Iterable[Request]) -> Iterator[list[_Group]]:
-        """Yield groups of at most `max_batch_tokens` tokens, or one that has more; first one request, for progress."""
+        """Yield batches of groups with at most `max_batch_tokens` tokens, or a single larger group.
+
+        The first batch has one request, so that progress appears early.
+        """
         batch: list[_Group] = []
         used, limit = 0, 0
         for request in requests:
@@ -352,7 +379,7 @@ class Scorer:
             yield batch
 
     def _fitting(self, request: Request) -> tuple[list[int], list[int]]:
-        """Context and continuation of a request, as long as the model takes them. Raises ValueError."""
+        """Return context and continuation of a request, cut to the model's length. Raises ValueError."""
         context, continuation = ([int(token) for token in part] for part in request)
         if not context or not continuation:
             which = "continuation" if context else "context"
@@ -405,7 +432,7 @@ class Scorer:
                 yield Score(list(logprobs), all(greedy))
 
     def _output(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, step: _Step) -> Tensor:
-        """Log-probabilities of all labels and whether they are the most probable tokens, float64 `[r, c, 2]`."""
+        """Return the log-probability of each label, and whether it is the most probable token, float64 `[r, c, 2]`."""
         group, size = self.model.parallel.tensor.group, self.model.spec.stem.known_vocab_size
         assert size is not None
         scores = []

@@ -1,4 +1,4 @@
-"""The tensors of a model that generates: what a checkpoint or a trainer fills, and how others take their place."""
+"""Tensors of a generating model: views that a checkpoint or a trainer fills, and their replacement by new values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 
 
 def tensors_of(model: Model) -> dict[str, Rectangles]:
-    """Views of this rank's weights, of what belongs to them without gradients, and of FP8 scales, by global name."""
+    """Return views of this rank's weights, of constants without gradients, and of FP8 scales, by global name."""
     return _collected(model, {param: param.detach() for param in _parameters(model)}, _others(model))
 
 
 def prepare_weights(model: Model, source: CheckpointSource | None = None) -> None:
-    """Make what layers compute with of weights that were written: quantized or packed. Collective.
+    """Quantize or pack the weights of a model after they were filled. Collective.
 
-    `model` is not one of training, whose weights are used as they are. `source`: as of `quantize_stages`.
+    `model` must not be a model in training, which uses its weights unchanged. `source` is an argument of
+    `quantize_stages`.
     """
     model.fp8.invalidate_weights()
     if model.weights is not None:
@@ -32,10 +33,10 @@ def prepare_weights(model: Model, source: CheckpointSource | None = None) -> Non
 
 
 class StagedWeights:
-    """New values of all tensors of `model` beside the old ones, which stay in use until `apply`.
+    """New values of all tensors of a model. The old values stay in use until `apply`.
 
-    They lie on the model's device if they fit there, else in the host's memory. `tensors`: to be filled, as
-    `tensors_of`.
+    The new values are on the model's device if they fit, else in host memory. `tensors` are the views to fill, like the
+    result of `tensors_of`.
     """
 
     def __init__(self, model: Model) -> None:
@@ -43,7 +44,7 @@ class StagedWeights:
         shapes = {
             param: (sum(x.shape[0] for x in spec_of(param).shards), *param.shape[1:]) for param in _parameters(model)
         }
-        for layer in _packed_layers(model):  # whose parameter may have been freed
+        for layer in _packed_layers(model):  # the parameter of a packed layer may have been freed
             assert layer.state.packed_weight is not None
             shapes[layer.weight] = layer.state.packed_weight.shape
         device = model.parallel.device
@@ -56,7 +57,7 @@ class StagedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Put the new values in the place of the old ones. Collective."""
+        """Replace the old values by the new ones. Collective."""
         for layer in _packed_layers(self._model):
             layer.state.set_packed_weight(None)
         for param, values in self._params.items():
@@ -71,7 +72,7 @@ class StagedWeights:
 
 
 def refused_weights(reason: Exception) -> ValueError:
-    """Return the error of a refit that leaves the old weights in use, in one line."""
+    """Return the error, on one line, of a refit that leaves the old weights in use."""
     return ValueError(f"the weights stay as they are: {' '.join(str(reason).split())}")
 
 
@@ -80,7 +81,7 @@ def _parameters(model: Model) -> list[nn.Parameter]:
 
 
 def _others(model: Model) -> dict[str, Tensor]:
-    """This rank's tensors that are not parameters, as a checkpoint names them."""
+    """Return this rank's tensors that are not parameters, by their name in a checkpoint."""
     constants = {f"model.{name}": x for stage in model.stages for name, x in stage.constants.items()}
     return constants | model.fp8.state_dict()
 

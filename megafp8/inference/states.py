@@ -1,7 +1,7 @@
-"""States of recurrent layers in generation: of fixed size, one for each sequence that runs, whatever its length.
+"""States of recurrent layers in generation: one state of fixed size for each running sequence.
 
-A sequence that runs has a slot (`Scheduler`), in which each recurrent layer keeps its state. Where a step begins a
-sequence the state is zero, whatever the slot has, so slots are not cleared.
+Each running sequence has a slot (`Scheduler`), in which each recurrent layer keeps its state. If a step begins a
+sequence, the initial state is zero regardless of the slot's content, so slots are never cleared.
 
 Shapes: n tokens of a step, b sequences.
 """
@@ -20,7 +20,7 @@ from megafp8.layers.recurrent.op import RecurrentRule, State
 
 
 class StateStore:
-    """States of the recurrent layers of a model on this rank, for sequences in `slots` slots."""
+    """Store of the states of this rank's recurrent layers, with `slots` slots for sequences."""
 
     def __init__(self, layers: Mapping[int, StateCache], slots: int, device: torch.device) -> None:
         self._layers = {
@@ -29,25 +29,28 @@ class StateStore:
         }
 
     def read(self, layer: int, slots_b: Tensor) -> State:
-        """The states of sequences, `[b, ...]`. `slots_b`: int64."""
+        """Return the states of the sequences in these slots (int64), `[b, ...]`."""
         return tuple(states.index_select(0, slots_b) for states in self._layers[layer])
 
     def write(self, layer: int, slots_b: Tensor, state: State) -> None:
-        """Store the states of sequences; where a slot is named more than once, its states are equal."""
+        """Store the states of sequences. If a slot is named more than once, its states must be equal."""
         for states, values in zip(self._layers[layer], state, strict=True):
             states.index_copy_(0, slots_b, values)
 
 
 @dataclass(frozen=True)
 class StepRecurrence:
-    """Runs a layer's recurrence over a step's tokens (`megafp8.layers.mixer.Recurrence`), from stored states."""
+    """Recurrence of a layer over a step's tokens, from stored states (`megafp8.layers.mixer.Recurrence`)."""
 
     step: PackedStep
     states: StateStore
     layer: int
 
     def __call__(self, rule: RecurrentRule, xs: tuple[Tensor, ...]) -> Tensor:
-        """`[n, 1, ...]`: first sequences with one token, side by side, then each longer chunk."""
+        """Run the recurrence, and return its output `[n, 1, ...]`.
+
+        The first tokens belong to sequences with one token, which run as one batch. Longer chunks follow one by one.
+        """
         step, states, layer, b = self.step, self.states, self.layer, len(self.step.table_bm)
         parts = []
         if b:

@@ -1,4 +1,4 @@
-"""From tokens to text as they come: characters that are complete, up to the first stop string."""
+"""Incremental conversion of tokens to text: only complete characters, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 
-_INCOMPLETE = "\ufffd"  # what decoders give for bytes that are no character (yet)
+_INCOMPLETE = "\ufffd"  # decoders return it for bytes that are not (yet) a character
 _CONTEXT = 8
-"""Tokens of the prompt that are decoded with the output: a space before a word may depend on what is before it."""
+"""Number of prompt tokens that are decoded with the output: the space before a word may depend on earlier tokens."""
 
 
 class TextStream:
-    """The text that tokens after a prompt add to it, piece by piece.
+    """Text that the tokens after a prompt add, piece by piece.
 
-    `stop`: the text ends before the first of these that occurs in it, also where it spans several tokens. What may
-    become the beginning of one is held back, and so is what may become a character.
+    The text ends before the first of the strings `stop` that occurs in it, even if this string spans several tokens.
+    Text that may be the beginning of a stop string is held back, and so are bytes of an incomplete character.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._tokens = list(prompt[-_CONTEXT:])
-        self._context, self._read = 0, len(self._tokens)  # tokens before `_read` have become text
+        self._context, self._read = 0, len(self._tokens)  # tokens before `_read` have been converted to text
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The next piece of the text, which may be empty. Sets `stopped` if a stop string has occurred."""
+        """Add a token, and return the next piece of the text, which may be empty.
+
+        Sets `stopped` if a stop string has occurred.
+        """
         self._tokens.append(token)
         return self._emit(self._new_text(final=False), final=False)
 
     def finish(self) -> str:
-        """The last piece, of what was held back."""
+        """Return the last piece: the text that was held back."""
         return "" if self.stopped else self._emit(self._new_text(final=True), final=True)
 
     def _new_text(self, *, final: bool) -> str:
@@ -56,5 +59,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
+    """Return how many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,11 +1,11 @@
-"""A trainer sends its weights to a server, which is another job, without a file.
+"""Transfer of weights from a trainer to a server, which is another job, without a file.
 
     send_weights(trainer, "http://10.0.0.7:8000")        # all ranks of the trainer call it
 
-The first rank of the trainer asks the server to pause, to refit from the address of a store that it has opened, and to
-resume. All ranks of both jobs meet in that store, the trainer's first, and exchange what they have and want as JSON.
-From this all compute the same plan (`megafp8.inference.refit`). Messages go over NCCL where each rank has a GPU of its
-own, else over gloo by the hosts' memory.
+The first rank of the trainer opens a store. It asks the server to pause, to refit from the address of this store, and
+to resume. All ranks of both jobs meet in the store, the trainer's ranks first, and exchange as JSON which tensors they
+have and want. From this, all ranks compute the same plan (`megafp8.inference.refit`). If each rank has a different GPU,
+messages are sent over NCCL, otherwise over gloo through host memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megafp8.training.trainer import RankTrainer
 Running = Literal["finish", "hold"]
 
 SECONDS = 600.0
-"""The longest time that an operation may take, such as waiting for the other job."""
+"""Time limit of an operation, such as waiting for the other job."""
 _CONNECT_SECONDS = 10.0
 _RELAYED_CONNECTIONS = 16
 _STORE_RETRY_SECONDS = 1.0
-"""Time in which torch connects to the relay again after its connection was closed."""
+"""Time in which torch reconnects to the relay after its connection was closed."""
 _MAX_RANKS = 1 << 20
 
 
@@ -55,11 +55,18 @@ def send_weights(
     api_key: str | None = None,
     seconds: float = SECONDS,
 ) -> int:
-    """Make the weights of the live trainer those of the server at `url`, and return their version. Collective.
+    """Send the weights of a live trainer to the server at `url`, and return their version. Collective.
 
-    `version`: by default the number of optimizer steps. `running`: as of the server's pause. `api_key`: of the server.
-    Raises ValueError on all ranks, and leaves the server with its old weights, where it refuses them or does not
-    answer.
+    Args:
+        trainer: Trainer.
+        url: URL of the server.
+        version: Version of the weights. Default: number of optimizer steps.
+        running: Whether running texts finish before the server pauses, or are held.
+        api_key: Key of the server, if it has one.
+        seconds: Time limit of each operation.
+
+    Raises:
+        ValueError: The server refuses the weights or does not answer, and keeps its old weights. Raised on all ranks.
     """
     world, limit = trainer.parallel.world, timedelta(seconds=seconds)
     server = _Server(url, api_key, seconds)
@@ -81,7 +88,7 @@ def send_weights(
             replies.append(server.post("refit", {"trainer": f"{host}:{port}", "version": version}))
         except ValueError as error:
             replies.append(error)
-            stores[0].set("receivers", json.dumps([0, str(error)]))  # where it has not come to say how many
+            stores[0].set("receivers", json.dumps([0, str(error)]))  # the server may not have set it
 
     asking = threading.Thread(target=ask, name="refit", daemon=True)
     failure: Exception | None = None
@@ -107,17 +114,17 @@ def send_weights(
         if isinstance(reply, ValueError):
             raise reply
         if failure is not None or reply is None:
-            raise ValueError(f"{url} has not taken the weights: {failure}")
+            raise ValueError(f"{url} has not accepted the weights: {failure}")
         return int(reply["weight_version"])
 
     return on_rank0(end, world.group)
 
 
 class Cancellation:
-    """Request to end a reception, made by another thread.
+    """Request by another thread to end the reception of weights.
 
-    Calls of torch's store wait without a limit for a server that has accepted a connection and does not answer. They
-    fail once the sockets that are registered here are shut down.
+    Calls of torch's store wait without a limit for a peer that has accepted a connection and does not answer. They fail
+    once the sockets that are registered here are shut down.
     """
 
     def __init__(self) -> None:
@@ -126,7 +133,7 @@ class Cancellation:
         self._requested = False
 
     def register(self, connection: socket.socket) -> socket.socket:
-        """Return `connection`, which a request shuts down."""
+        """Register `connection`, which a request shuts down, and return it."""
         with self._lock:
             self._sockets.append(connection)
             if self._requested:
@@ -134,6 +141,7 @@ class Cancellation:
         return connection
 
     def request(self) -> None:
+        """Request the end: shut down all registered connections, and those that are registered later."""
         with self._lock:
             self._requested = True
             for connection in self._sockets:
@@ -180,10 +188,13 @@ def receive_weights(
     Args:
         address: Host and port of the trainer's store.
         seconds: Time limit of each wait for the trainer.
+        cancellation: Request that ends the reception early.
+        model: Model that the tensors belong to.
+        tensors: Views to fill.
 
     Raises:
-        ValueError: The trainer has another model, or the reception was cancelled.
-        Exception: The trainer does not answer, or sends something else.
+        ValueError: The trainer has another model or does not accept the connection, or the reception was cancelled.
+        Exception: The trainer stops answering, or sends something else.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -208,10 +219,10 @@ def receive_weights(
 
 
 class TwoJobs:
-    """All ranks of both jobs, which meet in `store`: `Peers`. `device`: of the tensors of this rank.
+    """All ranks of both jobs, which meet in `store`, as `Peers` of a refit.
 
-    Leaving its context closes its connections, so that peers that wait for it fail too. A cancellation ends it before
-    the next message.
+    `device` is the device of this rank's tensors. Leaving the context closes the connections, so peers that wait for
+    this rank fail too. A cancellation ends the transfer before the next message.
     """
 
     def __init__(
@@ -229,6 +240,7 @@ class TwoJobs:
         self._on_host = True
 
     def exchange(self, own: RankTensors) -> Sequence[RankTensors]:
+        """Exchange the tensors that all ranks have and want, and connect the ranks over NCCL or gloo."""
         cuda = self._device.type == "cuda"
         place = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}" if cuda else ""
         self._store.set(f"rank/{self.rank}", json.dumps([place, own.has, own.wants]))
@@ -248,9 +260,11 @@ class TwoJobs:
         ]
 
     def send(self, x: Tensor, to: int) -> None:
+        """Send `x` to another rank, and wait until it is sent."""
         self._group.send([x.cpu() if self._on_host else x], to, 0).wait()
 
     def receive(self, x: Tensor, sender: int) -> None:
+        """Receive `x` from another rank, and wait until it has arrived."""
         self._cancellation.check()
         received = torch.empty_like(x, device="cpu") if self._on_host and x.is_cuda else x
         self._group.recv([received], sender, 0).wait()
@@ -264,9 +278,9 @@ class TwoJobs:
         if self._group is None:
             return
         try:
-            if kind is None:  # until all have received what is on its way
+            if kind is None:  # wait until all ranks have received their messages
                 options = dist.BarrierOptions()
-                if self._device.index is not None:  # NCCL would else take the device of this rank's number
+                if self._device.index is not None:  # NCCL would otherwise use the device with this rank's number
                     options.device_ids = [self._device.index]
                 self._group.barrier(options).wait()
                 if self._device.type == "cuda":
@@ -277,17 +291,17 @@ class TwoJobs:
 
 
 def _holding(given: Any) -> Holding:
-    """From JSON, which has lists in the place of tuples."""
+    """Return the `Holding` of a JSON value, which has lists instead of tuples."""
     shape, dtype, parts = given
     return Holding(tuple(shape), str(dtype), [(tuple(offset), tuple(size)) for offset, size in parts])
 
 
 class _Conflict(ValueError):
-    """The server does something else for another client."""
+    """The server is busy with another client's request."""
 
 
 class _Server:
-    """Requests to a server's endpoints for weights. Raise ValueError with what it answers."""
+    """Client of a server's endpoints for weights. Methods raise ValueError with the server's error message."""
 
     def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
@@ -296,6 +310,7 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def post(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a POST request to an endpoint, and return the answer."""
         url, data = f"{self._url}/v1/weights/{action}", json.dumps(body).encode()
         try:
             request = urllib.request.Request(url, data, self._headers)
@@ -313,7 +328,7 @@ class _Server:
         return reply
 
     def own_address(self) -> str:
-        """The address of this host that the server reaches it under: that of connections to it."""
+        """Return the address under which the server reaches this host: the local address of a connection to it."""
         parts = urlsplit(self._url)
         with socket.create_connection((parts.hostname or "", parts.port or 80), self._seconds) as connection:
             address: str = connection.getsockname()[0]

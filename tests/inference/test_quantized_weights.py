@@ -121,7 +121,7 @@ def test_bad_formats_are_refused(tmp_path: Path) -> None:
     _save_llama(tmp_path / "llama", tied=True)
     assert "weights = int3: must be one of int8, fp8, int4" in _refused(tmp_path / "llama", "int3", {})
     make_theirs("mixtral").save_pretrained(tmp_path / "experts")
-    assert "weights = int8: the model has experts" in _refused(tmp_path / "experts", "int8", {})
+    assert "weights = int8: the weights of experts cannot be quantized" in _refused(tmp_path / "experts", "int8", {})
 
 
 def _perplexity(folder: Path, weights: WeightFormatName | None, ids_bs: Tensor) -> float:

@@ -27,7 +27,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, message in (
             ([str(tmp_path / "none")], "error: there is no "),
-            ([folder, "--api-key-env", "EMPTY"], "--api-key-env EMPTY: the environment has no such variable"),
+            ([folder, "--api-key-env", "EMPTY"], "--api-key-env EMPTY: this environment variable is unset or empty"),
             ([folder, "--max-texts", "0"], "error: the limit texts = 0: must be above 0"),
             (
                 [folder, "--port", str(taken.getsockname()[1])],

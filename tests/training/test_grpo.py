@@ -356,7 +356,7 @@ def test_a_reward_that_fails_ends_all_ranks_with_one_error(
         ("import sys; sys.stdout.buffer.write(bytes([255]))", "can't decode byte 0xff"),
         (
             "while True: print('1' * 10**5)",
-            "wrote more than 16,777,216 bytes for 4 texts; it must write a number for each",
+            "wrote more than 16,777,216 bytes for 4 texts; it must write one number per text",
         ),
         ("import sys\nfor i in range(10**5): print(i, file=sys.stderr)\nsys.exit(3)", "code 3: \\d+\n(.*\n)*99999$"),
     ],

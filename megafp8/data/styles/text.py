@@ -1,4 +1,4 @@
-"""Plain texts, whose tokens are all learned."""
+"""Plain texts. All tokens are learned."""
 
 from __future__ import annotations
 

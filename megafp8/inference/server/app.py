@@ -1,4 +1,4 @@
-"""The HTTP side of the server, an ASGI application: OpenAI's endpoints, health, metrics, limits, shutdown."""
+"""HTTP side of the server, an ASGI application: OpenAI's endpoints, health, metrics, limits, shutdown."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from megafp8.inference.server.protocol import (
     to_json,
 )
 
-_CLOSED = 499  # of nginx: the client closed the connection
+_CLOSED = 499  # status that nginx uses if the client closed the connection
 _FAREWELL = 5.0
-"""Seconds in which a client that has been cut off must take the last event."""
+"""Seconds that a client has to receive the last event after its request was cut off."""
 
 Result = TypeVar("Result")
 EncodeChat = Callable[[Sequence[dict[str, Any]]], list[int]]
@@ -50,13 +50,18 @@ EncodeChat = Callable[[Sequence[dict[str, Any]]], list[int]]
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a request may ask for, and how long it may take. ValueError for a limit that is not above 0.
+    """Limits of requests. Raises ValueError for a limit that is not above 0.
 
-    `body_bytes`: of a request. `prompt_tokens`: of each prompt; `max_tokens`: of each text; None: what the model and
-    the cache allow. `texts`: of a request, prompts times n. `waiting`: texts that may wait, beside those that run; a
-    request with more gets 429. `client_texts`: that an address may have in several requests, also 429; None: three
-    quarters of those that may run and wait. `seconds`: from the first byte of a request to the last of its response.
-    `shutdown`: seconds in which running requests may end after SIGTERM.
+    Attributes:
+        body_bytes: Size of a request's body in bytes.
+        prompt_tokens: Number of tokens of each prompt. Default: the limit of the model and the cache.
+        max_tokens: Number of tokens of each generated text. Default: the limit of the model and the cache.
+        texts: Number of texts of a request, prompts times n.
+        waiting: Number of texts that may wait, in addition to the running ones. A request beyond it gets status 429.
+        client_texts: Number of texts that an address may have in several requests; beyond it, a request gets status
+            429. Default: three quarters of the texts that may run and wait.
+        seconds: Time from the first byte of a request to the last byte of its response.
+        shutdown: Time in seconds that running requests have to end after SIGTERM.
     """
 
     body_bytes: int = 2**20
@@ -75,18 +80,25 @@ class ServerLimits:
 
 
 class Accepted(NamedTuple):
-    """A request that can run: prompts as tokens, and options for each."""
+    """Accepted request: the token ids of each prompt, and its options."""
 
     prompts: list[list[int]]
     options: list[SamplingOptions]
 
 
 class Service:
-    """What all requests share.
+    """State that all requests share.
 
-    `name`: of the model. `encode_chat`: from messages to tokens, or why there are no chats. `api_key`: which requests
-    must have; None: none. `allow_refit`: whether requests may pause the server and give it other weights, from folders
-    that it can read. `draining`: requests are not accepted any more.
+    Args:
+        engine: Engine that generates.
+        name: Name of the model.
+        encode_chat: Function that tokenizes messages, or the reason that the model has no chats.
+        limits: Limits of requests.
+        api_key: Key that requests must have; None: no key.
+        allow_refit: Let requests pause the server and change its weights, from any folder that the server can read.
+
+    Attributes:
+        draining: Whether the server no longer accepts requests.
     """
 
     def __init__(
@@ -104,15 +116,15 @@ class Service:
         self.metrics = Metrics(lambda: engine.load, lambda: engine.weight_version)
         self.draining = False
         self._reserved = 0
-        self._texts_of = Counter[str]()  # by client, of requests that have not ended
+        self._texts_of = Counter[str]()  # texts of unfinished requests, by client
         self._threads = anyio.CapacityLimiter(2)
-        """Threads outside the event loop in which requests are parsed and tokenized."""
+        """Limiter of the threads outside the event loop that parse and tokenize requests."""
         self.encoding = asyncio.Lock()
-        """Held by a stream for a turn of the event loop, so that many streams leave turns to short requests."""
+        """Lock that a stream holds for one turn of the event loop, so that many streams do not block short requests."""
         self._started = int(time.time())
 
     def app(self, on_failure: Callable[[], None] = lambda: None) -> Starlette:
-        """The application, which starts and stops the engine. `on_failure`: called when the engine has failed."""
+        """Return the application, which starts and stops the engine. `on_failure` is called if the engine fails."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -134,11 +146,11 @@ class Service:
         ]
         handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _other_error}
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-        app.router.redirect_slashes = False  # to a URL made of what the client says of its host
+        app.router.redirect_slashes = False  # the URL of a redirect would contain the client's Host header
         return app
 
     async def drain(self) -> None:
-        """Accept no more requests, and wait for those that run; after `ServerLimits.shutdown` seconds cancel them."""
+        """Accept no more requests, wait for the running ones, and cancel them after `ServerLimits.shutdown` seconds."""
         self.draining = True
         self.engine.resume()
         with anyio.move_on_after(self.limits.shutdown):
@@ -146,10 +158,10 @@ class Service:
                 await anyio.sleep(0.02)
         self.engine.abandon(_shutting_down())
 
-    # --- what a request may do ---------------------------------------------------------------------------------------
+    # --- checks of requests ------------------------------------------------------------------------------------------
 
     def check_key(self, request: Request) -> None:
-        """Raise ApiError unless the request has the header `Authorization: Bearer KEY`, where this server has a key."""
+        """Raise ApiError if this server has a key and the request lacks the header `Authorization: Bearer KEY`."""
         if self._api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -158,23 +170,25 @@ class Service:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
     def check_open(self) -> None:
+        """Raise ApiError if the server has failed or is shutting down."""
         if self.engine.failure is not None:
             raise ApiError(500, "the generator has failed; the server ends")
         if self.draining:
             raise _shutting_down()
 
     def check_model(self, name: str) -> None:
+        """Raise ApiError if this server does not have the model `name`."""
         if name != self.name:
             message = f"The model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @contextmanager
     def counted(self, client: str, texts: int) -> Iterator[None]:
-        """Context of a request of `client` for `texts` texts. Raises ApiError if the client has too many."""
+        """Context manager that counts the texts of a client's request. Raises ApiError if the client has too many."""
         room = self.engine.generator.cache.max_sequences + self.limits.waiting
         most = room * 3 // 4 if self.limits.client_texts is None else self.limits.client_texts
         if self._texts_of[client] and self._texts_of[client] + texts > most:
-            message = "too many texts of this client run and wait; try again later"
+            message = "too many texts of this client are running or waiting; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", retry=True)
         self._texts_of[client] += texts
         try:
@@ -185,23 +199,27 @@ class Service:
                 del self._texts_of[client]
 
     def reserve(self, texts: int, field: str) -> None:
-        """Room for texts that are yet to be submitted; `field` says how many. Raises ApiError."""
+        """Reserve room for texts that are not yet submitted. Raises ApiError, which names the request's `field`."""
         room = self.engine.generator.cache.max_sequences + self.limits.waiting
         if texts > (most := min(self.limits.texts, room)):
-            message = f"the request is for {texts} texts (prompts times n), and {most} are allowed"
+            message = f"the request is for {texts} texts (prompts times n), but at most {most} are allowed"
             raise ApiError(400, message, param=field, code="invalid_value")
         if self.engine.open_texts + self._reserved + texts > room:
-            raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded", retry=True)
+            raise ApiError(
+                429, "too many requests are waiting; try again later", code="rate_limit_exceeded", retry=True
+            )
         self._reserved += texts
 
     def release(self, texts: int) -> None:
+        """Release reserved room."""
         self._reserved -= texts
 
     async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function in a thread outside the event loop, and return its result."""
         return await to_thread.run_sync(function, *arguments, limiter=self._threads)
 
     def tokenize(self, body: AnyBody) -> Accepted:
-        """Raises ApiError."""
+        """Tokenize the prompts of a request, and check them with their options. Raises ApiError."""
         generator = self.engine.generator
         field = "prompt" if isinstance(body, CompletionBody) else "messages"
         try:
@@ -214,7 +232,7 @@ class Service:
                 prompts = [self._encode_chat([message.model_dump(exclude_none=True) for message in body.messages])]
         except ApiError:
             raise
-        except Exception as error:  # tokenizers raise anything
+        except Exception as error:  # tokenizers can raise any exception
             raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
         options = []
         for i, prompt in enumerate(prompts):
@@ -227,9 +245,9 @@ class Service:
         return Accepted(prompts, options)
 
     def _most_tokens(self, body: AnyBody, field: str, prompt: int) -> int:
-        """The most tokens of a text; of a chat that does not say so as many as there is room for. Raises ApiError.
+        """Return the largest number of tokens of a text, from the request or the room that is left. Raises ApiError.
 
-        `field`: the name of the prompt, which has so many tokens.
+        `field` is the name of the prompt's field, and `prompt` the prompt's number of tokens.
         """
         limits, room = self.limits, self.engine.generator.room(prompt)
         name, limit = body.most_tokens
@@ -238,12 +256,12 @@ class Service:
             raise ApiError(400, message, param=name, code="invalid_value")
         longest = room + prompt - 1 if limits.prompt_tokens is None else limits.prompt_tokens
         if prompt > longest:
-            message = f"{field}: has {prompt} tokens, and at most {longest} are allowed"
+            message = f"{field}: has {prompt} tokens, but at most {longest} are allowed"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
         if limit is None:
             return room if limits.max_tokens is None else min(room, limits.max_tokens)
         if limit > room:
-            message = f"{name} = {limit}: behind a prompt of {prompt} tokens there is room for {room}"
+            message = f"{name} = {limit}: after a prompt of {prompt} tokens there is room for {room}"
             raise ApiError(400, message, param=name, code="context_length_exceeded")
         return limit
 
@@ -265,10 +283,10 @@ class Service:
         return _json({"weight_version": self.engine.weight_version, "paused": self.engine.paused})
 
     async def _control(self, kind: type[Control], request: Request) -> Control:
-        """The body of a request to change something. Raises ApiError."""
+        """Check a request that changes the weights, and return its body. Raises ApiError."""
         self.check_key(request)
         if not self._allow_refit:
-            raise ApiError(403, "this server keeps its weights; start it with --allow-refit")
+            raise ApiError(403, "this server does not change its weights; start it with --allow-refit")
         self.check_open()
         check_json(request)
         return parse_control(kind, await read_body(request, self.limits.body_bytes))
@@ -278,7 +296,7 @@ class Service:
         with anyio.move_on_after(self.limits.seconds) as scope:
             await self.engine.pause(hold=body.running == "hold")
         if scope.cancelled_caught and not self.engine.paused:
-            raise ApiError(504, f"texts run for more than {self.limits.seconds:g} seconds; this pause is given up")
+            raise ApiError(504, f"texts have run for more than {self.limits.seconds:g} seconds; the pause is given up")
         return self._state_of_weights()
 
     async def _refit(self, request: Request) -> HttpResponse:
@@ -304,7 +322,7 @@ class Service:
 
 
 class _Generate:
-    """The endpoint that generates, by requests of one kind."""
+    """Endpoint that generates texts for requests of one kind."""
 
     def __init__(self, service: Service, kind: type[AnyBody]) -> None:
         self._service, self._kind = service, kind
@@ -318,7 +336,7 @@ class _Generate:
 
 
 class _Exchange:
-    """A request and its response. `status`: how it ended."""
+    """A request and its response. `status` is the final HTTP status."""
 
     def __init__(self, service: Service, request: Request, send: Send) -> None:
         self._service, self._request, self._asgi_send = service, request, send
@@ -329,7 +347,7 @@ class _Exchange:
         self.status = 500
 
     async def run(self, kind: type[AnyBody]) -> None:
-        """Answer, unless the client goes away."""
+        """Answer the request, unless the client disconnects."""
         with anyio.move_on_after(self._service.limits.seconds) as scope:
             try:
                 await self._answer(kind, scope)
@@ -339,7 +357,7 @@ class _Exchange:
                 await self._fail(error)
         if scope.cancelled_caught and not self._gone and (self._streams or not self._begun):
             with anyio.move_on_after(_FAREWELL), suppress(ClientDisconnect):
-                await self._fail(ApiError(504, f"not done after {self._service.limits.seconds:g} seconds"))
+                await self._fail(ApiError(504, f"not finished after {self._service.limits.seconds:g} seconds"))
         if self._gone:
             self.status = _CLOSED
 
@@ -371,7 +389,7 @@ class _Exchange:
                 service.engine.cancel(handle)
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        """Cancel the exchange when the client closes the connection."""
+        """Cancel the request when the client closes the connection."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._gone = True
@@ -388,9 +406,7 @@ class _Exchange:
             updates = await handle.updates.get()
             if isinstance(updates, Exception):
                 raise (
-                    updates
-                    if isinstance(updates, ApiError)
-                    else ApiError(500, "an error of the server; its log has it")
+                    updates if isinstance(updates, ApiError) else ApiError(500, "internal error; see the server's log")
                 )
             self._observe(updates, last)
             if not body.stream:
@@ -410,7 +426,7 @@ class _Exchange:
         await self._send_events([b"[DONE]"] if usage is None else [to_json(usage), b"[DONE]"], more=False)
 
     def _observe(self, updates: Sequence[TokenUpdate], last: dict[tuple[int, int], float]) -> None:
-        """`last`: when each text had its last token."""
+        """Record metrics of updates. `last` has the time of each text's last token."""
         now, metrics = time.monotonic(), self._service.metrics
         metrics.generated_tokens.inc(len(updates))
         for update in updates:
@@ -422,7 +438,7 @@ class _Exchange:
             last[key] = now
 
     async def _send(self, message: Message) -> None:
-        """Raises ClientDisconnect where the server can tell."""
+        """Send an ASGI message. Raises ClientDisconnect if the server notices a closed connection."""
         try:
             await self._asgi_send(message)
         except OSError:
@@ -433,7 +449,7 @@ class _Exchange:
         await response(self._request.scope, self._request.receive, self._send)
 
     async def _send_events(self, events: Sequence[bytes], *, more: bool = True) -> None:
-        """Server-sent events; the first ones after the headers."""
+        """Send server-sent events, preceded by the headers of the response if they were not sent yet."""
         if not self._begun:
             self._begun, self.status = True, 200
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -442,7 +458,7 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _fail(self, error: ApiError) -> None:
-        """End with an error: as a response, or as the last event of one."""
+        """End with an error: as the response, or as the last event of a stream."""
         self.status = error.status
         if not self._begun:
             await self._send_whole(_json(error.content(), error))
@@ -451,18 +467,18 @@ class _Exchange:
 
 
 def check_json(request: Request) -> None:
-    """Raise ApiError for a body of another type: browsers send others across origins without asking."""
+    """Raise ApiError unless the body is JSON: browsers send other types across origins without asking the server."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the content type must be application/json")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError if it has more than `limit` bytes."""
+    """Return the body of a request. Raises ApiError if it has more than `limit` bytes."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which are allowed")
+            raise ApiError(413, f"the body has more than {limit} bytes, the largest size allowed")
     return bytes(body)
 
 
@@ -487,5 +503,5 @@ async def _http_error(request: Request, error: HTTPException) -> HttpResponse:
 
 
 async def _other_error(request: Request, error: Exception) -> HttpResponse:
-    wrong = ApiError(500, "an error of the server; its log has it")
+    wrong = ApiError(500, "internal error; see the server's log")
     return _json(wrong.content(), wrong)

@@ -1,7 +1,7 @@
-"""HTTP connections with a limit of the time in which headers must arrive, and of how many an address may leave waiting.
+"""HTTP connections with two limits: the time until headers arrive, and the number of incomplete requests per address.
 
-uvicorn limits neither: clients that send a part of their headers and no more hold connections until there are no others
-left, and no health check is answered. Bodies, and what follows, are limited by `app.ServerLimits.seconds`.
+uvicorn limits neither. Clients that send only a part of their headers would hold connections until none is left and no
+health check is answered. Bodies and responses are limited by `app.ServerLimits.seconds`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ from typing import ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-"""Time from the connection, or the first byte of a later request on it, to the end of its headers."""
+"""Time limit from the connection, or from the first byte of a later request on it, to the end of the headers."""
 INCOMPLETE_PER_ADDRESS = 64
-"""Connections of one address that may be without whole headers; if there are more, the oldest is closed."""
+"""Number of connections of one address that may have incomplete headers. Beyond it, the oldest is closed."""
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with these limits."""
+    """uvicorn's HTTP protocol with limits on incomplete headers."""
 
     incomplete: ClassVar[dict[str, dict[LimitedProtocol, None]]] = {}
-    """Connections whose headers have not arrived, by address, the oldest first."""
+    """Connections that wait for headers, by address, the oldest first."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit of a new connection."""
         super().connection_made(transport)
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
+        """Start the time limit at the first byte of a later request."""
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_headers()
         super().data_received(data)
 
     def handle_events(self) -> None:
+        """Stop the time limit when the headers of a request are complete."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
             self._have_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the time limit when the connection ends."""
         self._have_headers()
         super().connection_lost(exc)
 

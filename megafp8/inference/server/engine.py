@@ -1,20 +1,20 @@
-"""The thread that owns the generator of a server: requests join and leave the running batch between steps.
+"""Engine of a server: a thread that owns the generator. Requests join and leave the running batch between steps.
 
-On the first rank the event loop calls `Engine.submit` and `Engine.cancel`. Before each step the engine's thread takes
-what came since the last one as a `Command`, broadcasts it, and applies it. The other ranks run `follow`, which receives
-and applies the same commands. So every rank makes the same calls of the generator, which is collective.
+On the first rank, the event loop calls `Engine.submit` and `Engine.cancel`. Before each step, the engine's thread
+collects the changes since the last step in a `Command`, broadcasts it, and applies it. The other ranks run `follow`,
+which receives and applies the same commands. So every rank makes the same calls of the generator, which is collective.
 
-*Idle ranks.* Commands travel over a gloo group of their own, so a rank that waits for one sleeps in the receive of a
-socket, on CUDA too, where a collective of NCCL would occupy the GPU. While there is nothing to do the first rank sends
-an empty command every `HEARTBEAT` seconds. That is far below the group's time-out, which therefore means what it
-says: the first rank hangs.
+*Idle ranks.* Commands are sent over a separate gloo group. A rank that waits for a command sleeps in the receive call
+of a socket, even on CUDA, where an NCCL collective would occupy the GPU. While there is nothing to do, the first rank
+sends an empty command every `HEARTBEAT` seconds. This is far below the group's time-out, so a time-out really means
+that the first rank hangs.
 
-*Pauses.* While the engine is paused, requests wait in its inbox. Those that run end before (`finish`), or wait too
-(`hold`): no steps are made. Only then may the weights be changed.
+*Pauses.* While the engine is paused, new requests wait in its inbox. Running requests end before the pause (`finish`),
+or they wait too (`hold`), and no steps are made. Weights can only be changed during a pause.
 
-*Refits.* New weights arrive in a thread of their own on each rank (`IncomingWeights`), so a source that does not answer
-delays neither a resume nor the end of the server. Meanwhile the ranks tell each other every `_REFIT_TICK` seconds how
-far they are. They put the weights in use between two steps, once these are complete on all ranks.
+*Refits.* On each rank, new weights arrive in a separate thread (`IncomingWeights`), so a source that does not answer
+delays neither a resume nor the end of the server. Meanwhile, the ranks exchange their states every `_REFIT_TICK`
+seconds. They start to use the weights between two steps, once the weights are complete on all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megafp8.parallel.parallel_state import host_group
 HEARTBEAT = 30.0
 """Seconds between the commands that the first rank sends while there is nothing to do."""
 _END_SECONDS = 2.0
-"""Longest wait for the thread of a refit at the end."""
+"""Longest wait for the thread of a refit when the server ends."""
 _REFIT_TICK = 0.05
 """Seconds between commands while new weights arrive."""
 
@@ -49,8 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class TokenUpdate(NamedTuple):
-    """One more token of a text. `prompt`, `sample`, `top_logprobs`, `finish_reason`: as in `Completion`; `text`: what
-    it adds, which may be nothing. `weight_version`: of the weights that computed it."""
+    """New token of a text.
+
+    `prompt`, `sample`, `top_logprobs` and `finish_reason` are as in `Completion`. `text` is the text that the token
+    adds, which may be empty. `weight_version` is the version of the weights that computed the token.
+    """
 
     prompt: int
     sample: int
@@ -63,7 +66,7 @@ class TokenUpdate(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A request, by a number that no other has: prompts as tokens, options for each, with seeds, and whose it is."""
+    """New request: unique number, token ids of the prompts, options with a seed for each prompt, and the client."""
 
     number: int
     prompts: Sequence[Sequence[int]]
@@ -72,16 +75,19 @@ class Added(NamedTuple):
 
 
 class RefitConflict(ValueError):
-    """A refit was asked for while another one runs."""
+    """A refit was requested while another one runs."""
 
 
 class Command(NamedTuple):
-    """Changes before a step.
+    """Changes to apply before a step.
 
     Attributes:
+        added: New requests.
+        cancelled: Numbers of cancelled requests.
+        stop: Whether the engine stops.
         steps: Whether a step follows.
-        weights: Weights to wait for.
-        refusal: Reason to give up the weights that are waited for, if any.
+        weights: New weights to wait for.
+        refusal: Reason to give up the expected weights; empty if they are not given up.
     """
 
     added: Sequence[Added] = ()
@@ -96,7 +102,7 @@ _NOTHING = Command()
 
 
 def _share(command: Command, group: ProcessGroup | None) -> Command:
-    """The first rank's command, on all ranks. Most are empty, and cost one small broadcast."""
+    """Return the first rank's command on all ranks. Most commands are empty and cost one small broadcast."""
     if size(group) == 1:
         return command
     is_something = broadcast(torch.tensor([command != _NOTHING]), group, 0)
@@ -104,10 +110,12 @@ def _share(command: Command, group: ProcessGroup | None) -> Command:
 
 
 class _Requests:
-    """Requests and refits that a generator works on, the same on every rank of `group`.
+    """Requests and refits that a generator works on, the same on every rank of a group.
 
     Args:
-        on_refit: Called at the end of a refit with the error that has refused the weights, or None.
+        generator: Generator.
+        group: Ranks that make the same calls; None: only this rank.
+        on_refit: Function that is called at the end of a refit with the error that refused the weights, or None.
     """
 
     def __init__(
@@ -126,10 +134,10 @@ class _Requests:
         return len(self._submissions)
 
     def step(self, command: Command) -> dict[int, list[TokenUpdate] | Exception]:
-        """Obey a command, run the model once, and return what it adds to each request, or why it has failed.
+        """Apply a command and run the model once. Return the updates, or the error, of each request by its number.
 
-        A request that fails on all ranks does not concern the others. One that fails on some ranks is an error of the
-        engine, as they would go on with different batches.
+        A request that fails on all ranks does not affect other requests. If a request fails on only some ranks, the
+        engine fails, because the ranks would continue with different batches.
         """
         updates: dict[int, list[TokenUpdate] | Exception] = {}
         for number, prompts, options, client in command.added:
@@ -139,7 +147,7 @@ class _Requests:
                 updates[number] = error
         if command.added:
             self._check_agreement(updates)
-        for number in command.cancelled:  # some of them may have been added just now
+        for number in command.cancelled:  # a request may be added and cancelled by the same command
             if (submission := self._submissions.pop(number, None)) is not None:
                 self._generator.cancel(submission)
         if command.weights is not None:
@@ -165,7 +173,7 @@ class _Requests:
         return self._incoming is not None
 
     def _continue_refit(self, incoming: IncomingWeights, refusal: str) -> None:
-        """Use new weights once all ranks have them, or give them up once one rank cannot have them. Collective."""
+        """Use new weights once all ranks have them, or give them up once a rank cannot get them. Collective."""
         states = all_gather_objects(incoming.state, self._group)
         if not refusal and "failed" not in states and "arriving" in states:
             return
@@ -191,7 +199,7 @@ class _Requests:
             self._incoming = None
 
     def _check_agreement(self, failures: Mapping[int, object]) -> None:
-        """Raise where other ranks could prepare a request, and this one could not, or the reverse."""
+        """Raise an error if a request could be prepared on only some ranks."""
         failed = {number: str(error) for number, error in failures.items()}
         if any(other.keys() != failed.keys() for other in all_gather_objects(failed, self._group)):
             error = next((x for x in failures.values() if isinstance(x, Exception)), None)
@@ -201,7 +209,7 @@ class _Requests:
 
 
 def _updates(submission: Submission) -> list[TokenUpdate]:
-    """The pieces of one step: a token of each text at most, so that it is the completion's last."""
+    """Return the updates of one step. A step adds at most one token to a text: the last token of its completion."""
     updates = []
     while submission.pieces:
         text, so_far = submission.pieces.popleft()
@@ -223,8 +231,14 @@ def _updates(submission: Submission) -> list[TokenUpdate]:
 
 @dataclass(eq=False)
 class Handle:
-    """A request that the engine works on. `updates`: those of each step, and at last the exception with which it, or
-    the engine, has failed, if it has. `texts`: how many have not ended."""
+    """Handle of a request that the engine works on.
+
+    Attributes:
+        number: Number of the request.
+        texts: Number of unfinished texts.
+        updates: Queue with the updates of each step. If the request or the engine fails, the last item is the
+            exception.
+    """
 
     number: int
     texts: int
@@ -247,10 +261,15 @@ class _Pause:
 
 
 class Engine:
-    """Owns `generator` on the first rank, in a thread of its own. Collective: made on every rank.
+    """Owner of a generator, which runs in a separate thread on the first rank. Collective: created on every rank.
 
-    Except for the thread's own function, all of it belongs to the event loop that calls `start`. `open_texts`: texts
-    that have not ended. `load`: of the generator after the last step. `failure`: what ended the thread.
+    All methods except the thread's function must be called from the event loop that calls `start`.
+
+    Attributes:
+        generator: Generator.
+        open_texts: Number of unfinished texts.
+        load: Load of the generator after the last step.
+        failure: Exception that ended the thread, or None.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -273,20 +292,20 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Start the thread, which reports to the running event loop. `on_failure` is called there if it fails."""
+        """Start the thread, which reports to the running event loop. If it fails, the loop calls `on_failure`."""
         assert rank(self._group) == 0, "the other ranks follow"
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and the other ranks' `follow`, after the running step. Blocks until then."""
+        """End the thread, and `follow` on the other ranks, after the current step. Block until the thread has ended."""
         with self._inbox:
             self._stopped = True
             self._inbox.notify()
         self._thread.join()
 
     def submit(self, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions], client: str = "") -> Handle:
-        """Generate texts of `client` that `Generator.check` has accepted; each of `options` has a seed."""
+        """Generate texts for `client`. `Generator.check` must have accepted them, and all options must have a seed."""
         self._last_number += 1
         handle = Handle(self._last_number, sum(x.num_samples for x in options))
         if self.failure is not None:
@@ -300,7 +319,7 @@ class Engine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End what has not ended of a request. Its pages are free before the next step begins."""
+        """End the unfinished texts of a request. Their pages are freed before the next step begins."""
         if self._handles.pop(handle.number, None) is None:
             return
         self.open_texts -= handle.texts
@@ -314,12 +333,12 @@ class Engine:
 
     @property
     def weight_version(self) -> int:
-        """Of the generator's weights."""
+        """Version of the generator's weights."""
         return self.generator.weight_version
 
     @property
     def paused(self) -> bool:
-        """Whether nothing runs until `resume`."""
+        """Whether a pause has been reached: nothing runs until `resume`."""
         return self._pause is not None and self._pause.reached.is_set()
 
     async def pause(self, *, hold: bool) -> None:
@@ -344,23 +363,24 @@ class Engine:
                 self.resume()
 
     def resume(self) -> None:
-        """Go on with what waits, if the engine is paused or about to be. A refit that still waits is refused."""
+        """End a pause, or give up one that is not reached yet. A refit that still waits for weights is refused."""
         self._refuse("the server was resumed before they had arrived")
         with self._inbox:
             pause, self._pause = self._pause, None
             self._inbox.notify()
         if pause is not None:
-            pause.reached.set()  # for one who waits for it
+            pause.reached.set()  # wakes clients that still wait for the pause
 
     async def refit(self, weights: NewWeights) -> None:
-        """Generate with other weights.
+        """Generate with other weights from the next step on.
 
         Raises:
             RefitConflict: Another refit runs.
-            ValueError: The engine is not paused, or the weights cannot be had or do not fit. The old ones stay.
+            ValueError: The engine is not paused, or the weights cannot be read or do not fit. The old weights stay in
+                use.
         """
         if not self.paused:
-            raise ValueError("weights change only while the server is paused; POST /v1/weights/pause first")
+            raise ValueError("weights can only be changed while the server is paused; POST /v1/weights/pause first")
         if self._refit_runs:
             raise RefitConflict("another refit runs; try again later")
         self._refit = self._loop.create_future()
@@ -370,27 +390,27 @@ class Engine:
         with self._inbox:
             self._weights, self._refusal = weights, ""
             self._inbox.notify()
-        await asyncio.shield(self._refit)  # it goes on if nobody waits any more
+        await asyncio.shield(self._refit)  # the refit continues even if no client waits for it
 
     @property
     def _refit_runs(self) -> bool:
         return self._refit is not None and not self._refit.done()
 
     def _refuse(self, reason: str) -> None:
-        """Give up the refit that runs, if there is one."""
+        """Give up the running refit, if there is one."""
         if self._refit_runs:
             with self._inbox:
                 self._refusal = reason
                 self._inbox.notify()
 
     def abandon(self, error: Exception) -> None:
-        """Cancel all requests; their handles raise `error`."""
+        """Cancel all requests; their handles receive `error`."""
         for handle in list(self._handles.values()):
             self.cancel(handle)
             handle.updates.put_nowait(error)
 
     def follow(self) -> None:
-        """Do what the first rank commands, until it stops. On every other rank."""
+        """Apply the commands of the first rank until it stops. Called on every other rank."""
         assert rank(self._group) > 0
         requests = _Requests(self.generator, self._group)
         while not (command := _share(_NOTHING, self._group)).stop:
@@ -399,7 +419,7 @@ class Engine:
 
     @property
     def receives(self) -> bool:
-        """Whether a thread of a refit that was given up has not ended yet, after `stop` or `follow`."""
+        """Whether, after `stop` or `follow`, the thread of an abandoned refit is still running."""
         return self._receiver is not None and self._receiver.is_alive()
 
     def _end(self, requests: _Requests) -> None:
@@ -409,7 +429,7 @@ class Engine:
             self._receiver.join(_END_SECONDS)
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the engine's thread."""
         device = self.generator.model.parallel.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -425,7 +445,7 @@ class Engine:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _next_command(self, requests: _Requests) -> Command:
-        """Return what came since the last command; wait for it unless there is something to generate."""
+        """Return the changes since the last command. Wait for changes if there is nothing to generate."""
         busy = len(requests) > 0
         with self._inbox:
             if self._pause is not None and (self._pause.hold or not busy):
@@ -445,7 +465,7 @@ class Engine:
             return Command(added, cancelled, self._stopped, steps, weights, refusal)
 
     def _report_refit(self, refused: ValueError | None) -> None:
-        """Tell the event loop how a refit has ended."""
+        """Report the end of a refit to the event loop."""
         self._loop.call_soon_threadsafe(self._refitted, refused)
 
     def _refitted(self, refused: ValueError | None) -> None:
@@ -459,7 +479,7 @@ class Engine:
     def _deliver(self, updates: Mapping[int, list[TokenUpdate] | Exception]) -> None:
         for number, arrived in updates.items():
             if (handle := self._handles.get(number)) is None:
-                continue  # cancelled meanwhile
+                continue  # the request was cancelled in the meantime
             if isinstance(arrived, Exception):
                 self.open_texts -= handle.texts
                 del self._handles[number]

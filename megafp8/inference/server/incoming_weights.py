@@ -1,4 +1,4 @@
-"""New weights of a server, which a thread reads or receives while the engine's thread stays free to stop."""
+"""New weights of a server: a thread reads or receives them, while the engine's thread stays free to stop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from megafp8.inference.staged_weights import StagedWeights
 from megafp8.inference.weight_transfer import Cancellation, receive_weights
 
 _PREVIOUS_SECONDS = 15.0
-"""Longest wait for the thread of a refit that was given up, which holds memory."""
+"""Longest wait for the thread of an abandoned refit, which still holds memory."""
 
 
 class NewWeights(NamedTuple):
-    """Source of new weights: a checkpoint, or the store (host:port) of a trainer that sends.
+    """Source of new weights: a checkpoint, or the store of a trainer that sends.
 
     Attributes:
+        checkpoint: Path of the checkpoint, or None.
+        trainer: Address (host:port) of the trainer's store, or None.
         version: Version of the weights; None means the next number.
-        seconds: Time in which they must arrive.
+        seconds: Time in which the weights must arrive.
     """
 
     checkpoint: str | None = None
@@ -32,13 +34,15 @@ class NewWeights(NamedTuple):
 
 
 class IncomingWeights:
-    """Weights that a thread of this rank stages beside those in use.
+    """Weights that a thread of this rank stages, while the old weights stay in use.
 
-    The thread takes part in no collective of the job, so ranks may give it up at any time. It then ends by itself, and
-    what it has staged is not used.
+    The thread takes part in no collective of the job, so ranks may abandon it at any time. It then ends by itself, and
+    its staged weights are not used.
 
     Args:
-        previous: Thread of the refit before, which has to end first.
+        model: Model that generates.
+        new: Source of the weights.
+        previous: Thread of the previous refit, which has to end first.
     """
 
     def __init__(self, model: Model, new: NewWeights, previous: threading.Thread | None) -> None:
@@ -51,13 +55,13 @@ class IncomingWeights:
         self.thread.start()
 
     def staged(self) -> StagedWeights | None:
-        """Return the weights, or None before they are complete; raise the exception that has ended the thread."""
+        """Return the weights, or None if they are incomplete. Raises the exception that ended the thread, if any."""
         if self._failure is not None:
             raise self._failure
         return self._staged
 
     def cancel(self) -> None:
-        """Make the thread end soon, unless it reads a checkpoint, or a trainer keeps it waiting for a tensor."""
+        """Make the thread end soon, unless it reads a checkpoint or waits for a tensor from a trainer."""
         self._cancellation.request()
 
     def _run(self, model: Model, previous: threading.Thread | None) -> None:

@@ -1,4 +1,4 @@
-"""What the server counts and times, in OpenMetrics text."""
+"""Metrics of the server: counters and times, as OpenMetrics text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def _field(load: Callable[[], Load], name: str) -> float:
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own. `load`, `weight_version`: of the generator, when it is
-    asked for."""
+    """Metrics of one server, in a separate registry.
+
+    `load` and `weight_version` are functions that return the current values of the generator.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -36,21 +38,21 @@ class Metrics:
         self.generated_tokens = Counter("megafp8_generated_tokens", "Tokens of outputs", registry=registry)
         self.first_token = Histogram(
             "megafp8_time_to_first_token_seconds",
-            "From the arrival of a request to the first token of any of its texts",
+            "Time from the arrival of a request to the first token of any of its texts",
             buckets=_FIRST,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "megafp8_time_between_tokens_seconds",
-            "Between two tokens of a text",
+            "Time between two tokens of a text",
             buckets=_BETWEEN,
             registry=registry,
         )
         for name, text in {
             "running": "Texts in the running batch",
-            "waiting": "Texts that wait for a place in the batch, or for pages",
-            "pages_used": "Pages of the cache that texts have",
-            "pages_free": "Pages of the cache that are free",
+            "waiting": "Texts that wait for a place in the batch or for pages",
+            "pages_used": "Used pages of the cache",
+            "pages_free": "Free pages of the cache",
         }.items():
             gauge = Gauge(f"megafp8_{name}", text, registry=registry)
             gauge.set_function(partial(_field, load, name))
@@ -59,4 +61,5 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def text(self) -> bytes:
+        """Return all metrics as OpenMetrics text."""
         return generate_latest(self._registry)

@@ -1,9 +1,10 @@
-"""Bodies of requests and responses, as OpenAI's API reference describes them.
+"""Bodies of requests and responses, as in OpenAI's API reference.
 
-A field that OpenAI's server does not know is an error there and here, since a misspelled option would silently give
-other texts. A field that it knows and this server does not support is an error too, unless its value changes nothing.
-Extensions: `top_k`, `min_p`, `repetition_penalty`, `ignore_end`, with the meaning of `SamplingOptions`; and of
-responses and chunks `weight_versions`, those of `Completion` for all their tokens.
+An unknown field is an error, as in OpenAI's server, because a misspelled option would silently change the texts. A
+field that OpenAI's server knows and this server does not support is also an error, unless its value has no effect.
+Requests have the additional fields `top_k`, `min_p`, `repetition_penalty` and `ignore_end`, with the meaning of
+`SamplingOptions`. Responses and chunks have the additional field `weight_versions`: the versions of the weights that
+computed their tokens, as in `Completion`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from megafp8.inference.server.engine import TokenUpdate
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 COMPLETION_TOKENS = 16
-"""max_tokens of /v1/completions where a request has none."""
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI gives this number
+"""Default of max_tokens in /v1/completions."""
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI returns this number
 _INCOMPLETE = "\ufffd"
 
 
 class ApiError(Exception):
-    """An error response. `param`: the field of the request that is wrong."""
+    """Error response. `param` is the field of the request that is wrong; `retry` asks the client to try again."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
@@ -39,6 +40,7 @@ class ApiError(Exception):
         self.headers = {"retry-after": "1"} if retry else {}
 
     def content(self) -> dict[str, Any]:
+        """Return the body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -52,7 +54,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _prompts(value: Any) -> Any:
-    """A list of texts and lists of tokens, from the four forms that a prompt has."""
+    """Return a list of texts, or of lists of tokens, from any of the four forms of a prompt."""
     several = [value] if isinstance(value, str) or _is_tokens(value) else value
     if isinstance(several, list) and several:
         for kind in (lambda x: isinstance(x, str), _is_tokens):
@@ -65,18 +67,20 @@ def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     texts = isinstance(stops, list) and all(isinstance(x, str) and 0 < len(x) <= MAX_STOP_LENGTH for x in stops)
     if not texts or len(stops) > MAX_STOPS:
-        raise ValueError(f"must be a string or at most {MAX_STOPS}, each with 1 to {MAX_STOP_LENGTH} characters")
+        raise ValueError(
+            f"must be a string or at most {MAX_STOPS} strings, each with 1 to {MAX_STOP_LENGTH} characters"
+        )
     return stops
 
 
 def _content(value: Any) -> Any:
-    """The text of a message, from a string or parts of type text."""
+    """Return the text of a message, which is a string or a list of parts of type text."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if isinstance(parts, list) and parts:
         texts = [x["text"] for x in parts if isinstance(x, dict) and set(x) == {"type", "text"} and x["type"] == "text"]
         if len(texts) == len(parts) and all(isinstance(x, str) for x in texts):
             return "".join(texts)
-    raise ValueError("must be a string, or a list of parts of type text; others are not supported")
+    raise ValueError("must be a string, or a list of parts of type text; other types are not supported")
 
 
 class _Strict(BaseModel):
@@ -84,18 +88,22 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
+    """Options of a stream."""
+
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class Message(_Strict):
+    """Message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
 
 
 class _Body(_Strict):
-    """Fields of both endpoints."""
+    """Fields of the requests of both endpoints."""
 
     model: str
     n: Annotated[int, Field(ge=1)] = 1
@@ -111,9 +119,10 @@ class _Body(_Strict):
     ignore_end: bool = False
 
     no_effect: ClassVar[Mapping[str, Callable[[Any], bool]]]
-    """Fields that are not supported, and which of their values change nothing."""
+    """Unsupported fields, each with a function that returns whether a value has no effect."""
 
     def sampling(self, max_tokens: int, seed: int) -> SamplingOptions:
+        """Return the sampling options of the request. Raises ValueError for a value out of range."""
         return SamplingOptions(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -130,12 +139,12 @@ class _Body(_Strict):
 
     @property
     def top(self) -> int | None:
-        """How many of the most probable tokens are wanted beside each; None: no log-probabilities at all."""
+        """Number of most probable tokens requested for each token; None: no log-probabilities at all."""
         raise NotImplementedError
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The name of the field that limits the length of a text, and its value."""
+        """Name of the field that limits the length of a text, and its value."""
         raise NotImplementedError
 
 
@@ -148,7 +157,7 @@ _PENALTIES = {key: _is(0) for key in ("presence_penalty", "frequency_penalty")}
 
 
 class CompletionBody(_Body):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] = COMPLETION_TOKENS
@@ -158,15 +167,17 @@ class CompletionBody(_Body):
 
     @property
     def top(self) -> int | None:
+        """Number of most probable tokens requested for each token, from `logprobs`."""
         return self.logprobs
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
+        """Name and value of `max_tokens`."""
         return "max_tokens", self.max_tokens
 
 
 class ChatBody(_Body):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -190,23 +201,29 @@ class ChatBody(_Body):
 
     @property
     def top(self) -> int | None:
+        """Number of most probable tokens requested for each token, from `logprobs` and `top_logprobs`."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
+        """Name and value of `max_completion_tokens`, or else of `max_tokens`."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
 
 class PauseBody(_Strict):
-    """POST /v1/weights/pause. `running`: texts that run end before, or wait and go on with what weights there are."""
+    """Body of POST /v1/weights/pause.
+
+    `running` says whether running texts finish before the pause, or are held and continue after it with the weights
+    that are in use then.
+    """
 
     running: Literal["finish", "hold"] = "finish"
 
 
 class RefitBody(_Strict):
-    """POST /v1/weights/refit: a checkpoint, or the address of a trainer that sends (`send_weights`)."""
+    """Body of POST /v1/weights/refit: a checkpoint, or the address of a trainer that sends (`send_weights`)."""
 
     checkpoint: Annotated[str, Field(min_length=1)] | None = None
     trainer: Annotated[str, Field(min_length=1)] | None = None
@@ -214,7 +231,7 @@ class RefitBody(_Strict):
 
 
 class ResumeBody(_Strict):
-    """POST /v1/weights/resume."""
+    """Body of POST /v1/weights/resume, without fields."""
 
 
 AnyBody: TypeAlias = CompletionBody | ChatBody
@@ -222,18 +239,18 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ApiError."""
+    """Parse a JSON object. Raises ApiError."""
     try:
         value = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, "the body is no JSON object")
+        raise ApiError(400, "the body is not a JSON object")
     return value
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """Return the error response for the first fault of a body."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path, wrong = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{path}: {wrong}", param=path.partition(".")[0], code="invalid_value")
@@ -243,18 +260,18 @@ Control = TypeVar("Control", PauseBody, RefitBody, ResumeBody)
 
 
 def parse_control(kind: type[Control], raw: bytes) -> Control:
-    """The body of a request about weights; empty for one without fields. Raises ApiError."""
+    """Parse the body of a request about weights. An empty body has no fields. Raises ApiError."""
     try:
         body = kind.model_validate(_object(raw or b"{}"))
     except ValidationError as error:
         raise _invalid(error) from None
     if isinstance(body, RefitBody) and (body.checkpoint is None) == (body.trainer is None):
-        raise ApiError(400, "give one of checkpoint and trainer", param="checkpoint", code="invalid_value")
+        raise ApiError(400, "give either checkpoint or trainer", param="checkpoint", code="invalid_value")
     return body
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
-    """The body of a request. Raises ApiError. A field that is null has its default."""
+    """Parse the body of a request. A field that is null gets its default. Raises ApiError."""
     requested = _object(raw)
     fields: dict[str, Any] = {}
     for name, value in requested.items():
@@ -273,15 +290,15 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         body.sampling(1, 0)
     except ValidationError as error:
         raise _invalid(error) from None
-    except ValueError as error:  # which begins with the option's name
+    except ValueError as error:  # the message begins with the option's name
         raise ApiError(400, str(error), param=str(error).partition(" ")[0], code="invalid_value") from None
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is for responses with stream = true", param="stream_options")
+        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens):
-            raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
+            raise ApiError(400, "max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
     return body
 
 
@@ -289,11 +306,15 @@ def parse(kind: type[Body], raw: bytes) -> Body:
 
 
 def to_json(content: Any) -> bytes:
+    """Return `content` as compact JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def token_text(decode: Callable[[list[int]], str], before: int, token: int) -> str:
-    """The text of a token behind another one: some decoders drop a space that nothing precedes."""
+    """Return the text of a token that follows the token `before`.
+
+    A token is not decoded alone, because some decoders drop a space at the beginning of a text.
+    """
     context = decode([before])
     both = decode([before, token])
     return both[len(context) :] if _INCOMPLETE not in context and both.startswith(context) else decode([token])
@@ -301,8 +322,16 @@ def token_text(decode: Callable[[list[int]], str], before: int, token: int) -> s
 
 @dataclass
 class _Choice:
-    """One text of a response: what its updates have said so far. `before`: the last token. `offset`: characters of all
-    tokens; `begun`: a chunk has been sent."""
+    """State of one text of a response.
+
+    Attributes:
+        before: Last token, at first of the prompt.
+        text: Text so far.
+        begun: Whether a chunk has been sent.
+        finish_reason: Reason that the text has ended, or None.
+        logprobs: Entries of the tokens so far.
+        offset: Number of characters of all tokens so far.
+    """
 
     before: int
     text: str = ""
@@ -313,9 +342,12 @@ class _Choice:
 
 
 class Response:
-    """The response to one request, from updates: chunk by chunk, or as a whole.
+    """Response to one request, built from token updates, either chunk by chunk or as a whole.
 
-    `prompts`: their tokens. `decode`: of the tokenizer. `completion_tokens`: so far, with those that end texts.
+    Args:
+        body: Body of the request.
+        prompts: Token ids of the prompts.
+        decode: Function that returns the text of token ids.
     """
 
     def __init__(
@@ -338,14 +370,16 @@ class Response:
 
     @property
     def finished(self) -> bool:
+        """Whether all texts have ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens so far, including tokens that end texts."""
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         return counts | {"total_tokens": sum(counts.values())}
 
     def chunk(self, update: TokenUpdate) -> dict[str, Any] | None:
-        """The chunk of a stream that has this update; None where there is nothing to tell."""
+        """Return the chunk of a stream for an update, or None if the update adds nothing to the response."""
         index, choice, entry = self._take(update)
         if not (update.text or entry or choice.finish_reason):
             return None
@@ -360,17 +394,18 @@ class Response:
         return self._chunk([choice_json]) | versions | ({"usage": None} if self._includes_usage else {})
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk behind all others, with the usage; None if it is not wanted."""
+        """Return the last chunk of a stream, with the usage, or None if the client did not request it."""
         return self._chunk([]) | {"usage": self.usage()} if self._includes_usage else None
 
     def add(self, update: TokenUpdate) -> None:
-        """Take an update into the whole response."""
+        """Add an update to the whole response."""
         _, choice, entry = self._take(update)
         choice.text += update.text
         if entry is not None:
             choice.logprobs.append(entry)
 
     def whole(self) -> dict[str, Any]:
+        """Return the whole response, after all updates were added."""
         choices = []
         for index, choice in enumerate(self._choices):
             logprobs = None if self._body.top is None else self._logprobs(choice.logprobs)
@@ -389,7 +424,7 @@ class Response:
         return self._about | kind | {"choices": choices}
 
     def _take(self, update: TokenUpdate) -> tuple[int, _Choice, dict[str, Any] | None]:
-        """The choice of an update, its index, and the entry of its token in logprobs."""
+        """Record an update. Return the index of its choice, the choice, and the token's entry in logprobs, or None."""
         index = update.prompt * self._body.n + update.sample
         choice = self._choices[index]
         if update.finish_reason is not None:
@@ -411,13 +446,13 @@ class Response:
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": known}
 
     def _logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Log-probabilities in the form of the endpoint."""
+        """Return log-probabilities in the format of the endpoint."""
         if self._chat:
             return {"content": [{key: x for key, x in entry.items() if key != "offset"} for entry in entries]}
         tops: list[dict[str, float]] = [{} for _ in entries]
         for top, entry in zip(tops, entries, strict=True):
             for x in (*entry["top_logprobs"], entry):
-                top.setdefault(x["token"], x["logprob"])  # the most probable of tokens with the same text
+                top.setdefault(x["token"], x["logprob"])  # keeps the most probable token of those with the same text
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],

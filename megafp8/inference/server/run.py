@@ -1,4 +1,4 @@
-"""The server as a process: tokenizer, chat template, key, socket, and the loop until a signal ends it."""
+"""Server process: tokenizer, chat template, API key, socket, and the loop that runs until a signal."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from megafp8.inference.server.app import EncodeChat, ServerLimits, Service
 
 _KEEP_ALIVE_SECONDS = 75
-"""An idle connection is closed after so long: later than clients and proxies do, mostly after 5 to 60 s. The other way
-round a request may be sent on a connection that is just being closed."""
+"""Seconds after which an idle connection is closed. Clients and proxies mostly close it after 5 to 60 s. If the server
+closed it first, a client could send a request on a connection that is being closed."""
 _FLUSH_SECONDS = 5
-"""How long the last responses may take to be sent when the server ends."""
+"""Seconds for sending the last responses when the server ends."""
 
 logger = logging.getLogger("megafp8.inference.server")
 
 
 def limits_of(arguments: argparse.Namespace) -> ServerLimits:
+    """Return the limits that the flags give."""
     from megafp8.inference.server.app import ServerLimits
 
     return ServerLimits(
@@ -50,8 +51,10 @@ def limits_of(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
-    """From messages to tokens, or why there are no chats. Raises ValueError for a template that was given, and if there
-    is no tokenizer."""
+    """Return the function that tokenizes messages, or the reason that the model has no chats.
+
+    Raises ValueError if the checkpoint has no tokenizer, or if a chat template was given and cannot be used.
+    """
     tokenizer_path = find_tokenizer(open_source(checkpoint))
     if tokenizer_path is None:
         raise ValueError(f"{checkpoint} has no tokenizer; use megafp8.inference.Generator with tokens")
@@ -62,51 +65,55 @@ def chats_of(checkpoint: Path, template: Path | None) -> EncodeChat | str:
     except ValueError as error:
         if template is not None:
             raise
-        return f"this model has no chats: {error}"
+        return f"this model does not support chats: {error}"
 
 
 def key_of(variable: str | None) -> str | None:
+    """Return the API key in an environment variable, or None. Raises ValueError if the variable is not set."""
     key = None if variable is None else os.environ.get(variable)
     if variable is not None and not key:
-        raise ValueError(f"--api-key-env {variable}: the environment has no such variable, or it is empty")
+        raise ValueError(f"--api-key-env {variable}: this environment variable is unset or empty")
     return key
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket with this address, which does not listen yet. Raises ValueError if the address is not free."""
+    """Return a socket with this address that does not listen yet. Raises ValueError if the address is not free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        works = "give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "give another"
+        works = "give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "give another address"
         raise ValueError(f"--host {host} --port {port}: {error.strerror}; {works}") from None
     return listener
 
 
 def serve(service: Service, listener: socket.socket, *, max_connections: int) -> None:
-    """Answer requests until SIGTERM or SIGINT, on the first rank. Raises what the generator has failed with."""
+    """Answer requests until SIGTERM or SIGINT, on the first rank. Raises the generator's exception if it failed."""
     import uvicorn
 
     from megafp8.inference.server.connections import LimitedProtocol
 
     class Server(uvicorn.Server):
-        """Drains before it closes its sockets, so that health checks and late requests get 503 meanwhile."""
+        """uvicorn server that drains before it closes its sockets, so late requests and health checks get 503."""
 
         loop: asyncio.AbstractEventLoop
         drained: asyncio.Future[None]
 
         async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            """Serve until the end, and remember the event loop for signals."""
             self.loop = asyncio.get_running_loop()
             await super().serve(sockets)
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Start to listen, and log the address."""
             await super().startup(sockets)
             host, port = listener.getsockname()[:2]
             logger.warning("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """Start to drain at the first signal, and end at the second."""
             if service.draining:
                 self.end()
             else:
@@ -114,10 +121,12 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
                 self.loop.call_soon_threadsafe(self.drain)
 
         def drain(self) -> None:
+            """Drain the service, and end afterwards."""
             self.drained = asyncio.ensure_future(service.drain())
             self.drained.add_done_callback(self.end)
 
         def end(self, *_: object) -> None:
+            """Make the server close its sockets and end."""
             self.should_exit = True
 
     config = uvicorn.Config(
@@ -126,7 +135,7 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
         lifespan="on",
         log_level="warning",
         access_log=False,
-        limit_concurrency=max_connections + 1,  # uvicorn counts the one that it decides about
+        limit_concurrency=max_connections + 1,  # uvicorn also counts the connection that it is about to accept
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
@@ -137,6 +146,7 @@ def serve(service: Service, listener: socket.socket, *, max_connections: int) ->
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Serve a checkpoint as the flags of `megafp8 serve` say, until a signal. Collective."""
     import_package("uvicorn", "the server")
     from megafp8.inference.server.app import Service
 
@@ -148,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         engine = Engine(generator)
         if listener is None:
-            # Signals reach all ranks; the first one says when to end.
+            # Signals reach all ranks. The first rank decides when to end.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             engine.follow()

@@ -254,7 +254,7 @@ def test_limits(generator: Generator, folder: Path) -> None:
         base = {"model": "tiny", "prompt": "a"}
         for body, status, param, message in (
             (base | {"max_tokens": 31}, 400, "max_tokens", "at most 30"),
-            (base | {"prompt": [1] * 21}, 400, "prompt", "has 21 tokens, and at most 20"),
+            (base | {"prompt": [1] * 21}, 400, "prompt", "has 21 tokens, but at most 20"),
             (base | {"n": 4}, 400, "n", "4 texts"),
             (base | {"prompt": ["a"] * 4}, 400, "prompt", "4 texts"),
             (base | {"prompt": "a" * 2000}, 413, None, "more than 2000 bytes"),
@@ -427,7 +427,7 @@ def test_a_request_that_takes_too_long(generator: Generator, folder: Path, strea
         found = httpx.post(url + COMPLETIONS, json=ENDLESS | {"stream": stream, "n": 8})
         error = json.loads(events(found.text.splitlines())[-1]) if stream else found.json()
         assert found.status_code == (200 if stream else 504)
-        assert error["error"]["message"] == "not done after 0.2 seconds"
+        assert error["error"]["message"] == "not finished after 0.2 seconds"
         until(lambda: not service.engine.open_texts and not pages_used(service), 5)
 
 

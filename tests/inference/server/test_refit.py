@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit(two_runs: tuple[Path, Path], tmp_path: Path, wo
             ({"checkpoint": str(tmp_path / "damaged")}, "model.output.weight"),
             ({"trainer": "nowhere"}, "must be host:port"),
             ({"trainer": "127.0.0.1:1"}, "the weights stay as they are"),
-            ({}, "give one of checkpoint and trainer"),
+            ({}, "give either checkpoint or trainer"),
             ({"checkpoint": ""}, "checkpoint: String should have at least 1 character"),
             ({"trainer": ""}, "trainer: String should have at least 1 character"),
             ({"checkpoint": "a", "layout": 1}, "layout: Extra inputs are not permitted"),
@@ -274,7 +274,7 @@ def test_a_trainer_that_does_not_fit(world2: World, two_runs: tuple[Path, Path])
         messages = world2.run(_send_wrong, WIDE | DP2, client.url)
         assert len(set(messages)) == 1
         assert (
-            "the model has model.embedding.word.weight [320, 64], and there is it with shape [320, 128]" in messages[0]
+            "the model has model.embedding.word.weight [320, 64], but the trainer has shape [320, 128]" in messages[0]
         )
         assert not service.engine.paused
         assert client.complete() == (_text(two_runs[0]), [0])
