@@ -251,8 +251,8 @@ class ParallelConfig(Section):
     useful only if the output projection is FP8."""
     offload: bool | PositiveInt = False
     """Copy activations to pinned host memory in forward and back in backward, overlapped with computation. true:
-    offload all blocks. A number: offload this many blocks per stage, from the first; leave out the last blocks, whose
-    activations are needed again at once. Requires the same amount of host memory."""
+    offload all blocks. A number: offload this many blocks per stage, from the first; leave out the last blocks, because
+    their activations are needed again at once. Requires the same amount of host memory."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over data-parallel ranks while backward still runs. With fsdp, the reduction also overlaps with
     the next micro-batch, which takes memory for one more gradient of the size of the embedding, and the reduction
@@ -469,8 +469,8 @@ class TrainingConfig(Section):
     """Dynamic loss scale, for precision: fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, including communication, as a CUDA graph and replay it, so that
-    the GPU never waits for the host. The loss does not change. auto: use graphs wherever possible; not on a CPU, nor
-    with parallel.offload or with experts whose token counts the host reads. true: raise an error where graphs are not
+    the GPU never waits for the host. The loss does not change. auto: use graphs wherever possible; not on a CPU, with
+    parallel.offload, or if the host must read the token counts of experts. true: raise an error if graphs are not
     possible (docs/decisions/0011-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Number of steps between runs of Python's garbage collector. All ranks collect after the same step, so that no
@@ -881,7 +881,7 @@ class GrpoConfig(ObjectiveConfig):
 
 
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
-    """Yield a problem for each setting that needs cross entropy as the loss; `given` names what replaces it."""
+    """Yield a problem for each setting that needs cross entropy as the loss; `given` names the other loss."""
     m, t, r = config.model, config.training, config.resilience
     if m.mtp_num_layers:
         rule = f"{given} multi-token prediction adds its own loss"
