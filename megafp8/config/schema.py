@@ -246,14 +246,14 @@ class ParallelConfig(Section):
     recompute_blocks: PositiveInt | None = None
     """Number of blocks per stage to recompute, from the first block of the stage. Default: all."""
     recompute_ops: list[Literal["norms", "activation", "attention"]] = ["norms", "activation"]
-    """Ops to recompute with recompute: selective. norms (Megatron-LM's layernorm) and activation
-    (moe_act): recompute the inputs of linear layers from tensors that norms and activations store anyway, at the cost
-    of one elementwise pass. attention (core_attn): recompute the attention output, at the cost of its forward pass;
-    useful only if the output projection is FP8."""
+    """Ops to recompute with recompute: selective. norms (Megatron-LM's layernorm) and activation (moe_act): recompute
+    the inputs of linear layers from tensors that norms and activations store anyway, at the cost of one elementwise
+    pass. attention (core_attn): recompute the attention output, at the cost of its forward pass; useful only if the
+    output projection is FP8."""
     offload: bool | PositiveInt = False
     """Copy activations to pinned host memory in forward and back in backward, overlapped with computation. true:
-    offload all blocks. A number: offload this many blocks per stage, from the first; leave out the last blocks, whose
-    activations are needed again at once. Requires the same amount of host memory."""
+    offload all blocks. A number: offload this many blocks per stage, from the first; leave out the last blocks, because
+    their activations are needed again at once. Requires the same amount of host memory."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over data-parallel ranks while backward still runs. With fsdp, the reduction also overlaps with
     the next micro-batch, which takes memory for one more gradient of the size of the embedding, and the reduction
@@ -270,7 +270,7 @@ class ParallelConfig(Section):
     a block are gathered before its forward and its backward (in FP8 with fp8.param_gather) and freed afterwards.
     Replaces zero; bucket_mib and overlap_param_gather have no effect. Gradients are reduced after each micro-batch, so
     prefer few large micro-batches. Experts are sharded over the ranks that hold the same experts. Cannot be combined
-    with CUDA graphs or with schedules that split backward."""
+    with schedules that split backward."""
     fsdp_replicas: PositiveInt = 1
     """Number of replicas of the FSDP shards (HSDP; torchtitan's data_parallel_replicate_degree). Weights, gradients and
     optimizer state are sharded over data-parallel × context-parallel size / fsdp_replicas adjacent ranks, ideally the
@@ -467,9 +467,9 @@ class TrainingConfig(Section):
     """Dynamic loss scale, for precision: fp16."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record the forward and backward passes of a step, including communication, as a CUDA graph and replay it, so that
-    the GPU never waits for the host. The loss does not change. auto: use graphs wherever possible; not on a CPU, nor
-    with parallel.offload or with experts whose token counts the host reads. true: raise an error where graphs are not
-    possible (docs/decisions/0011-cuda-graphs.md)."""
+    the GPU never waits for the host. The loss does not change. auto: use graphs wherever possible; for example not on a
+    CPU, with parallel.offload, or if the host must read the token counts of experts; the log states the reason. true:
+    raise an error if graphs are not possible (docs/decisions/0011-cuda-graphs.md)."""
     gc_interval: Count = 100
     """Number of steps between runs of Python's garbage collector. All ranks collect after the same step, so that no
     rank waits for another. 0: automatic collection."""
@@ -879,7 +879,7 @@ class GrpoConfig(ObjectiveConfig):
 
 
 def plain_loss_problems(config: Config, given: str) -> Iterator[Problem]:
-    """Yield a problem for each setting that needs cross entropy as the loss; `given` names what replaces it."""
+    """Yield a problem for each setting that needs cross entropy as the loss; `given` names the other loss."""
     m, t, r = config.model, config.training, config.resilience
     if m.mtp_num_layers:
         rule = f"{given} multi-token prediction adds its own loss"
@@ -1203,7 +1203,7 @@ class ResilienceConfig(Section):
 
     hang_seconds: NonNegative | None = None
     """Time without progress in a training step, in seconds, after which the job ends for a restart. A message names the
-    rank at fault. Default: half of timeout_seconds. 0: never."""
+    rank at fault. Must be less than timeout_seconds. Default: half of timeout_seconds. 0: never."""
     loss_spike: LossSpikeConfig | None = None
     """Detection and skipping of loss spikes. Default: no step is skipped because of its loss."""
     straggler_interval: Count = 100
@@ -1213,7 +1213,7 @@ class ResilienceConfig(Section):
     """Replicas that may leave and rejoin. Default: one job, which ends if a rank is lost."""
     recompute_interval: Count = 0
     """Number of steps between checks that each rank computes the same bits twice. Each check costs two forward and
-    backward passes. On GPUs, requires deterministic: true. 0: never."""
+    backward passes. On GPUs, requires deterministic: true. Not available with parallel.fsdp. 0: never."""
     inject: list[FaultConfig] = []
     """Faults to inject, for tests."""
     notify: str | None = None
@@ -1271,8 +1271,8 @@ class InferenceConfig(Section):
     batch_invariant: bool = False
     """Compute forward passes so that a token's numbers do not depend on other sequences in the batch. Log-probabilities
     of generated tokens then equal the ones in training, bit for bit, whatever the batch, its order, and the chunks of
-    prompts. Training uses the same forward passes, which are slower; backward passes do not change. Works on one rank
-    or with parallel.pipeline, for layers of softmax attention (docs/generation.md)."""
+    prompts. Training uses the same forward passes, which are slower; backward passes do not change. Requires tensor,
+    context and expert parallelism of 1, and layers of softmax attention (docs/generation.md)."""
 
 
 class StageConfig(Section):

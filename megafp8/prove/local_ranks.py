@@ -1,9 +1,9 @@
 """Ranks as processes on this machine, started once to run many functions, each in its own gloo group.
 
 A rank is a fork of a server process that has already imported torch and the package, so it starts within milliseconds.
-Each call creates a new group over the ranks that it needs, and finds torch and the environment as they are in a new
-process. If a rank fails, dies or does not finish in time, all ranks of the call are killed, and new ones are started
-for the next call. The error shows the stack of each rank, causes first: ranks that died, ranks that hung, other
+Each call creates a new group over the ranks that it needs. In each call, torch and the environment are in the state of
+a new process. If a rank fails, dies or does not finish in time, all ranks of the call are killed, and new ones are
+started for the next call. The error shows the stack of each rank, causes first: ranks that died, ranks that hung, other
 exceptions, and finally lost connections.
 
     def work(parallel_size):             # module level, so that it can be pickled; runs on every rank

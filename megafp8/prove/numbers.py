@@ -11,8 +11,8 @@ def in_proportion(values: Collection[int], units: Mapping[int, int], least: int)
 
     A larger value gets a larger number, and a value is a multiple of another value if and only if its number is. Each
     number is at least `least` and a multiple of the value's entry in `units`. If the units force a number to be a
-    multiple of another one, it is a multiple although the values are not. A value whose number would be larger than the
-    value itself stays unchanged.
+    multiple of another one, it is a multiple although the values are not. A value stays unchanged if its number would
+    be larger.
     """
     small = {value: 1 for value in values if value == 1}
     for value in sorted({*values} - {1}):

@@ -242,7 +242,7 @@ def _in_float64(edit: _Edit) -> None:
     config = edit.before
     _on_cpus(edit)
     edit.set("training.precision", "fp64", "sums in any order are equal to 1e-10")
-    why = "it is for precisions of 16 bits"
+    why = "it applies to 16-bit precisions only"
     edit.set("training.loss_scale", _defaults(config.training.loss_scale), why)
     edit.set("optimizer.store_param_remainders", False, why)
     edit.set("optimizer.reduce_dtype", "fp32", "rounded sums depend on their order")
@@ -269,7 +269,7 @@ def _execution(edit: _Edit) -> None:
     edit.set_all(places, "checkpoints are in a temporary folder, and weights are random")
 
 
-_GPUS = "it is for GPUs"
+_GPUS = "it applies to GPUs only"
 
 
 def _defaults(section: Section) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _defaults(section: Section) -> dict[str, Any]:
 
 def _data(layout: ProvedLayout, sizes: Sizes, edit: _Edit) -> None:
     """Replace the data by random tokens of a small vocabulary, with up to three data sets."""
-    config, reason = edit.before, "the data is random, of a small vocabulary"
+    config, reason = edit.before, "the data is random, with a small vocabulary"
     data, model = config.data, config.model
     multiple = max(8, sizes.unit) * layout.tensor
     padded = -(-sizes.vocabulary // multiple) * multiple
@@ -321,7 +321,7 @@ def _layout(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
     if layout.pipeline == 1 and not isinstance(edit.before.parallel.layers_per_stage, str):
         edit.set("parallel.layers_per_stage", type(edit.before.parallel)().layers_per_stage, reason)
     edit.set("parallel.virtual_pipeline", min(2, edit.before.parallel.virtual_pipeline), reason)
-    edit.set("parallel.bucket_mib", min(0.01, edit.before.parallel.bucket_mib), "several buckets")
+    edit.set("parallel.bucket_mib", min(0.01, edit.before.parallel.bucket_mib), "to have several buckets")
 
 
 def _batch(original: ProvedLayout, layout: ProvedLayout, edit: _Edit) -> None:
@@ -418,7 +418,7 @@ def _numbers(layout: ProvedLayout, sizes: Sizes, scale: int, edit: _Edit) -> Non
         Quantity.STEPS: {value: STEPS // 4 * 4**i for i, value in enumerate(x for x in values[Quantity.STEPS] if x)},
     }
     if sizes.kept and config.model.head_dim is None and config.model.latent_attention is None:
-        edit.set("model.head_dim", config.spec.attention_widths[0], "heads are as wide as in the config")
+        edit.set("model.head_dim", config.spec.attention_widths[0], "heads keep their width")
     for number in numbers:
         if number.value in small.get(number.quantity, {}):
             value = min(number.value, small[number.quantity][number.value])
@@ -471,4 +471,4 @@ def _functions_of_widths(edit: _Edit) -> None:
         pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
         longrope = model.longrope.with_pairs(pairs)
         for key in ("short_factor", "long_factor"):
-            edit.set(f"model.longrope.{key}", getattr(longrope, key), "one for each pair of channels")
+            edit.set(f"model.longrope.{key}", getattr(longrope, key), "it has one value per pair of channels")
