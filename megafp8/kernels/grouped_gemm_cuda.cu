@@ -2,52 +2,53 @@
 //
 //     out[i, j] = sum over blocks of 128 summands of (a[i, block] · b[j, block]) · a_scale_inv · b_scale_inv
 //
-// a: FP8 rows `[m, k]` of all experts, one expert after the other, a scale for each block 1 × 128. b: FP8 matrices
-// `[n, k]` of the experts, a scale for each block 128 × 128. Sums are fp32, results bf16 or fp16. n and k are
-// multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
-// what a launch is made with (asserted below).
+// a contains the FP8 rows `[m, k]` of all experts, one expert after the other, with a scale for each block of 1 × 128.
+// b contains the experts' FP8 matrices `[n, k]`, with a scale for each block of 128 × 128. Sums are fp32, and results
+// are bf16 or fp16. n and k are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this
+// file, after `hopper.cuh`. Macros contain the parameters of a launch (asserted below).
 //
-// The problem: Hopper's tensor cores add up FP8 products in 14 bits, so each block's product is scaled and added to
-// fp32 sums by the threads. Registers hold both, which bounds a tile to 128 × 192, and a tile reads 40 KB for each
-// block of summands.
+// The problem: Hopper's tensor cores add FP8 products in 14 bits, so threads must scale each block's product and add it
+// to fp32 sums. Registers hold both, which limits a tile to 128 × 192, and a tile reads 40 KB for each block of
+// summands.
 //
-// *Roles.* A program has a multiprocessor for itself and computes tile after tile:
+// *Roles.* A program has a multiprocessor for itself and computes one tile after another:
 //
-//     producer    one warp: finds the next tile, copies operands and scales of rows to shared memory as far as there
-//                 is room, and leaves a note about the tile beside its first block
+//     producer    one warp: finds the next tile, copies operands and scales of rows to shared memory while there is
+//                 room, and leaves a note about the tile next to its first block
 //     consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores
-//                 compute for the other; each stores a tile's results while they compute its next tile's first block
+//                 compute for the other; each stores a tile's results while the tensor cores compute the first block
+//                 of its next tile
 //
-// *Clusters.* The two multiprocessors of a cluster compute two tiles at the same time, one above the other: each
-// copies half of b's rows to both. A stage of shared memory is free when the consumers of both have read it.
+// *Clusters.* The two multiprocessors of a cluster compute two tiles at the same time, one above the other. Each copies
+// half of b's rows to both. A stage of shared memory is free when the consumers of both have read it.
 //
-// *Units* are such pairs of tiles (`Walk`). Of an expert with an odd number of tiles in a column, the last row of tiles
-// is cut into pairs of neighbours, which share rows of a. At most one tile has no neighbour; meanwhile the other
-// multiprocessor is idle.
+// *Units* are such pairs of tiles (`Walk`). If an expert has an odd number of tiles in a column, its last row of tiles
+// is divided into pairs of neighbors, which share rows of a. At most one tile has no neighbor; while it is computed,
+// the other multiprocessor is idle.
 
 struct Sizes {
     int n, k, experts;
     int row_step, column_step;  // the matrix of expert i begins at row i · row_step and column i · column_step of b
-    int a_stride, b_stride;     // from the scales of a block of summands of a to the next; of 128 rows of b
+    int a_stride, b_stride;     // strides of scales: along blocks of summands of a; along blocks of 128 rows of b
 };
 
 constexpr int BLOCK = 128;        // summands that share a scale, read at once; rows of a tile
 constexpr int SIDE = 64;          // rows of a consumer
 constexpr int WIDTH = 192;        // columns of a tile
 constexpr int HALF = WIDTH / 2;   // columns that one multiprocessor copies for both
-constexpr int SUMS = WIDTH / 2;   // of a thread
+constexpr int SUMS = WIDTH / 2;   // sums of a thread
 constexpr int STAGES = 5;         // blocks in shared memory
 constexpr int STORE = 64;         // columns of results that pass through shared memory at once
-constexpr int GROUP = 8;          // units next to each other in a column, before the next column: for the L2 cache
-constexpr int CLUSTER = 2;        // multiprocessors
+constexpr int GROUP = 8;          // units computed down a column before the next column, for the L2 cache
+constexpr int CLUSTER = 2;        // multiprocessors in a cluster
 constexpr int CONSUMER_WARPS = 8;
-constexpr int THREADS = 384;      // three warpgroups, as registers are given to warpgroups; the producer is in the last
+constexpr int THREADS = 384;      // three warpgroups, because registers are assigned per warpgroup; the last produces
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, SCALE_BYTES = BLOCK * 4;
-constexpr int STORE_STRIDE = STORE * 2 + 16;    // an odd multiple of 16 bytes: 8 rows lie in different banks
-constexpr int STORE_BYTES = 16 * STORE_STRIDE;  // of a warp
+constexpr int STORE_STRIDE = STORE * 2 + 16;    // an odd multiple of 16 bytes, so that 8 rows are in different banks
+constexpr int STORE_BYTES = 16 * STORE_STRIDE;  // bytes of a warp
 
-// Offsets in shared memory. Operands begin at multiples of 1024, as their swizzle wants.
+// Offsets in shared memory. Operands begin at multiples of 1024, as swizzling requires.
 constexpr int B_AT = STAGES * A_BYTES;
 constexpr int SCALES_AT = B_AT + STAGES * B_BYTES;
 constexpr int STORE_AT = SCALES_AT + STAGES * SCALE_BYTES;
@@ -61,15 +62,15 @@ static_assert(THREADS == LAUNCHED_THREADS && SIDE == A_BOX_ROWS && HALF == B_BOX
 
 enum Shared { NEITHER, OF_A, OF_B };  // operand that the tiles of a unit share
 
-// The units of a cluster: all experts' units in order are dealt to the clusters in turn.
+// Iterates over the units of a cluster. The units of all experts, in order, are assigned to the clusters in turn.
 struct Walk {
-    int clusters, experts, rank, across;  // across: columns of tiles
+    int clusters, experts, rank, across;  // across: number of tile columns
     const int* ends_e;
-    int expert, start, end, padded;       // the expert's rows; where they begin in the columnwise copy
-    int down;                             // its rows of tiles
-    int first, stop, unit;                // its units; the next of the cluster
+    int expert, start, end, padded;       // the expert's rows, and their beginning in the columnwise copy
+    int down;                             // the expert's number of tile rows
+    int first, stop, unit;                // the expert's units, and the cluster's next unit
     int row, column, padded_row;          // the tile
-    bool idle;                            // no tile in this unit
+    bool idle;                            // whether this multiprocessor has no tile in the unit
     Shared shared;
 
     __device__ Walk(const int* ends_e, int experts, int n, int clusters, int cluster, int rank)
@@ -85,7 +86,7 @@ struct Walk {
         stop += down / 2 * across + down % 2 * ((across + 1) / 2);
     }
 
-    // Goes to the next unit; false behind the last.
+    // Goes to the next unit; returns false after the last unit.
     __device__ bool next() {
         while (unit >= stop) {
             if (expert + 1 == experts) return false;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
     Walk at(ends_e, sizes.experts, sizes.n, gridDim.x / CLUSTER, blockIdx.x / CLUSTER, rank);
     Ring ring = {0, 1};  // the first round of stages is free
     while (at.next()) {
-        const bool second_a = at.row + SIDE < at.end;  // else the second consumer has no rows
+        const bool second_a = at.row + SIDE < at.end;  // otherwise the second consumer has no rows
         const u32 bytes = at.idle ? 0 : (second_a ? A_BYTES : A_BYTES / 2) + B_BYTES + SCALE_BYTES;
         const int b_row = at.expert * sizes.row_step + at.column;
         int b_column = at.expert * sizes.column_step;
@@ -179,24 +180,24 @@ __device__ __forceinline__ void clear(float (&sums)[SUMS]) {
 struct Consumer {
     u32 memory;
     int warp, lane;
-    u32 a, b, scales;  // operands and the thread's scale of a in the first stage
+    u32 a, b, scales;  // addresses in the first stage: operands, and the thread's scale of a
     Ring ring;
-    // The warp's first result of the previous tile, whose sums are not stored yet; `rows` of its 16 rows, `n` apart, and
-    // `columns` are inside.
+    // The warp's first result of the previous tile, which is not stored yet; `rows` of its 16 rows, with the stride
+    // `n`, and `columns` columns are inside the matrix.
     unsigned short* out;
     int n, rows, columns;
 
     __device__ __forceinline__ void wait_full() { wait(memory + FULL_AT + ring.stage * 8, ring.parity); }
 
-    // The warp has read its part of the stage.
+    // Signals that the warp has read its part of the stage.
     __device__ __forceinline__ void release() {
         if (lane < CLUSTER) arrive_at(memory + EMPTY_AT + ring.stage * 8, lane);
         ring.next();
     }
 
-    // sums += product · scales of one block. A thread has sums of two rows, the second 8 below the first. The first
-    // FORMER columns have the scale of b at `b_scale`, the others that of the next 128 rows of b, `second` further. Of a
-    // tile's FIRST block, sums are the previous tile's.
+    // Adds product · scales of one block to the sums. A thread has sums of two rows, the second 8 below the first. The
+    // first FORMER columns use the scale of b at `b_scale`. The others use the scale of the next 128 rows of b, which
+    // is `second` further. At a tile's FIRST block, the sums still belong to the previous tile.
     template <int FORMER, bool FIRST>
     __device__ __forceinline__ void add_block(float (&sums)[SUMS], const float* b_scale, int second) {
         float product[SUMS];
@@ -228,12 +229,12 @@ struct Consumer {
         for (int i = 1; i < blocks; ++i) add_block<FORMER, false>(sums, b_scales + i, second);
     }
 
-    // Stores the previous tile's sums, by the warp's part of shared memory so that a row's bytes are stored 16 at once,
-    // and sets them to zero. Nothing is stored if there was no tile.
+    // Stores the previous tile's sums and sets them to zero. They pass through the warp's part of shared memory, so
+    // that 16 bytes of a row are stored at once. Nothing is stored if there was no tile.
     __device__ __forceinline__ void store(float (&sums)[SUMS]) {
         const u32 part = memory + STORE_AT + warp * STORE_BYTES;
         const u32 to = part + lane % 16 * STORE_STRIDE + lane / 16 * 16;
-        constexpr int CHUNKS = STORE / 8;  // of a row
+        constexpr int CHUNKS = STORE / 8;  // chunks of 16 bytes per row
 #pragma unroll
         for (int from = 0; from < WIDTH; from += STORE) {
 #pragma unroll
@@ -250,11 +251,11 @@ struct Consumer {
         clear(sums);
     }
 
-    // Without rows in the tile.
+    // Runs a consumer that has no rows in the tile.
     __device__ __forceinline__ void skip(int blocks) {
         for (int i = 0; i < blocks; ++i) {
             wait_full();
-            __syncwarp();  // all lanes have seen it full
+            __syncwarp();  // wait until all lanes have seen the stage full
             release();
         }
     }
@@ -264,7 +265,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned short* out, const float*
                                                u32 memory) {
     const int warp = same(threadIdx.x / 32), lane = threadIdx.x % 32, index = warp / 4;
     const int n = sizes.n, blocks = sizes.k / BLOCK;
-    // kept in registers of the warp: otherwise computed anew for each block
+    // kept in registers of the warp, because the compiler would compute them again for each block
     const u32 a = same(operand_at(memory + index * (A_BYTES / 2))), b = same(operand_at(memory + B_AT));
     const u32 scales = memory + SCALES_AT + (warp * 16 + lane / 4) * 4;
     Consumer self = {memory, warp, lane, a, b, scales, {0, 0}, out, n, 0, 0};
@@ -307,5 +308,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         many_registers();
         multiply_tiles(out, b_scale_inv, sizes, memory);
     }
-    cluster_sync();  // the peer's copies and arrivals are over
+    cluster_sync();  // wait until the peer's copies and arrivals are over
 }

@@ -2,26 +2,28 @@
 //
 //     out[i, j] = sum over blocks of 128 rows of (a[i, block] · b[j, block]) · b_scale_inv · a_scale_inv  (+ out[i, j])
 //
-// a `[p, rows]` and b `[q, rows]`: FP8, the rows of all experts beside each other, each expert's padded with zeros to a
-// multiple of 128; a scale for each block 1 × 128. out `[e·p, q]`: one expert after the other, fp32, or bf16 or
-// fp16 that nothing is added to. Rows of an earlier micro-batch, which have operands of their own, come before. p and q
-// are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches it, behind `hopper.cuh`. Macros:
-// RESULT_BYTES, 4 or 2; B_BOX_ROWS, half of the columns of a tile; and what a launch is made with (asserted below).
+// a `[p, rows]` and b `[q, rows]` are FP8. They contain the rows of all experts side by side, each expert's rows padded
+// with zeros to a multiple of 128, with a scale for each block of 1 × 128. out `[e·p, q]` contains one expert after the
+// other, in fp32, or in bf16 or fp16 if nothing is added to it. The rows of an earlier micro-batch, which has separate
+// operands, come first. p and q are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this
+// file, after `hopper.cuh`. Macros: RESULT_BYTES is 4 or 2; B_BOX_ROWS is half of the columns of a tile; the others are
+// the parameters of a launch (asserted below).
 //
-// The problem: besides what `grouped_gemm_cuda.cu` says, each column of a tile has a scale of its own, which threads
-// read from shared memory; and where experts have few rows, reading and writing fp32 sums takes longer than products.
+// The problem is the same as in `grouped_gemm_cuda.cu`. In addition, each column of a tile has a separate scale, which
+// threads read from shared memory. If experts have few rows, reading and writing fp32 sums takes longer than products.
 //
-// *Roles*, *clusters* and *units* are those of `grouped_gemm_cuda.cu`, with tiles of 128 × 192, or 128 × 128 for
-// experts with few rows: results then take 2 of 6 stages instead of 3 of 5, which leaves 4 instead of 2 for operands of
-// the next tile meanwhile. A consumer has half of the rows and all columns of a tile. Half of the columns and all rows
-// would be half as many scales to read, but products half as wide, so that both consumers read all of a: of 768 cycles
-// that a block of 128 × 192 takes the tensor cores, they read shared memory for 640 instead of 512, and copies write to
-// it for 330. That was 4 to 16% slower; reads of scales wait for free cycles, while the other consumer's products run.
+// *Roles*, *clusters* and *units* are the same as in `grouped_gemm_cuda.cu`. Tiles are 128 × 192, or 128 × 128 for
+// experts with few rows: results then take 2 of 6 stages instead of 3 of 5, which leaves 4 stages instead of 2 for
+// operands of the next tile. A consumer has half of the rows and all columns of a tile. With half of the columns and
+// all rows, it would read half the number of scales, but products would be half as wide, so that both consumers would
+// read all of a. A block of 128 × 192 takes the tensor cores 768 cycles. In these they would read shared memory for 640
+// cycles instead of 512, while copies write to it for 330. That was 4 to 16% slower. Reads of scales wait for free
+// cycles, while the other consumer's products run.
 //
-// *Results* pass through stages of the ring. Behind a tile's last block the producer hands out a stage for each 64
-// columns of the tile, in which it has copied what is added to. Consumers add their sums there, the copy engine stores
-// them from there, and consumers go on with the next tile: they free such a stage when they next have begun a product.
-// An expert without rows has results only: zeros, or, where sums are added, none.
+// *Results* pass through stages of the ring. After a tile's last block, the producer hands out a stage for each 64
+// columns of the tile, and copies the old sums into it. Consumers add their sums there, the copy engine stores them
+// from there, and consumers go on with the next tile. They free such a stage after they have started their next
+// product. An expert without rows has only results: zeros, or none if sums are added.
 
 constexpr int BLOCK = 128;        // rows that share a scale, read at once; rows of a tile
 constexpr int SIDE = 64;          // rows of a product
@@ -30,17 +32,17 @@ constexpr int WIDTH = 2 * HALF;   // columns of a tile
 constexpr int PART = 64;          // columns of results in a stage
 constexpr int BOX = 32;           // columns of results that are copied at once
 constexpr int STAGES = WIDTH > 128 ? 5 : 6;  // blocks or parts of results in shared memory
-constexpr int GROUP = 8;          // units next to each other in a column, before the next column: for the L2 cache
-constexpr int CLUSTER = 2;        // multiprocessors
+constexpr int GROUP = 8;          // units computed down a column before the next column, for the L2 cache
+constexpr int CLUSTER = 2;        // multiprocessors in a cluster
 constexpr int CONSUMER_WARPS = 8;
-constexpr int THREADS = 384;      // three warpgroups, as registers are given to warpgroups; the producer is in the last
+constexpr int THREADS = 384;      // three warpgroups, because registers are assigned per warpgroup; the last produces
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int A_SCALE_BYTES = BLOCK * 4, SCALE_BYTES = A_SCALE_BYTES + WIDTH * 4;
-constexpr int BOX_BYTES = SIDE * BOX * 4;  // of half of the rows, in fp32; a stage has two for each consumer
+constexpr int BOX_BYTES = SIDE * BOX * 4;  // half of the rows, in fp32; a stage has two boxes for each consumer
 static_assert(4 * BOX_BYTES <= STAGE_BYTES && WIDTH / PART < STAGES, "");
 
-// Offsets in shared memory. Operands and boxes begin at multiples of 1024, as their swizzle wants.
+// Offsets in shared memory. Operands and boxes begin at multiples of 1024, as swizzling requires.
 constexpr int SCALES_AT = STAGES * STAGE_BYTES;
 constexpr int NOTES_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int FULL_AT = NOTES_AT + STAGES * 16;
@@ -53,33 +55,33 @@ static_assert(SIDE == ADDED_BOX_ROWS && SIDE / 4 == STORED_BOX_ROWS && BOX == BO
 struct Operands {
     TensorMap a, b;
     const float *a_scale_inv, *b_scale_inv;
-    const int* ends_e;       // where the rows of each expert end; null: there is no such micro-batch
-    int a_stride, b_stride;  // from the scales of a block of rows to the next
+    const int* ends_e;       // ends of the experts' rows, or null if there is no such micro-batch
+    int a_stride, b_stride;  // strides of scales along blocks of rows
 };
 
 struct Sizes { int p, q, experts, accumulate; };
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
-// The units of a cluster, expert by expert: two tiles one above the other, which share b; or, in the last row of an odd
-// number of rows of tiles, beside each other.
+// Iterates over the units of a cluster, expert by expert. A unit is two tiles one above the other, which share b. If
+// the number of tile rows is odd, the units of the last row are two tiles side by side.
 //
-// Most units are whole: two tiles with all columns. They are dealt to the clusters in turn. So are the small ones,
-// which are narrower or have one tile, but from the last cluster on: clusters with one whole unit fewer have one small
-// unit more.
+// Most units are whole: two tiles with all columns. They are assigned to the clusters in turn. Small units, which are
+// narrower or have one tile, are also assigned in turn, but from the last cluster backwards, so that clusters with one
+// whole unit fewer get one small unit more.
 struct Walk {
     int clusters, rank;
     Sizes sizes;
     const int *ends_e, *earlier_ends_e;
-    int full_columns, across;                 // columns of tiles: of full width; all
-    int pairs, left;                          // rows of tiles: pairs of them; those left over, 0 or 1
+    int full_columns, across;                 // number of tile columns of full width, and of all tile columns
+    int pairs, left;                          // number of pairs of tile rows, and of tile rows left over, 0 or 1
     int expert, first, stop;                  // the expert's blocks of rows
-    int earlier_first, earlier_stop;          // the same of the earlier micro-batch
-    int whole_first, whole_stop, whole_next;  // of the expert; the next of the cluster
+    int earlier_first, earlier_stop;          // the expert's blocks of rows in the earlier micro-batch
+    int whole_first, whole_stop, whole_next;  // the expert's whole units, and the cluster's next one
     int small_first, small_stop, small_next;
     int row, column, width;                   // the tile
-    int parts;                                // of the unit's wider tile: stages that results pass through
-    bool shared, idle;                        // both tiles have the same rows of b; no tile in this unit
+    int parts;                                // stages that the results of the unit's wider tile pass through
+    bool shared, idle;                        // whether both tiles have the same rows of b; whether there is no tile
 
     __device__ Walk(const int* ends_e, const int* earlier_ends_e, const Sizes& sizes, int clusters, int cluster,
                     int rank)
@@ -109,7 +111,7 @@ struct Walk {
             place(2 * (group * GROUP + within % height) + rank, within / height, true, false);
         } else {
             place(2 * pairs, 2 * (index - pairs * full_columns) + rank, false, false);
-            parts = WIDTH / PART;  // of the left one
+            parts = WIDTH / PART;  // parts of the left tile
         }
     }
 
@@ -129,7 +131,7 @@ struct Walk {
         idle = none;
     }
 
-    // Goes to the next unit; false behind the last.
+    // Goes to the next unit; returns false after the last unit.
     __device__ bool next() {
         while (true) {
             if (whole_next < whole_stop) {
@@ -153,7 +155,7 @@ struct Walk {
 using Ring = RingOf<STAGES>;
 
 struct Producer {
-    const TensorMap* added;  // the results, in boxes of half of the rows of a tile
+    const TensorMap* added;  // the results, in boxes with half of the rows of a tile
     u32 memory, rank;
     Ring ring;
 
@@ -170,7 +172,7 @@ struct Producer {
         return full;
     }
 
-    // The blocks of rows from `start` to `end`; the first is noted if `noted`.
+    // Copies the blocks of rows from `start` to `end`; notes the tile at the first block if `noted`.
     __device__ __forceinline__ void copy_blocks(const Walk& at, const Operands* x, int start, int end, bool noted) {
         const bool second_b = at.width > HALF;
         const u32 b_bytes = second_b ? B_BYTES : B_BYTES / 2, b_scale_bytes = at.width * 4;
@@ -200,7 +202,7 @@ struct Producer {
         }
     }
 
-    // Stages for results, with what is added to.
+    // Hands out stages for results, with the old sums in them.
     __device__ __forceinline__ void copy_added(const Walk& at) {
 #pragma unroll 1
         for (int part = 0; part < at.parts; ++part) {
@@ -237,20 +239,20 @@ struct Producer {
 struct Consumer {
     const TensorMap* out;  // in boxes of a warp's 16 rows
     u32 memory;
-    int lane, warp, index;  // warp: of the consumer; index: of the consumer itself
+    int lane, warp, index;  // warp: within the consumer; index: number of the consumer
     bool accumulate;
     Ring ring;
     u32 stored;   // the first stage from which results are being stored
-    int storing;  // how many such stages there are
+    int storing;  // number of such stages
 
     __device__ __forceinline__ void wait_full() { wait(memory + FULL_AT + ring.stage * 8, ring.parity); }
 
-    // The warp has read its part of the stage.
+    // Signals that the warp has read its part of the stage.
     __device__ __forceinline__ void release() {
         if (lane < CLUSTER) arrive_at(memory + EMPTY_AT + ring.stage * 8, lane);
     }
 
-    // The same of the first stage from which results are being stored, once they are read.
+    // Signals the same for the first stage from which results are being stored, once they have been read.
     __device__ __forceinline__ void release_stored() {
         if (elected()) {
             if (storing == 1)
@@ -266,7 +268,7 @@ struct Consumer {
         --storing;
     }
 
-    // sums += product · scales, for four of the pairs of columns in which a thread has sums, of two rows.
+    // Adds product · scales to the sums, for four of the pairs of columns in which a thread has sums of two rows.
     template <int SIZE>
     __device__ __forceinline__ void add_scaled(float (&sums)[SIZE], const float (&product)[SIZE],
                                                const float2 (&columns)[SIZE / 4], int from, float low, float high) {
@@ -280,11 +282,11 @@ struct Consumer {
         }
     }
 
-    // sums += product · scales of one block. a, b: the consumer's operands in the first stage. row, column: the first
-    // that the thread has sums of.
+    // Adds product · scales of one block to the sums. a and b are the consumer's operands in the first stage. row and
+    // column are the first ones in which the thread has sums.
     template <int COLUMNS>
     __device__ __forceinline__ void add_block(float (&sums)[COLUMNS / 2], u32 a, u32 b, int row, int column) {
-        constexpr int PAIRS = COLUMNS / 8;  // of columns
+        constexpr int PAIRS = COLUMNS / 8;  // pairs of columns
         float product[COLUMNS / 2];
         float2 columns[PAIRS];
         wait_full();
@@ -301,20 +303,21 @@ struct Consumer {
 #pragma unroll
         for (int from = 0; from < PAIRS; from += 4) {
             add_scaled(sums, product, columns, from, low, high);
-            if (from + 4 < PAIRS)  // now there are registers for the next columns
+            if (from + 4 < PAIRS)  // registers for the next columns are free now
 #pragma unroll
                 for (int pair = from + 4; pair < from + 8; ++pair)
                     columns[pair] = load_floats(column_scales + pair * 32);
             if (from + 8 == PAIRS) {
-                __syncwarp();  // all lanes have read the last scales
+                __syncwarp();  // wait until all lanes have read the last scales
                 release();
             }
         }
         ring.next();
     }
 
-    // A warp's 16 × 32 results in a box, whose rows of 128 bytes are swizzled: the number of a chunk of 16 bytes is
-    // XORed with that of its row. Odd rows begin with the second half of the columns: else two rows meet in a bank.
+    // Adds a warp's 16 × 32 results to a box. The box has swizzled rows of 128 bytes: the number of a chunk of 16 bytes
+    // is XORed with the number of its row. Odd rows begin with the second half of the columns; otherwise two rows would
+    // conflict in a bank.
     __device__ __forceinline__ void add_or_write(u32 box, const float* sums) {
         const int lane = own_lane(), row = lane / 4, odd = row % 2, pair = lane % 4;
         const u32 to = box + (warp * 16 + row) * 128 + pair % 2 * 8;
@@ -343,8 +346,8 @@ struct Consumer {
         }
     }
 
-    // The same results in 16 bits, written. Rows have 64 bytes: the number of a chunk of 16 bytes is XORed with half of
-    // that of its row.
+    // Writes the same results as 16-bit numbers. Rows have 64 bytes: the number of a chunk of 16 bytes is XORed with
+    // half the number of its row.
     __device__ __forceinline__ void write_16_bits(u32 box, const float* sums) {
         const int lane = own_lane(), row = lane % 16;
         const u32 to = box + warp * (BOX_BYTES / 4) + row * 64, chunk = (lane / 16 ^ row / 2 % 4) * 16;
@@ -352,7 +355,7 @@ struct Consumer {
         store_results(to + (chunk ^ 32), sums + 8);
     }
 
-    // The consumer's results, through the stages for them.
+    // Passes the consumer's results through the stages for results.
     template <int COLUMNS>
     __device__ __forceinline__ void store(const float (&sums)[COLUMNS / 2]) {
         while (storing > 0) release_stored();
@@ -385,7 +388,7 @@ struct Consumer {
             ++storing;
             ring.next();
         }
-        if (parts > COLUMNS / PART) {  // for the unit's other tile
+        if (parts > COLUMNS / PART) {  // stages for the unit's other tile
             while (storing > 0) release_stored();
             skip(parts - COLUMNS / PART);
         }
@@ -402,18 +405,18 @@ struct Consumer {
         store<COLUMNS>(sums);
     }
 
-    // Stages in which there is nothing for it.
+    // Skips stages that contain nothing for this consumer.
     __device__ __forceinline__ void skip(int stages) {
         for (int i = 0; i < stages; ++i) {
             wait_full();
-            __syncwarp();  // all lanes have seen it full
+            __syncwarp();  // wait until all lanes have seen the stage full
             release();
             ring.next();
         }
     }
 
     __device__ __forceinline__ void multiply_tiles(int q) {
-        // kept in registers of the warp: otherwise computed anew for each block
+        // kept in registers of the warp, because the compiler would compute them again for each block
         const u32 a = same(operand_at(memory + index * (A_BYTES / 2)));
         const u32 b = same(operand_at(memory + A_BYTES));
         while (true) {
@@ -432,7 +435,7 @@ struct Consumer {
                 tile<WIDTH>(a, b, blocks);
             }
         }
-        wait_stores_read();  // shared memory is there as long
+        wait_stores_read();  // shared memory must exist until then
     }
 };
 
@@ -458,5 +461,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Consumer consumer = {&out, memory, lane, warp % 4, warp / 4, sizes.accumulate != 0, {0, 0}, 0, 0};
         consumer.multiply_tiles(sizes.q);
     }
-    cluster_sync();  // the peer's copies and arrivals are over
+    cluster_sync();  // wait until the peer's copies and arrivals are over
 }

@@ -1,6 +1,6 @@
-// What kernels for Hopper (sm_90a) share that `megafp8/kernels/grouped_gemm_cuda.py` compiles: instructions that CUDA
-// has no names for. It comes before their sources. Macros: A_TYPE and B_TYPE, formats of the tensor cores' operands,
-// "e4m3" or "e5m2"; RESULT_TYPE, "bf16", "f16" or, of sums over rows, "f32".
+// Instructions for Hopper (sm_90a) that CUDA C++ does not expose. `megafp8/kernels/grouped_gemm_cuda.py` puts this file
+// before the source of each kernel. Macros: A_TYPE and B_TYPE are the formats of the tensor cores' operands, "e4m3" or
+// "e5m2"; RESULT_TYPE is "bf16", "f16" or, for sums over rows, "f32".
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -17,25 +17,25 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// Whether this is the one thread of its warp that acts for it. The compiler knows that it is one; with other conditions
-// it issues copies in a loop over threads.
+// Returns whether this thread is the one that acts for its warp. The compiler knows that there is only one; with other
+// conditions, it would issue copies in a loop over threads.
 __device__ __forceinline__ bool elected() {
     u32 chosen;
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.b32 %0, 1, 0, one;\n}" : "=r"(chosen));
     return chosen;
 }
 
-// Asked for anew each time, so that what follows from it is in no register meanwhile.
+// Computed again each time, so that values derived from it occupy no register in between.
 __device__ __forceinline__ int own_lane() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// A number that all threads of a warp have, which the compiler does not see otherwise.
+// Tells the compiler that all threads of a warp have the same number.
 __device__ __forceinline__ int same(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
-// All threads of the cluster.
+// Synchronizes all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Barriers that were made are seen by the copy engines of the cluster.
+// Makes initialized barriers visible to the copy engines of the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the barrier of multiprocessor `rank` of the cluster. With `.release.cluster` the warp would wait for all of its
-// stores to be seen by the GPU; here it has only read.
+// Arrives at the barrier of multiprocessor `rank` of the cluster. With `.release.cluster`, the warp would wait until
+// all of its stores are visible to the GPU; this is not needed, because the warp has only read.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 there;\n"
@@ -77,14 +77,14 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
-// A box of a matrix to shared memory.
+// Copies a box of a matrix to shared memory.
 __device__ __forceinline__ void copy_box(const TensorMap* map, u32 to, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
             "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-// The same to the same place of both multiprocessors of the cluster, whose barriers at `barrier` both count it.
+// Copies a box to the same address in both multiprocessors of the cluster; the barriers at `barrier` of both count it.
 __device__ __forceinline__ void copy_box_to_both(const TensorMap* map, u32 to, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -92,14 +92,14 @@ __device__ __forceinline__ void copy_box_to_both(const TensorMap* map, u32 to, i
         "h"((unsigned short)3) : "memory");
 }
 
-// `bytes` of scales, from a multiple of 16 on.
+// Copies `bytes` bytes of scales, starting at a multiple of 16.
 __device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// A box of shared memory to a matrix; one of the thread's stores that it can wait for once they are committed.
+// Stores a box of shared memory to a matrix. The thread can wait for its stores once they are committed.
 __device__ __forceinline__ void begin_store_box(const TensorMap* map, u32 from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
                  "r"(column), "r"(row), "r"(from) : "memory");
@@ -107,13 +107,13 @@ __device__ __forceinline__ void begin_store_box(const TensorMap* map, u32 from, 
 
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// What the thread's stores read, but for the last LEFT that were committed, may be written again.
+// Waits until the thread's stores have read shared memory, except for the LEFT stores that were committed last.
 template <int LEFT = 0>
 __device__ __forceinline__ void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
-// What the thread has written to shared memory is seen by copies.
+// Makes the thread's writes to shared memory visible to copies.
 __device__ __forceinline__ void fence_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ float load_float(u32 at) {
@@ -143,22 +143,22 @@ __device__ __forceinline__ void store_note(u32 at, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Not moved across other such instructions, so that it is on its way while the thread waits.
+// The compiler does not move this load across other such instructions, so that it is in flight while the thread waits.
 __device__ __forceinline__ float load_scale(const float* p) {
     float x;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
     return x;
 }
 
-// Where an operand of the tensor cores begins, in units of 16 bytes. An address in the cluster has the multiprocessor's
-// rank in its upper bits, which are no part of it.
+// Returns where an operand of the tensor cores begins, in units of 16 bytes. The upper bits of an address in the
+// cluster contain the multiprocessor's rank and are removed.
 __device__ __forceinline__ u32 operand_at(u32 address) { return (address & 0x3ffff) >> 4; }
 
-// Swizzled rows of 128 bytes in shared memory; groups of 8 rows are 1024 bytes apart.
+// Describes swizzled rows of 128 bytes in shared memory; groups of 8 rows are 1024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | at; }
 
-// begin_product(product, x, y): begins x · yᵀ for 64 rows of a and 2 · (size of product) rows of b, of 128 summands.
-// An instruction multiplies 32 summands; the next 32 are 32 bytes on.
+// begin_product(product, x, y) starts x · yᵀ for 64 rows of a and 2 · (size of product) rows of b, with 128 summands.
+// An instruction multiplies 32 summands; the next 32 summands are 32 bytes further.
 #define PLACES_64                                                                                                      \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -180,7 +180,7 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." A_TYPE "." B_TYPE " {" PLACES_##COLUMNS                    \
     "}, x, y, add, 1, 1;\n"
 #define STEP "add.s64 x, x, 2;\nadd.s64 y, y, 2;\n"
-// X, Y: places of x and y, behind those of the product
+// X and Y are the operand numbers of x and y, which follow the operands of the product
 #define BEGIN_PRODUCT(COLUMNS, X, Y)                                                                                   \
     __device__ __forceinline__ void begin_product(float (&product)[COLUMNS / 2], u64 x, u64 y) {                       \
         asm volatile(                                                                                                  \
@@ -193,39 +193,39 @@ BEGIN_PRODUCT(64, 32, 33)
 BEGIN_PRODUCT(128, 64, 65)
 BEGIN_PRODUCT(192, 96, 97)
 
-// All products that were begun are computed, but for the last LEFT.
+// Waits until all started products are computed, except for the last LEFT.
 template <int LEFT = 0>
 __device__ __forceinline__ void wait_product() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// The product is read from here on only.
+// Keeps the compiler from reading the product before this point.
 template <int SIZE>
 __device__ __forceinline__ void computed(float (&product)[SIZE]) {
 #pragma unroll
     for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(product[i])::"memory");
 }
 
-// Of 16 bits.
+// Rounds two numbers to 16 bits and packs them into one word.
 __device__ __forceinline__ u32 two_results(float low, float high) {
     u32 x;
     asm("cvt.rn." RESULT_TYPE "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
 
-// A thread's 8 sums of 16 rows and 16 columns, as 16 bits, to the rows of shared memory whose addresses the lanes have:
-// 16 rows of the first 8 columns, then of the others.
+// Stores a thread's 8 sums of 16 rows and 16 columns as 16-bit numbers. The lanes have the addresses of the rows in
+// shared memory: 16 rows of the first 8 columns, then 16 rows of the other 8 columns.
 __device__ __forceinline__ void store_results(u32 to, const float* sums) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                  "r"(two_results(sums[0], sums[1])), "r"(two_results(sums[2], sums[3])),
                  "r"(two_results(sums[4], sums[5])), "r"(two_results(sums[6], sums[7])) : "memory");
 }
 
-// Of a thread; those of the three warpgroups together are no more than there are.
+// Registers of a thread. The three warpgroups together must not use more registers than a multiprocessor has.
 __device__ __forceinline__ void few_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
 __device__ __forceinline__ void many_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
 
-// Place in a ring of stages in shared memory; `parity` is that of the stage's round.
+// Position in a ring of stages in shared memory; `parity` is the parity of the stage's round.
 template <int STAGES>
 struct RingOf {
     u32 stage, parity;
@@ -237,8 +237,8 @@ struct RingOf {
     }
 };
 
-// Makes the barriers of a ring, by all threads of the cluster: a stage is full when what the producer has expected is
-// there, and empty when `readers` warps of the cluster have arrived.
+// Initializes the barriers of a ring; all threads of the cluster call it. A stage is full when the bytes that the
+// producer expects have arrived, and empty when `readers` warps of the cluster have arrived.
 template <int STAGES>
 __device__ __forceinline__ void make_barriers(u32 full, u32 empty, u32 readers) {
     if (threadIdx.x == 0) {

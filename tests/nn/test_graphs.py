@@ -409,7 +409,7 @@ def test_calls_that_differ_from_the_sample() -> None:
         ValueError, match=r"outside fp8\.autocast, but make_graphed_callables was told .* enabled, with"
     ):
         module(x)
-    with fp8.autocast(), pytest.raises(ValueError, match="own recipe and all ranks, and make"):
+    with fp8.autocast(), pytest.raises(ValueError, match="own recipe and all ranks, but make"):
         module(x)
     with pytest.raises(ValueError, match="cannot be copied or pickled after make_graphed_callables"):
         copy.deepcopy(module)
