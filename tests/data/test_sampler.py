@@ -126,8 +126,8 @@ def test_more_loader_processes_than_cores() -> None:
     with mock.patch.object(os, "sched_getaffinity", return_value={0, 1, 2, 3}):
         assert describe_overload(2, 2) is None
         assert describe_overload(3, 2) == (
-            "data.num_workers = 3: the ranks on this host start 6 processes that load data, but can use only 4 cores; try "
-            "data.num_workers=1 (0 loads in the training process)"
+            "data.num_workers = 3: the ranks on this host start 6 processes that load data, but can use only 4 cores; "
+            "try data.num_workers=1 (0 loads in the training process)"
         )
         assert "try data.num_workers=0 (" in str(describe_overload(1, 8))
 
