@@ -36,7 +36,7 @@ class AttentionMask:
             to keys less than `window` places after it.
         chunk: Each segment's keys are cut into chunks of this many keys, and a query attends only to its own chunk.
             Requires `positions_bs`; without it, `chunks_of` turns chunks into segments.
-        square: Every segment with queries has equal numbers of queries and keys. Kernels are then faster.
+        square: Every segment with queries has equal numbers of queries and keys. It is optional, for faster kernels.
         prefix_b: Number of prefix keys of each sample, int `[b]`. With `causal`, all queries also attend to the keys of
             their segment that are among the first `prefix_b` keys of the sample.
         visible: Boolean mask `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key. It applies in
