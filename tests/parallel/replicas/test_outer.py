@@ -214,8 +214,8 @@ def test_the_exchange_is_made_again_without_a_lost_replica(world2: World) -> Non
     assert kept
     assert state == (INNER_STEPS, False, 2)
     assert messages == [
-        "steps 1 to 3: the outer step is without replica 1, which was lost; the 6 samples of its share have trained "
-        "nothing"
+        "steps 1 to 3: the outer step does not include replica 1, which was lost; the 6 samples of its share had no "
+        "effect"
     ]
 
 
@@ -329,7 +329,7 @@ def lose_a_replica(folder: str, data: str) -> None:
             share = range(8 * members.index(i) // len(members), 8 * (members.index(i) + 1) // len(members))
             assert record["samples"] == [first + x for x in share]
         log = (root / f"replica-{i}.log").read_text()
-        assert "the outer step is without replica 1, which was lost" in log
+        assert "the outer step does not include replica 1, which was lost" in log
         assert "holds other bits" not in log
     assert "copied from replica" in (root / "replica-1.log").read_text()
     for path in (root / "quickstart" / "checkpoints").glob("step_*"):
