@@ -731,10 +731,9 @@ def test_every_family_is_documented() -> None:
     rows = (ROOT / "docs" / "huggingface.md").read_text().splitlines()
     for name, family in FAMILIES.items():
         (row,) = (row for row in rows if row.startswith("| `") and f"`{name}`" in row.split("|")[1])
-        file, _, lines = row.rstrip("| ").rpartition("|")[2].strip().partition(": ")
-        text = (ROOT / "megafp8" / "conversion" / "huggingface" / "families" / file.strip("`")).read_text()
+        file = row.rstrip("| ").rpartition("|")[2].strip(" `")
+        text = (ROOT / "megafp8" / "conversion" / "huggingface" / "families" / file).read_text()
         assert f'Family("{family.model_type}", ' in text
-        assert abs(len(text.splitlines()) - int(lines)) <= 10
         assert len(text.splitlines()) <= 150
 
 
