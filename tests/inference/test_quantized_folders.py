@@ -411,7 +411,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Captu
         given = ["--load", str(tmp_path / folder), "--to", "hf", "--quantization", "fp8-tensor"]
         assert main([*given, "--save", str(tmp_path / "fp8"), "--kv-cache-scales", str(tmp_path / file)]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="the model has latent_attention; scales of keys"):
+    with pytest.raises(ValueError, match="the model has latent_attention; only layers of kind attention"):
         KeyValueAmax(HfSource(_saved(make_theirs("deepseek-v3"), tmp_path / "latent")).model)
 
 
