@@ -139,7 +139,7 @@ def test_a_resumed_run_finds_files_that_changed(
                 (tmp_path / "b.jsonl").write_bytes((text / "a.jsonl").read_bytes()),
                 (tmp_path / "a.jsonl").write_bytes((text / "a.jsonl").read_bytes() + b'{"body": "appended"}\n'),
             ),
-            "a.jsonl has changed since the run read 80 samples of this text; restore it, list new files",
+            "a.jsonl has changed since the run read 80 samples of this text; restore it, list new files as a",
         ),
     ):
         change()
