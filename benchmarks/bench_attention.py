@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
             given, "seq_length", "document_length", "window", "context", "heads", "groups", "rounds", "divisor"
         )
         if given.seq_length % (2 * given.context):
-            raise ValueError(f"--seq-length: {given.seq_length} is no multiple of 2 x --context ({given.context})")
+            raise ValueError(f"--seq-length: {given.seq_length} is not a multiple of 2 x --context ({given.context})")
         device = chosen_device(given)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

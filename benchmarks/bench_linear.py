@@ -180,7 +180,7 @@ def _write(axes: Any, x: int, y: int, value: float, published: float | None) -> 
 def numbers(option: str, text: str) -> list[int]:
     """Parse comma-separated positive whole numbers, or raise ValueError."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError(f"{option}: {text!r} is no list of positive whole numbers; for example 1024,4096")
+        raise ValueError(f"{option}: {text!r} is not a list of positive whole numbers; for example 1024,4096")
     return [int(number) for number in text.split(",")]
 
 

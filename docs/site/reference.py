@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -164,9 +165,20 @@ def _metavar(action: argparse.Action) -> str:
 
 
 def _docstring(text: str) -> str:
-    """A docstring, whose indented examples become blocks."""
-    paragraphs = text.strip().split("\n\n")
-    return "\n\n".join(f"```\n{inspect.cleandoc(p)}\n```" if p.startswith("    ") else p for p in paragraphs)
+    """A docstring, whose indented examples become blocks, and sections such as `Args:` lists."""
+    return "\n\n".join(map(_block, text.strip().split("\n\n")))
+
+
+def _block(paragraph: str) -> str:
+    """A paragraph of a docstring as Markdown."""
+    head, _, body = paragraph.partition("\n")
+    if head.endswith(":") and head[:-1] in ("Args", "Attributes", "Returns", "Raises", "Yields") and body:
+        entries = [" ".join(entry.split()) for entry in re.split(r"\n(?! )", textwrap.dedent(body))]
+        if head in ("Returns:", "Yields:"):
+            return f"**{head}** {' '.join(entries)}"
+        items = [re.sub(r"^([\w*.]+(?:, [\w*.]+)*): ", r"- `\1`: ", entry) for entry in entries]
+        return "\n".join([f"**{head}**", "", *items])
+    return f"```\n{inspect.cleandoc(paragraph)}\n```" if paragraph.startswith("    ") else paragraph
 
 
 def python() -> str:

@@ -534,6 +534,7 @@ def _dequantized(data_rc: Tensor | None, scale_inv: Tensor, *, transposed: bool)
 
 
 def cast_mxfp8(source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+    """Cast `source` to MXFP8 and dequantize it. See `mxfp8.cast_mxfp8`."""
     by_rows, by_columns = _outputs(source, rowwise, columnwise)
     if 0 in source.shape:
         scale_inv = torch.ones((), dtype=torch.float32, device=source.device)
@@ -549,6 +550,7 @@ def cast_mxfp8(source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: 
 
 
 def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
+    """Return the amaxes of `source` and of its transform, fp32 `[2]`. See `nvfp4.nvfp4_amaxes`."""
     amaxes = torch.zeros(2, dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         _launch(_NV_AMAX, "nv_amax", 16, source, (amaxes.view(torch.int32),), TRANSFORMED=transformed)
@@ -558,6 +560,7 @@ def nvfp4_amaxes(source: MatrixSource, *, transformed: bool) -> Tensor:
 def cast_nvfp4(
     source: MatrixSource, amaxes: Tensor, noise: TensorNoise | None, *, weight: bool, rowwise: bool, columnwise: bool
 ) -> QuantizedTensor:
+    """Cast `source` to NVFP4 and dequantize it. See `nvfp4.cast_nvfp4`."""
     by_rows, by_columns = _outputs(source, rowwise or weight, columnwise and not weight)
     r, c = source.shape
     if r * c == 0:

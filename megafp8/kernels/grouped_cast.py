@@ -127,6 +127,7 @@ def cast_groups(
     source: MatrixSource, scale_e: Tensor, scale_inv_e: Tensor, fmt: Format, groups: RowGroups, *, rowwise: bool,
     columnwise: bool, newest_amax_e: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
+    """Cast each expert's rows with the expert's scale. See `groups.cast_groups`."""
     amax_e = scale_e if newest_amax_e is None else newest_amax_e
     data, transposed = _cast(
         source, "tensor", fmt, groups, (scale_e, scale_e, amax_e, amax_e), scale_e.stride(0), rowwise=rowwise,
@@ -142,6 +143,7 @@ def cast_groups_rows(
     source: MatrixSource, fmt: Format, groups: RowGroups, *, rowwise: bool, columnwise: bool, power_of_two: bool,
     eps: float, token_group: ProcessGroup | None,
 ) -> QuantizedTensor:  # fmt: skip
+    """Cast with one scale per row, or per column of an expert's rows. See `groups.cast_groups_rows`."""
     r, c = source.shape
     start, columns = r + -r % 4, len(groups.ends_e) * c  # rows and columns begin at multiples of 16 bytes
     amaxes = torch.zeros(start + columns, dtype=torch.float32, device=source.device)
@@ -169,6 +171,7 @@ def cast_groups_1x128(
     power_of_two: bool,
     eps: float,
 ) -> QuantizedTensor:
+    """Cast in blocks of 128 neighboring elements. See `groups.cast_groups_1x128`."""
     source = whole_blocks(source, head=None)
     c, device = source.shape[1], source.device
     scale_inv = torch.empty(ceil_div(c, ALIGNMENT), groups.capacity, dtype=torch.float32, device=device)
@@ -216,6 +219,7 @@ def _cast(
 
 
 def amax_of_groups(source: MatrixSource, groups: RowGroups) -> Tensor:
+    """Return the largest magnitude in each expert's rows, fp32 `[e]`."""
     amax_e = torch.zeros(len(groups.ends_e), dtype=torch.float32, device=source.device)
     _amaxes(source, groups, (amax_e,) * 3)
     return amax_e

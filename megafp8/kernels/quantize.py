@@ -246,6 +246,7 @@ def _cast(
 
 
 def materialize(source: MatrixSource) -> Tensor:
+    """Return the values of the source, `[r, c]`, rounded to its dtype."""
     r, c = source.shape
     values = torch.empty(r, c, dtype=source.dtype, device=source.device)
     if r * c:
@@ -254,6 +255,7 @@ def materialize(source: MatrixSource) -> Tensor:
 
 
 def amax(source: MatrixSource) -> Tensor:
+    """Return the largest magnitude of the source, fp32 `[]`; inf if a value is infinite or NaN."""
     result = torch.zeros((), dtype=torch.float32, device=source.device)
     if 0 not in source.shape:
         bits = result.view(torch.int32)
@@ -262,6 +264,7 @@ def amax(source: MatrixSource) -> Tensor:
 
 
 def column_sums(source: MatrixSource) -> Tensor:
+    """Return the sums of the columns, `[c]`, fp32. They are computed in float64 and rounded once."""
     assert not isinstance(source, QKVGrad), "its tiles have other sizes"
     r, c = source.shape
     sums = torch.zeros((ceil_div(r, _SUM_TILE.rows), c), dtype=torch.float64, device=source.device)
@@ -274,6 +277,7 @@ def cast_tensor(
     source: MatrixSource, scale: Tensor, scale_inv: Tensor, fmt: Format, *, rowwise: bool, columnwise: bool,
     newest_amax: Tensor | None,
 ) -> QuantizedTensor:  # fmt: skip
+    """Cast the source with the given scale. See `reference.cast_tensor`."""
     amax = scale if newest_amax is None else newest_amax
     return _cast(
         source, "tensor", fmt, TENSOR, (scale, scale, amax.view(torch.int32), amax), scale_inv, scale_inv,
@@ -291,6 +295,7 @@ def cast_current(
     power_of_two: bool,
     eps: float,
 ) -> QuantizedTensor:
+    """Cast the source with a scale computed from `whole_amax`. See `reference.cast_current`."""
     scale_inv = torch.empty_like(whole_amax) if 0 not in source.shape else torch.ones_like(whole_amax)
     return _cast(
         source, "current", fmt, TENSOR, (scale_inv, scale_inv, whole_amax.view(torch.int32), whole_amax), scale_inv,
@@ -299,6 +304,7 @@ def cast_current(
 
 
 def amaxes(source: MatrixSource) -> tuple[Tensor, Tensor]:
+    """Return the amaxes of the rows, `[r]`, and of the columns, `[c]`, fp32."""
     return _amaxes(source, rows=True, columns=True)
 
 
@@ -316,6 +322,7 @@ def cast_rows(
     source: MatrixSource, fmt: Format, *, rowwise: bool, columnwise: bool, power_of_two: bool, eps: float,
     amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> QuantizedTensor:  # fmt: skip
+    """Cast with one scale per row, and columnwise with one scale per column. See `rowwise.cast_rows`."""
     r, c = source.shape
     amax_r, amax_c = _amaxes(source, rows=rowwise, columns=columnwise) if amaxes is None else amaxes
     start = r + -r % 4  # the columns' scales begin at a multiple of 16 bytes

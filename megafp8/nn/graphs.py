@@ -168,7 +168,7 @@ def graph(
         )
     if warmup_passes < 1:
         raise ValueError(
-            f"{what}: num_warmup_iters is {warmup_passes}; it must be at least 1, as a capture cannot compile"
+            f"{what}: num_warmup_iters is {warmup_passes}; it must be at least 1, because a capture cannot compile"
         )
     graphed = []
     for i, (module, args, kwargs, precision) in enumerate(
@@ -182,7 +182,9 @@ def graph(
         devices = {str(x.device) for x in (*sample.tensors, *module.parameters(), *module.buffers())}
         if not sample.tensors or len(devices) != 1:
             where = ", ".join(sorted(devices))
-            raise ValueError(f"{name} has tensors on {where}; all, one argument at least, must be on one GPU")
+            raise ValueError(
+                f"{name} has tensors on {where}; all must be on one GPU, and at least one argument must be a tensor"
+            )
         if new_capture is CudaCapture and sample.tensors[0].device.type != "cuda":
             raise ValueError(f"{name} is on {devices.pop()}, and CUDA graphs need a GPU; train without them there")
         graphed.append(GraphedModule(module, name, sample, precision))
@@ -307,7 +309,7 @@ class GraphedModule:
         self.together: GraphedModules
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError(f"{self.name} cannot be copied or pickled after make_graphed_callables; copy it before")
+        raise ValueError(f"{self.name} cannot be copied or pickled after make_graphed_callables; do it before")
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,4 +40,4 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("against the reference: o 0.0e+00" in line for line in lines) == 6, "the reference itself on a CPU"
     assert sum(": ours" in line for line in lines) == 6
     assert bench_attention.main(["--device", "cpu", "--seq-length", "65"]) == 2
-    assert "--seq-length: 65 is no multiple of 2" in capsys.readouterr().err
+    assert "--seq-length: 65 is not a multiple of 2" in capsys.readouterr().err

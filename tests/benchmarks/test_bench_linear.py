@@ -27,7 +27,7 @@ def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--m", "1k"], "--m: '1k' is no list of positive whole numbers"),
+        (["--m", "1k"], "--m: '1k' is not a list of positive whole numbers"),
         (["--predicted-only"], "the speeds of 'cpu' are not known; known are NVIDIA H200"),
     ],
 )

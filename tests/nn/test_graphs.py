@@ -495,7 +495,7 @@ def _twice() -> torch.nn.Module:
      (mlp, {"recipe": fp8.CurrentScaling(), "fp8_recipe": fp8.CurrentScaling()}, "recipe is given under its older"),
      (mlp, {"num_warmup_iters": 0}, "num_warmup_iters is 0"),
      (mlp, {"enabled": (True, False)}, "1 sample_args, 1 sample_kwargs and 2 values of enabled"),
-     (mlp, {"sample_args": ()}, "one argument at least, must be on one GPU"),
+     (mlp, {"sample_args": ()}, "at least one argument must be a tensor"),
      (mlp, {}, r"the module \(LayerNormMLP\) is on cpu, and CUDA graphs need a GPU"),
      (_hooked, {}, "has hooks of layernorm_mlp, which a replay does not run"),
      (_twice, {}, "has graphs already"),

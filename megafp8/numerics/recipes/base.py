@@ -196,7 +196,7 @@ class Fp8Recipe:
 
     def bound_cast(self, tensor: Fp8Tensor, device: torch.device) -> Cast:
         """Return the cast of `tensor` on `device`. Recipes that keep state between steps override `build` instead."""
-        raise NotImplementedError(f"{type(self).__name__} scales no tensor itself")
+        raise NotImplementedError(f"{type(self).__name__} does not scale tensors itself")
 
     def scale_rule(self, fmt: Format) -> ScaleRule:
         """Return the rule that computes a tensor's scale from its amax, for recipes with one scale per tensor."""

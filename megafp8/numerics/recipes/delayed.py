@@ -296,7 +296,7 @@ def amax_of_history(history_tl: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
     if amax.shape != history_tl.shape[:1] or amax.dtype != history_tl.dtype:
         raise ValueError(
             f"amax_compute_algo returned {amax.dtype} {list(amax.shape)} for a history of {history_tl.dtype} "
-            f"{list(history_tl.shape)}; it must return one value a row, {history_tl.dtype} "
+            f"{list(history_tl.shape)}; it must return one value per row, {history_tl.dtype} "
             f"{list(history_tl.shape[:1])}, as `lambda history: history.amax(dim=1)` does"
         )
     return amax

@@ -656,5 +656,5 @@ def test_capabilities_are_what_the_quantizers_do(name: str) -> None:
 
 def test_a_recipe_of_recipes_scales_nothing_itself() -> None:
     tensor = Fp8Tensor("layer", "input", None, None)
-    with pytest.raises(NotImplementedError, match="CustomScaling scales no tensor itself"):
+    with pytest.raises(NotImplementedError, match="CustomScaling does not scale tensors itself"):
         MIXED.bound_cast(tensor, torch.device("cpu"))

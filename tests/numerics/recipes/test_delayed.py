@@ -195,5 +195,5 @@ def test_amax_of_history() -> None:
     assert amax_of_history(history, "max").tolist() == [5, 7]
     assert amax_of_history(history, "most_recent").tolist() == [1, 7]
     assert amax_of_history(history, lambda h: h[:, 2]).tolist() == [2, 3]
-    with pytest.raises(ValueError, match=r"one value a row, torch.float32 \[2\]"):
+    with pytest.raises(ValueError, match=r"one value per row, torch.float32 \[2\]"):
         amax_of_history(history, lambda h: h.amax())
