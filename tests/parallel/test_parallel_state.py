@@ -213,7 +213,9 @@ def test_a_job_sets_its_environment_before_it_looks_for_a_gpu(monkeypatch: pytes
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"this node has 4 processes but 1 GPUs, and .*; start 1 .*cpu"):
+    with pytest.raises(
+        ValueError, match=r"this node has 4 processes but 1 GPUs, and each process needs one; start 1 .*cpu"
+    ):
         initialize_distributed("cuda")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # a driver is installed
     for gpus, expected in ((0, []), (1, ["device=cpu"]), (4, [])):

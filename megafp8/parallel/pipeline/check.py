@@ -162,7 +162,7 @@ class _Execution:
         for rank, (position, actions) in enumerate(zip(self.positions, self.schedule, strict=True)):
             if position < len(actions):
                 waiting = [str(action) for kind in RECEIVE_BEFORE for action in self.queues[rank, kind]]
-                rule = f"deadlock: waits forever; transfers issued but not completed: {', '.join(waiting) or 'none'}"
+                rule = f"deadlock: waits forever; transfers issued but unfinished: {', '.join(waiting) or 'none'}"
                 raise schedule_error(rank, position, actions[position], rule)
 
     def _is_ready(self, rank: int, action: Action) -> bool:

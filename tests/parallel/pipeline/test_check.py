@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
             "rF0 F0 sF0 rF1 F1 sF1 rB0 B0 sB0 rB1 B1 sB1",
             "rF0 F0 B0 sB0 rF1 F1 B1 sB1",
         ),
-        "rank 0, position 3, BACKWARD(0): deadlock: waits forever; transfers issued but not completed:",
+        "rank 0, position 3, BACKWARD(0): deadlock: waits forever; transfers issued but unfinished: RECV_BACKWARD(0)",
     ),
     "a receive queued in front of a send": (
         schedule_of(
@@ -127,7 +127,7 @@ BROKEN: dict[str, tuple[Schedule, str]] = {
             "rF0 F0 sF0 rF1 F1 sF1 rB0 B0 sB0 rB1 B1 sB1 rF2 F2 sF2 rF3 F3 sF3 rB2 B2 sB2 rB3 B3 sB3",
             "rF0 F0 B0 sB0 rF1 F1 B1 sB1 rF2 F2 B2 sB2 rF3 F3 B3 sB3",
         ),
-        "rank 0, position 7, SEND_FORWARD(3): deadlock: waits forever; transfers issued but not completed:",
+        "rank 0, position 7, SEND_FORWARD(3): deadlock: waits forever; transfers issued but unfinished: SEND_FORWARD",
     ),
     "gradients in an evaluation": (
         schedule_of("F0 sF0 rB0", "rF0 F0 sB0"),
@@ -159,7 +159,7 @@ GOOD_V = [
         (1, "F0 rF1 F0.1", "F0.1 rF1 F0", "rank 0, position 6, FORWARD(0, chunk 1): deadl"),
         (
             1, "F0 rF1 F0.1 sF0.1 F1", "F0 F0.1 sF0.1 rF1 F1",
-            "rank 0, position 6, FORWARD(0, chunk 1): deadlock: waits forever; transfers issued but not completed:",
+            "rank 0, position 6, FORWARD(0, chunk 1): deadlock: waits forever; transfers issued but unfinished: SEND",
         ),
         (0, "F0 sF0 F1 sF1 rF0.1", "F0 rF0.1 sF0 F1 sF1", "rank 0, position 4, SEND_FORWARD(1)"),
         (1, "B1.1 B1 sB1", "B1.1", "rank 1, position 14, BACKWARD(1): missing at the end"),
