@@ -103,8 +103,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """Return an error message of argparse or of a tool, with a suggestion if it has none."""
         message = re.sub(r"^argument (\S+/)?", "", message)
         message = message.replace("training_script, training_script_args", "COMMAND")  # torchrun's parser names them so
-        message = re.sub(r"invalid int value: (.*)", r"\1 is no whole number", message)
-        message = re.sub(r"invalid \w+ value: (.*)", r"\1 is no number", message)
+        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number", message)
+        message = re.sub(r"invalid \w+ value: (.*)", r"\1 is not a number", message)
         works = self._works(message)
         return f"{message}; {works}" if works else message
 
@@ -120,5 +120,5 @@ class ArgumentParser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = near_name(choice[1], re.findall(r"[^\s,']+", choice[2]))
             return f"did you mean {near}?" if near else see_help
-        by_argparse = re.search(r" is no (whole )?number$|^the following arguments|expected |not allowed with", message)
+        by_argparse = re.search(r" is not a (whole )?number$|^the following arguments|expected |not allowed with", message)
         return see_help if by_argparse or not re.search("[;:] ", message) else ""

@@ -94,7 +94,7 @@ def build_data_parallel(
     if expert_group is not None:
         others = [param for param in trained if not spec_of(param).expert]
         reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
-    buffers = [grad_buffer(members, member_params, sharded=p.zero == 1) for member_params, members in reduced]
+    buffers = [grad_buffer(members, over, sharded=p.zero == 1) for over, members in reduced]
     if p.zero == 0:
         return Replicated(params, buffers, **options)
     units = [unit for stage in stages for unit in stage.units] if p.overlap_param_gather else []

@@ -74,7 +74,7 @@ def test_launch_has_options_of_torchrun_with_their_defaults() -> None:
         ("prove", ["x.yaml", "--parallel.tensor=2"], "--parallel.tensor: keys of the config are given without "
          "dashes; did you mean parallel.tensor=2?"),
         ("serve", ["runs/a", "--port", "99999"], "--port: 99999 is not a port; ports are 0 to 65535"),
-        ("serve", ["runs/a", "--port", "web"], "--port: 'web' is no number; see megafp8 serve --help"),
+        ("serve", ["runs/a", "--port", "web"], "--port: 'web' is not a number; see megafp8 serve --help"),
         ("convert", ["--load", "a", "--save", "b", "--to", "hff"], "--to: invalid choice: 'hff' (choose from "),
         ("generate", ["runs/a", "x", "--file", "y"], "give a prompt or --file, not both"),
     ],
@@ -170,12 +170,12 @@ def test_numbers_have_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert options == argparse.Namespace(workers=3, seconds=60.0, port=0)
     for option, value, message in (
         ("--workers", "0", "0 is too small; give 1 or more"),
-        ("--workers", "x", "'x' is no whole number"),
+        ("--workers", "x", "'x' is not a whole number"),
         ("--seconds", "nan", "nan is out of range; give a number from 0.5 to 60.0"),
         ("--seconds", "-inf", "-inf is out of range; give a number from 0.5 to 60.0"),
-        ("--seconds", "x", "'x' is no number"),
+        ("--seconds", "x", "'x' is not a number"),
         ("--port", "65536", "65536 is out of range; give a number from 0 to 65535"),
-        ("--port", "1.5", "'1.5' is no whole number"),
+        ("--port", "1.5", "'1.5' is not a whole number"),
     ):
         with pytest.raises(SystemExit, match="2"):
             parser.parse_args([f"{option}={value}"])

@@ -249,7 +249,7 @@ class LatentProjection(nn.Module):
         super().__init__()
         init, shards = Init("normal", std), unsharded(f"{name}.weight", (outputs, inputs))
         self.weight = replicated_parameter(context, shards, init, matrix=True)
-        reason = "whole on each rank, it stays in training.precision"
+        reason = "the weight is replicated and stays in training.precision"
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 
     def forward(self, x_nk: Tensor) -> Tensor:

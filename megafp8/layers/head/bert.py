@@ -40,7 +40,7 @@ class HeadTransform(nn.Module):
     def __init__(self, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = _weight_and_bias("transform", model.hidden_size, model, context)
-        h, reason = model.hidden_size, "whole on each rank, it stays in training.precision"
+        h, reason = model.hidden_size, "the weight is replicated and stays in training.precision"
         self.state = context.fp8.linear(LinearSite("transform", h, h, high_precision=reason))
         self.approximate = "tanh" if model.head.activation == "gelu_tanh" else "none"
         self.norm = block_norm("transform_norm", model, context)

@@ -36,7 +36,7 @@ class WholeLinear(nn.Module):
         super().__init__()
         shards = unsharded(f"{name}.weight", (outputs, inputs))
         self.weight = replicated_parameter(context, shards, Init("normal", std), matrix=True)
-        reason = "whole on each rank, it stays in training.precision"
+        reason = "the weight is replicated and stays in training.precision"
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 
     def forward(self, x: Tensor) -> Tensor:
