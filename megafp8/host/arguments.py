@@ -120,5 +120,6 @@ class ArgumentParser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = near_name(choice[1], re.findall(r"[^\s,']+", choice[2]))
             return f"did you mean {near}?" if near else see_help
-        by_argparse = re.search(r" is not a (whole )?number$|^the following arguments|expected |not allowed with", message)
+        texts = r" is not a (whole )?number$|^the following arguments|expected |not allowed with"
+        by_argparse = re.search(texts, message)
         return see_help if by_argparse or not re.search("[;:] ", message) else ""

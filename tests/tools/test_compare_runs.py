@@ -35,7 +35,7 @@ def test_every_run_has_its_own_row(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "metrics.jsonl has no step"), ('{"step": 1, "lo', "metrics.jsonl has no step"), (None, "is not a run folder")],
+    [("", "metrics.jsonl has no step"), ('{"step": 1, "lo', "metrics.jsonl has no step"), (None, "not a run folder")],
 )
 def test_a_run_without_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
