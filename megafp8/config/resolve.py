@@ -132,7 +132,7 @@ def _parts(model: ModelSection, name: str, window: int | None, sparse: bool) -> 
     kind = model.layer_kinds[name] if name else LayerKind()
     mixer, ffn = kind.mixer, kind.ffn
     if mixer is None and model.latent_attention is None:
-        mixer = AttentionConfig.of(model, window)
+        mixer = AttentionConfig.from_section(model, window)
     elif mixer is None and model.sparse_attention is not None:
         mixer = SparseLatentMixerConfig()
     elif mixer is None:

@@ -318,17 +318,17 @@ class Fp8Manager:
         """Return copies of the amaxes that this rank has recorded in the current step, for `end_step`."""
         return [newest.amaxes.clone() for state in self.states for newest in state.newest_amaxes()]
 
-    def end_step(self, of_replicas: Sequence[Tensor] = ()) -> None:
+    def end_step(self, replica_amaxes: Sequence[Tensor] = ()) -> None:
         """End a training step after the optimizer step: update scales, and drop the FP8 copies of weights.
 
         Delayed scaling, and static scaling while it calibrates, all-reduce amaxes over `amax_group` once; all ranks
         must then call this method. Other recipes do not communicate.
 
         Args:
-            of_replicas: Results of `newest_amaxes` before the update, reduced by maximum over other replicas of the
+            replica_amaxes: Results of `newest_amaxes` before the update, reduced by maximum over other replicas of the
                 model.
         """
-        end_step([self], of_replicas)
+        end_step([self], replica_amaxes)
 
     def discard_step(self) -> None:
         """Discard everything that the current step has recorded, because the step is repeated. Does not communicate."""
@@ -409,10 +409,10 @@ def _observed(quantizers: Quantizers, recorder: Recorder, layer: str) -> Quantiz
     return Quantizers(x, w, dy)
 
 
-def end_step(managers: Sequence[Fp8Manager], of_replicas: Sequence[Tensor] = ()) -> None:
+def end_step(managers: Sequence[Fp8Manager], replica_amaxes: Sequence[Tensor] = ()) -> None:
     """End the step of several managers, with one all-reduce for each process group. See `Fp8Manager.end_step`."""
     states = [(state, manager.amax_group) for manager in managers for state in manager.states]
-    end_step_of_states(states, of_replicas)
+    end_step_of_states(states, replica_amaxes)
     for manager in managers:
         manager.replan()
         manager.forget_weights(frozen=False)

@@ -43,16 +43,16 @@ class State(Protocol):
         ...
 
 
-def end_step(states: Iterable[tuple[State, ProcessGroup | None]], of_replicas: Sequence[Tensor] = ()) -> None:
+def end_step(states: Iterable[tuple[State, ProcessGroup | None]], replica_amaxes: Sequence[Tensor] = ()) -> None:
     """End a step of all `states`. This is a collective, with one all-reduce for each group.
 
     Args:
         states: Each state with the ranks that run the same layers.
-        of_replicas: Amaxes of all states from earlier in the step, reduced over other replicas of the model.
+        replica_amaxes: Amaxes of all states from earlier in the step, reduced over other replicas of the model.
     """
     newest_of_states = [(state, group, state.newest_amaxes()) for state, group in states]
-    if of_replicas:
-        others = iter(of_replicas)
+    if replica_amaxes:
+        others = iter(replica_amaxes)
         newest_of_states = [
             (state, group, [x._replace(amaxes=torch.maximum(x.amaxes, next(others))) for x in newest])
             for state, group, newest in newest_of_states

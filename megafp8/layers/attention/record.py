@@ -233,7 +233,7 @@ class AttentionConfig(PartRecord, AttentionKeys):
     values."""
 
     @classmethod
-    def of(cls, model: ModelSection, window: int | None) -> AttentionConfig:
+    def from_section(cls, model: ModelSection, window: int | None) -> AttentionConfig:
         """Return the resolved record of a layer of a uniform model with this sliding window."""
         layer_keys: dict[str, Any] = {"sliding_window": window}
         if window is not None and model.rope_local_theta is not None:
@@ -352,7 +352,7 @@ class AttentionConfig(PartRecord, AttentionKeys):
 
 def attention_keys(model: ModelSection) -> AttentionConfig:
     """Return the complete record of softmax attention with the keys of the model section."""
-    return AttentionConfig.of(model, model.sliding_window)
+    return AttentionConfig.from_section(model, model.sliding_window)
 
 
 def shared_keys(config: RunConfig) -> Iterator[Problem]:

@@ -146,7 +146,7 @@ class DeltaRuleMixer(ConvolvedMixer):
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         """Return the name of the implementation that computes the delta rule on `device`."""
         by_channel = bool(self.decay_shape)
-        name = kernel_name(device, self.convolution.dtype, self.d, self.w, of_channels=by_channel)
+        name = kernel_name(device, self.convolution.dtype, self.d, self.w, by_channel=by_channel)
         return f"linear attention: {name}"
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class DeltaRuleMixer(ConvolvedMixer):
         # Forward reads and writes the channels once. Backward does this again, and reads and writes the gradients.
         around = 2 * self._channels + 3 * heads * self.w
         again = 8 * self._channels + 5 * heads * self.w
-        times = kernel_passes(e, self.d, self.w, of_channels=by_channel)
+        times = kernel_passes(e, self.d, self.w, by_channel=by_channel)
         if times is not None:
             rule = heads * (self.d + self.w) * e
             moved = [(passes * rule + other * e + n * decays) * batch.tokens

@@ -149,7 +149,7 @@ def delta_rule(
         (q_sbgd.shape[-1], v_sbaw.shape[-1]),
         decay.dim() == 4,
     )
-    if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, of_channels=by_channel) is None:
+    if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, by_channel=by_channel) is None:
         return _flash_qla(q_sbgd, k_sbgd, v_sbaw, _forgetting(decay, starts_sb), beta_sba, state_badw)
     wide, per_key = state_badw.dtype, v_sbaw.shape[2] // q_sbgd.shape[2]
     q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_sbgd))
@@ -162,19 +162,19 @@ def delta_rule(
     return y.to(v_sbaw.dtype), state
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool) -> str:
+def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, by_channel: bool) -> str:
     """Return the name of the implementation for such tensors, as a text for users.
 
-    `of_channels` says whether each channel has a decay.
+    `by_channel` says whether each channel has a decay.
     """
-    if (missing := _missing_flash_qla(device, dtype, d, w, of_channels=of_channels)) is None:
+    if (missing := _missing_flash_qla(device, dtype, d, w, by_channel=by_channel)) is None:
         return "FlashQLA"
     if (reason := _missing_kernel(device, dtype, d, w)) is None:
-        return "Triton" if of_channels else f"Triton, slower than FlashQLA, because {missing}"
+        return "Triton" if by_channel else f"Triton, slower than FlashQLA, because {missing}"
     return f"PyTorch's operations, slow, because no kernel fits: {reason}"
 
 
-def kernel_passes(element: int, d: int, w: int, *, of_channels: bool) -> tuple[float, float] | None:
+def kernel_passes(element: int, d: int, w: int, *, by_channel: bool) -> tuple[float, float] | None:
     """Return the kernels' time in units of one pass over the heads' keys and values, or None if no kernel fits.
 
     The first number is the time of forward, the second the time of backward with a recomputed forward. FlashQLA was
@@ -184,7 +184,7 @@ def kernel_passes(element: int, d: int, w: int, *, of_channels: bool) -> tuple[f
     """
     if element != torch.bfloat16.itemsize or max(d, w) > _KERNEL_WIDTH:
         return None
-    flash_qla = not of_channels and (d, w) == (_KERNEL_WIDTH, _KERNEL_WIDTH)
+    flash_qla = not by_channel and (d, w) == (_KERNEL_WIDTH, _KERNEL_WIDTH)
     return (10.0, 26.0) if flash_qla else (28.0, 100.0)
 
 
@@ -198,10 +198,10 @@ def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) ->
 
 
 def _missing_flash_qla(
-    device: torch.device, dtype: torch.dtype, d: int, w: int, *, of_channels: bool
+    device: torch.device, dtype: torch.dtype, d: int, w: int, *, by_channel: bool
 ) -> str | None:  # fmt: skip
     """Return why FlashQLA cannot compute such tensors; None if it can."""
-    if of_channels:
+    if by_channel:
         return "it supports only one decay per head"
     if dtype != torch.bfloat16:
         return f"it needs bf16, not {str(dtype).removeprefix('torch.')}"

@@ -93,22 +93,22 @@ def sum_choices(
 
 def combine_backward(
     dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
-    of_rows: bool = True,
+    needs_rows: bool = True,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of the rows, in their dtype (bf16 or fp32), and of the weights, fp32.
 
-    The gradient of the rows is None unless `of_rows`.
+    The gradient of the rows is None unless `needs_rows`.
     """
     (n, k), h = inverse_nk.shape, rows_mh.shape[1]
     assert weights_nk.dtype == torch.float32
     dy, rows = kernel_input(dy_nh.contiguous()), kernel_input(rows_mh.contiguous())
-    drows_mh = torch.empty_like(rows) if of_rows else None
+    drows_mh = torch.empty_like(rows) if needs_rows else None
     dweights_nk = torch.empty((n, k), dtype=torch.float32, device=rows.device)
     if n:
         width = next_power_of_2(h)
         warps = min(16, max(4, width // 512))
         kernel = backward_kernel.bind(
-            K=k, COUNTED=num_rows is not None, OF_ROWS=of_rows, WIDTH=width, num_warps=warps, enable_fp_fusion=False
+            K=k, COUNTED=num_rows is not None, OF_ROWS=needs_rows, WIDTH=width, num_warps=warps, enable_fp_fusion=False
         )
         tensors = (dy, rows, weights_nk.contiguous(), inverse_nk.contiguous(), drows_mh, dweights_nk, num_rows)
         kernel.launch((n * k, 1), tensors, (h,))

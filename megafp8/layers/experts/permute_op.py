@@ -108,15 +108,15 @@ def _rows(rows_mh: Tensor, index: Tensor, num_rows: Tensor | None) -> Tensor:
 
 def combine_backward(
     dy_nh: Tensor, rows_mh: Tensor, weights_nk: Tensor, inverse_nk: Tensor, num_rows: Tensor | None = None, *,
-    of_rows: bool = True,
+    needs_rows: bool = True,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of the rows (in their dtype) and the weights of `sum_choices`.
 
-    The gradient of the rows is None unless `of_rows`.
+    The gradient of the rows is None unless `needs_rows`.
     """
     dy_n1h = dy_nh.unsqueeze(1)
     dweights_nk = (_rows(rows_mh, inverse_nk, num_rows).to(weights_nk.dtype) * dy_n1h).sum(dim=-1)
-    if not of_rows:
+    if not needs_rows:
         return None, dweights_nk
     drows_nkh = (dy_n1h * weights_nk.unsqueeze(-1)).to(rows_mh.dtype)
     drows_mh = torch.empty_like(rows_mh)
@@ -173,7 +173,7 @@ class _Combine(Function):
         rows_mh, weights_nk, inverse_nk, num_rows, order_m = ctx.saved_tensors
         backward = _kernels().combine_backward if _has_kernel(rows_mh) else combine_backward
         quantized = ctx.handoff is not None
-        drows_mh, dweights_nk = backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows, of_rows=not quantized)
+        drows_mh, dweights_nk = backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows, needs_rows=not quantized)
         if quantized:
             factors_m = weights_nk.flatten()[order_m]
             source = Gathered(dy_nh.contiguous(), order_m // inverse_nk.shape[1], factors_m)

@@ -108,17 +108,20 @@ class Rwkv7(RecurrentMixer):
             LowRankProduct(f"{name}.{which}", low_rank, width, model, context) for which, low_rank in ranks.items()
         )
 
-        def of_channels(which: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
+        def channel_parameter(which: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
             shard = shard_dim(f"{name}.{which}", (width,), 0, rank, t)
             return new_parameter(context, [shard], Init(init), replicated_over_tp=False, weight_decay=False)
 
-        self.decay_bias, self.rate_bias = of_channels("decay.bias", "zeros"), of_channels("rate.bias", "zeros")
-        self.removal, self.replacement = (
-            of_channels("removal.weight", "ones"),
-            of_channels("replacement.weight", "ones"),
+        self.decay_bias, self.rate_bias = (
+            channel_parameter("decay.bias", "zeros"),
+            channel_parameter("rate.bias", "zeros"),
         )
-        self.bonus = of_channels("bonus.weight", "zeros")
-        self.norm, self.norm_bias = of_channels("norm.weight", "ones"), of_channels("norm.bias", "zeros")
+        self.removal, self.replacement = (
+            channel_parameter("removal.weight", "ones"),
+            channel_parameter("replacement.weight", "ones"),
+        )
+        self.bonus = channel_parameter("bonus.weight", "zeros")
+        self.norm, self.norm_bias = channel_parameter("norm.weight", "ones"), channel_parameter("norm.bias", "zeros")
         self.proj = RowParallelLinear(
             f"{name}.proj",
             width,

@@ -36,7 +36,7 @@ def check(n: int, k: int, h: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(drows_mh, expected_mh, rtol=0, atol=0)
     assert torch.equal(of_own[0][:own], drows_mh[:own])
     assert torch.equal(of_own[1], dweights_nk.where(inverse_nk < own, 0))
-    alone = kernels.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk, of_rows=False)
+    alone = kernels.combine_backward(dy_nh, rows_mh, weights_nk, inverse_nk, needs_rows=False)
     assert alone[0] is None
     assert torch.equal(alone[1], dweights_nk)
     products_nkh = rows_mh.double()[inverse_nk] * dy_nh.double().unsqueeze(1)
