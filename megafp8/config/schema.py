@@ -202,7 +202,7 @@ class ParallelConfig(Section):
     """Number of stages per pipeline rank; a stage is a range of consecutive blocks. Default: the fewest that the
     schedule allows."""
     schedule: Annotated[UserPath, Field(examples=[*SCHEDULES])] = "1f1b"
-    """Pipeline schedule: the name of a built-in schedule (README has a table; each has a file in
+    """Pipeline schedule: the name of a built-in schedule (docs/parallelism.md lists them; each has a file in
     megafp8/parallel/pipeline/schedules), the path of a .csv file, or module:function. A .csv file has one row per rank
     and cells such as F3, B3, W3, F3.1 for micro-batch 3 and chunk 1. A function is called with the placement and the
     number of micro-batches. megafp8 plot-schedule draws schedules."""
