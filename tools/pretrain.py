@@ -5,7 +5,7 @@
     megafp8 pretrain --config my.yaml --dry-run --world-size 64
 
 The command does the same as pretrain_gpt.py. Exit codes: 0 done, or stopped cleanly; 2 wrong config, data or
-checkpoint, or a diverged run; 3 no progress; 1 another failure (docs/resilience.md).
+checkpoint, or a diverged run; 3 no progress; 1 another failure (docs/launching.md).
 """
 
 from __future__ import annotations
