@@ -2,7 +2,7 @@
 
 A wrong config or a damaged data set ends the job with exit code 2 and one message, before any process group exists.
 Exit codes: 0 done or stopped cleanly; 2 wrong config, data or checkpoint, or a run that has diverged; 3 no progress;
-1 another failure (docs/resilience.md).
+1 another failure (docs/launching.md).
 """
 
 from __future__ import annotations
