@@ -186,7 +186,7 @@ def _one_at_a_time(folder: str) -> None:
     overlap = symmetric_on_cpu(_world(), folder)
     x = torch.zeros(2, 2)
     first = overlap.gather([x])
-    with pytest.raises(AssertionError, match="before the last one was waited for"):
+    with pytest.raises(AssertionError, match="before the previous exchange was waited for"):
         overlap.gather([x])
     first.wait()
     overlap.gather([x]).wait()

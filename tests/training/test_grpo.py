@@ -418,7 +418,7 @@ def _rewards_of(folder: Path, grpo: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        (['{"prompt": "' + "a" * 21 + '", "goal": 1}'], "prompts.jsonl, line 1: the prompt has 21 tokens, and tr"),
+        (['{"prompt": "' + "a" * 21 + '", "goal": 1}'], "prompts.jsonl, line 1: the prompt has 21 tokens, but tr"),
         (['{"prompt": "a", "goal": 1}', '{"question": "a"}'], "line 2: has no key 'prompt' .question.; data.grpo.pr"),
         (['{"prompt": ""}'], "line 1: the prompt is empty"),
         (['{"prompt": 3}'], "line 1: 'prompt' is not a string"),

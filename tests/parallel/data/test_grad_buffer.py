@@ -61,7 +61,7 @@ def test_sink_adds_in_fp32(dtype: torch.dtype) -> None:
     deliver(param, torch.tensor([256.0], dtype=dtype))
     deliver(param, torch.tensor([1.0], dtype=dtype))  # 257 has no bf16
     assert main_grad_of(param).item() == 257.0
-    with pytest.raises(AssertionError, match="a gradient"):
+    with pytest.raises(AssertionError, match="gradient of shape"):
         deliver(param, torch.ones(1, 1, dtype=dtype))  # would broadcast
 
 

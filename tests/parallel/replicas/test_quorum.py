@@ -65,7 +65,7 @@ def test_connections_are_named_anew_whenever_somebody_lacks_them() -> None:
 
 
 def test_a_quorum_without_oneself_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"without 9:id"):
+    with pytest.raises(ValueError, match=r"does not contain 9:id"):
         Quorum.from_members([member(0)], "9:id")
 
 
