@@ -1,7 +1,7 @@
 """Draw the diagrams of the documentation into docs/images: `python docs/site/diagrams.py`.
 
-Layouts come from the grid of ranks, and the parts of a checkpoint from the rectangles of sharded parameters, so that a
-picture cannot disagree with the code.
+Scales come from the granularities of the recipes, and the parts of a checkpoint from the rectangles of sharded
+parameters, so these pictures cannot disagree with the code.
 """
 
 from __future__ import annotations
