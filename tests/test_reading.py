@@ -12,7 +12,7 @@ TASKS = {
     "train a model from an empty folder": ("docs/tutorial.md", "pip install"),
     "train on my own text": ("docs/own-data.md", "megafp8 preprocess"),
     "resume a run": ("docs/running.md", "continues bit for bit"),
-    "use several nodes": ("docs/launching.md", "launch/"),
+    "use several nodes": ("docs/launching.md", "NNODES=4 HEAD_NODE=node0 RDZV_ID=run1 launch/multi_node.sh"),
     "find the fastest layout for 64 GPUs": ("docs/planning.md", "megafp8 plan --config llama3-70b --gpus 64"),
     "check that a layout computes the right gradients": ("docs/prove.md", "megafp8 prove"),
     "choose an FP8 recipe": ("docs/fp8.md", "fp8.recipe=current"),
@@ -20,7 +20,7 @@ TASKS = {
     "start from a Hugging Face model": ("docs/huggingface.md", "init_from"),
     "serve a model": ("docs/serving.md", "megafp8 serve"),
 }
-"""By task: the page, and a text in its answer."""
+"""Page of each task, and a text in its answer."""
 
 
 def sentences_before(page: str, answer: str) -> int:

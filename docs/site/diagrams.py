@@ -1,7 +1,7 @@
 """Draw the diagrams of the documentation into docs/images: `python docs/site/diagrams.py`.
 
-Scales come from the granularities of the recipes, and the parts of a checkpoint from the rectangles of sharded
-parameters, so these pictures cannot disagree with the code.
+Ranks come from the groups of a layout, scales from the granularities of the recipes, and the parts of a checkpoint from
+the rectangles of sharded parameters, so the pictures cannot disagree with the code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from megafp8.parallel.parallel_state import rank_groups
 from megafp8.parallel.sharding import shard_dim
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
@@ -25,7 +26,9 @@ COLORS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#ee
 
 def draw_layout(pipeline: int = 2, data: int = 4, tensor: int = 2) -> None:
     """Draw the ranks of a layout, its tensor-parallel groups, and the groups of eight ranks that share experts."""
-    ranks = np.arange(pipeline * data * tensor).reshape(pipeline, data, tensor)  # slowest axis first
+    groups = rank_groups(pipeline * data * tensor, tensor, pipeline, expert_model_parallel_size=data * tensor)
+    ranks = np.array(groups["tensor"]).reshape(pipeline, data, tensor)
+    assert groups["expert"] == ranks.reshape(pipeline, -1).tolist()  # a dashed box each
     figure, axes = plt.subplots(figsize=(8.4, 3.5))
     for p, d, t in np.ndindex(ranks.shape):
         x, y = d * 2.5 + t, (pipeline - 1 - p) * 1.9

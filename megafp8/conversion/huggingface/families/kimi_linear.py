@@ -29,7 +29,7 @@ _KEYS = {
     "num_heads": ("num_heads", "linear_num_heads", 32), "head_dim": ("head_dim", "linear_head_dim", 128),
     "conv_kernel_size": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
 }  # fmt: skip
-"""By our key: the foreign key in linear_attn_config, which has priority, the foreign key outside, and its default."""
+"""Table of our keys: the HF key in linear_attn_config, which has priority, the HF key outside, and the default."""
 _NESTED, _LISTS = "linear_attn_config", {"kda_layers": _LINEAR, "full_attn_layers": FULL}
 
 
