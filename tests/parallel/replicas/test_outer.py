@@ -290,7 +290,7 @@ def lose_a_replica(folder: str, data: str) -> None:
     steps = ["training.steps=1000000", "checkpoint.interval=16", "optimizer.learning_rate=1e-4"]
     steps += ["optimizer.min_learning_rate=1e-4"]
     arguments = [*SMALL, *QuickstartData(Path(data)).overrides, *layout, *steps, "timeout_seconds=60"]
-    cluster = Cluster(root, arguments, 3, 1, delay=0.05, outer="{inner_steps: 8}", exchange_seconds=5)
+    cluster = Cluster(root, arguments, 3, 1, delay=0.05, options="outer: {inner_steps: 8}", exchange_seconds=5)
     try:
         for i in range(3):
             cluster.start(i)
