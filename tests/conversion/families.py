@@ -883,15 +883,31 @@ _SEEDS = {"qwen3-5": 2}
 
 
 def make_theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of `transformers` in which no weight is trivially zero or one."""
+    """Return a model of `transformers` in which no weight is trivially zero or one."""
+    kind, options = THEIRS[name]
+    zero_centered = kind.startswith(("Gemma2", "Gemma3", *LINEAR_KINDS))
+    return make_model(kind, options, _SEEDS.get(name, len(name)), 0.0 if zero_centered else 1.0, dtype)
+
+
+def make_model(
+    kind: str, options: dict[str, Any], seed: int, norms: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Return a model of `transformers` with random weights.
+
+    Args:
+        kind: Name of its classes without ForCausalLM and Config.
+        options: Keys of its config.
+        seed: Seed of the weights.
+        norms: Mean of the weights of norms.
+        dtype: Type of the weights.
+    """
     import transformers
 
-    kind, options = THEIRS[name]
-    torch.manual_seed(_SEEDS.get(name, len(name)))
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
         config_class(kind)(**deepcopy(options))  # which it changes
     )
-    randomize(model, norms=0.0 if kind.startswith(("Gemma2", "Gemma3", *LINEAR_KINDS)) else 1.0)
+    randomize(model, norms)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have
     return model.to(dtype).eval()

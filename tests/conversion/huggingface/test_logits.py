@@ -40,7 +40,7 @@ EXPERTS = {"tp2-ep2": (2, 1, 2)}
 """Tensor, pipeline, expert: for models with experts."""
 
 
-def _weights_of_loss() -> Tensor:
+def weights_of_loss() -> Tensor:
     """Those of the logits in a loss, `[b, s, v]`."""
     return torch.randn(B, S, V, generator=torch.Generator().manual_seed(5))
 
@@ -82,11 +82,11 @@ def _our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> tupl
     return stage, logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 
-def _compare_gradients(weights: Path, gradients: Path) -> tuple[int, float]:
+def compare_gradients(weights: Path, gradients: Path) -> tuple[int, float]:
     """Number of our gradients, and the largest difference from those in a folder, relative to a tensor's largest."""
     stage, logits = _our_logits(HfSource(weights, vocab_multiple=8), 1, 1)
     assert logits is not None
-    (logits * _weights_of_loss()).sum().backward()
+    (logits * weights_of_loss()).sum().backward()
     ours = collect(stage.parameters(), lambda param: param.grad, "model.")
     theirs = collect(stage.parameters(), torch.zeros_like, "model.")
     load_weights(HfSource(gradients, vocab_multiple=8), theirs)
@@ -105,7 +105,7 @@ def _compare_gradients(weights: Path, gradients: Path) -> tuple[int, float]:
     return len(theirs), worst
 
 
-def _from_folder(path: Path, *layout: int) -> Tensor | None:
+def from_folder(path: Path, *layout: int) -> Tensor | None:
     return our_logits(HfSource(path, vocab_multiple=8), *layout)
 
 
@@ -113,8 +113,8 @@ def _from_random(model: ModelSpec, path: Path, *layout: int) -> Tensor | None:
     return our_logits(RandomSource(model, path), *layout)
 
 
-def _layouts(model: ModelSpec, only: str) -> list[tuple[int, ...]]:
-    """All, or `only` "several": those of two ranks, each of which reads other slices."""
+def layouts_of(model: ModelSpec, only: str) -> list[tuple[int, ...]]:
+    """Return all layouts, or only those of two ranks, which read different slices, if `only` is "several"."""
     layouts = [x for x in LAYOUTS.values() if x[1] == 1 or not model.stem.per_layer_width]
     if model.has_experts:
         layouts = [*layouts, *EXPERTS.values()]
@@ -163,8 +163,8 @@ def test_theirs_to_ours(world2: World, tmp_path: Path, name: str, only: str) -> 
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         theirs = model(tokens()).logits
-    for layout in _layouts(HfSource(tmp_path, vocab_multiple=8).model, only):
-        _hold(world2.run(_from_folder, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
+    for layout in layouts_of(HfSource(tmp_path, vocab_multiple=8).model, only):
+        _hold(world2.run(from_folder, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
 
 
 def _alibi_slopes(heads: int) -> list[float]:
@@ -214,11 +214,11 @@ def test_gradients(world2: World, tmp_path: Path, name: str) -> None:
     """Theirs are saved as weights are, so that conversion gives each of ours its own."""
     model = make_theirs(name)
     model.save_pretrained(tmp_path / "weights")
-    (model(tokens()).logits * _weights_of_loss()).sum().backward()
+    (model(tokens()).logits * weights_of_loss()).sum().backward()
     for x in [*model.parameters(), *model.buffers()]:
         x.data = torch.zeros_like(x) if x.grad is None else x.grad
     model.save_pretrained(tmp_path / "gradients")
-    compared, worst = world2.run(_compare_gradients, tmp_path / "weights", tmp_path / "gradients", ranks=1)[0]
+    compared, worst = world2.run(compare_gradients, tmp_path / "weights", tmp_path / "gradients", ranks=1)[0]
     assert compared > 10
     assert worst < 1e-5
 
@@ -246,7 +246,7 @@ def test_baichuan(world2: World, tmp_path: Path, position_embedding: str) -> Non
         (folder / "config.json").write_text(json.dumps(kept | named))
     theirs = _baichuan_logits(folder, tokens())
     for layout in LAYOUTS.values():
-        _hold(world2.run(_from_folder, folder, *layout, ranks=layout[0] * layout[1])[-1], theirs)
+        _hold(world2.run(from_folder, folder, *layout, ranks=layout[0] * layout[1])[-1], theirs)
     _hold(world2.run(_from_random, model, tmp_path, 1, 1, ranks=1)[-1], theirs)
 
 
@@ -266,7 +266,7 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         theirs = loaded(tokens()).logits
     assert theirs.shape[-1] == SMALL["vocab_size"]
-    for layout in _layouts(model, "all"):
+    for layout in layouts_of(model, "all"):
         _hold(world2.run(_from_random, model, tmp_path, *layout, ranks=layout[0] * layout[1])[-1], theirs)
     prompt = tokens()[:1, :4]
     generated = loaded.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
