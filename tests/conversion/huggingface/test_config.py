@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from docs.site import families as families_page
 from megafp8.config import LongRopeConfig, MoeConfig, YarnConfig, load_config, model_spec
 from megafp8.conversion.flat import differences, flat_keys
 from megafp8.conversion.huggingface.config import FAMILIES, choose, read_config, write_config
@@ -34,6 +35,7 @@ from tests.conversion.families import (
     TWO_KINDS,
     config_class,
 )
+from tests.conversion.huggingface.drawn import DRAWN
 from tests.marks import slow_but
 from tests.quickstart_data import ROOT
 
@@ -721,20 +723,17 @@ def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str)
 
 
 def test_every_family_is_tested() -> None:
-    """Those of encoders in test_hf_encoders. A model of qwen3_5_moe_text is one of qwen3_next, which is written."""
-    written = {family for family, _ in OURS.values()}
-    assert written | {"qwen3_5_moe_text"} == {name for name, x in FAMILIES.items() if x.kind == "gpt"}
+    """Encoders are tested in test_encoders. A model of qwen3_5_moe_text is one of qwen3_next, which is written."""
+    tested = {family for family, _ in OURS.values()} | {*DRAWN}
+    assert tested | {"qwen3_5_moe_text"} == {name for name, x in FAMILIES.items() if x.kind == "gpt"}
 
 
 def test_every_family_is_documented() -> None:
-    """With the file that it is in, which is short."""
-    rows = (ROOT / "docs" / "huggingface.md").read_text().splitlines()
+    page = families_page.PAGE.read_text()
+    assert families_page.page_with_table(page) == page, "run python docs/site/families.py"
     for name, family in FAMILIES.items():
-        (row,) = (row for row in rows if row.startswith("| `") and f"`{name}`" in row.split("|")[1])
-        file = row.rstrip("| ").rpartition("|")[2].strip(" `")
-        text = (ROOT / "megafp8" / "conversion" / "huggingface" / "families" / file).read_text()
-        assert f'Family("{family.model_type}", ' in text
-        assert len(text.splitlines()) <= 150
+        assert family.about, name
+        assert len(families_page.file_of(name).read_text().splitlines()) <= 160
 
 
 _FAMILIES = """
