@@ -367,7 +367,9 @@ class MoE(FeedForward):
             if state.plan.saved == "high":
                 return rows * state.site.inputs * e
             granularity = batch.granularity(state.plan.name, "input")
-            return count * fp8_bytes(granularity, state.site.inputs, rows // count)
+            share, rest = divmod(rows, count)
+            shares = [share + 1] * rest + [share] * (count - rest)
+            return sum(fp8_bytes(granularity, state.site.inputs, x) for x in shares)
 
         n = moe.num_experts
         hidden = self.router.weight.shape[1]
