@@ -286,9 +286,10 @@ def initialize_distributed(device_type: str, timeout_seconds: float = 600.0) -> 
     if device_type == "cuda":
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if processes > gpus:
+            available = f"{gpus} GPU{'s' * (gpus != 1)}"
             works = f"start {gpus} (megafp8 launch --nproc-per-node {gpus}), or set the device to cpu"
             raise ValueError(
-                f"this node has {processes} processes but {gpus} GPUs, and each process needs one; {works}"
+                f"this node has {processes} processes but {available}, and each process needs one; {works}"
             )
         set_cuda_environment()
         torch.cuda.set_device(device)

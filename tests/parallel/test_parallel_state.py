@@ -214,7 +214,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        ValueError, match=r"this node has 4 processes but 1 GPUs, and each process needs one; start 1 .*cpu"
+        ValueError, match=r"this node has 4 processes but 1 GPU, and each process needs one; start 1 .*cpu"
     ):
         initialize_distributed("cuda")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # a driver is installed
