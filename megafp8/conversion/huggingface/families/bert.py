@@ -84,9 +84,7 @@ FAMILIES = (
         },
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         other_heads=r"(bert\.pooler|cls\.seq_relationship)\..*",
-    ), kind="bert",
-        about="BERT: `BertForPreTraining` and `BertForMaskedLM`; `gelu` or `gelu_new`",
-    ),
+    ), kind="bert"),
     Family("roberta", "RobertaForMaskedLM", (
         *_BERT, always(transform_activation="gelu"),
         Trait(("max_position_embeddings", "pad_token_id"), _read_roberta_positions, _write_roberta_positions),
@@ -96,7 +94,5 @@ FAMILIES = (
             "embedding.position": HfPlace("roberta.embeddings.position_embeddings", after(_ROBERTA_OFFSET)),
         },
         copies={"lm_head.decoder.bias": "lm_head.bias"}, other_heads=r"roberta\.pooler\..*",
-    ), kind="bert",
-        about="RoBERTa: `RobertaForMaskedLM`; `gelu` or `gelu_new`",
-    ),
+    ), kind="bert"),
 )  # fmt: skip

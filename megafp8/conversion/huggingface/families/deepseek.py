@@ -71,10 +71,7 @@ FAMILIES = (
         # transformers never normalizes; other engines do if the key says so.
         always("moe", normalize=False), only(norm_topk_prob=False, scoring_func="softmax"),
         only(written=False, mlp_bias=False), traits.HEADS_DIVIDE,
-    ), _NAMES, moe=True, latent=True,
-        about="DeepSeek-V2 and V2-Lite: latent attention, queries with or without a latent; softmax scores, "
-        "`greedy` and `group_limited_greedy`, shared experts, the first layers dense",
-    ),
+    ), _NAMES, moe=True, latent=True),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", (
         *_DEEPSEEK, only(rope_interleave=True), traits.num_experts("n_routed_experts", "num_local_experts"),
         traits.shared_experts(1),
@@ -84,7 +81,5 @@ FAMILIES = (
         ),
         traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True),
         only(scoring_func="sigmoid", topk_method="noaux_tc"), traits.MULTI_TOKEN_PREDICTION,
-    ), _NAMES, moe=True, latent=True,
-        about="DeepSeek-V3 and R1: latent attention; sigmoid scores, groups, shared experts, the first layers dense",
-    ),
+    ), _NAMES, moe=True, latent=True),
 )  # fmt: skip

@@ -43,7 +43,5 @@ FAMILIES = (
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(
         {"mlp.router.bias": HfPlace("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
-    ), moe=True,
-        about="ERNIE 4.5 with experts in any layers, shared experts or none; interleaved rotary embedding",
-    ),
+    ), moe=True),
 )  # fmt: skip

@@ -10,13 +10,9 @@ _GLM = (*traits.llama_like(2, 128, 1.5625e-7, rope(1e4, partial=0.5)), traits.NO
 _OUTPUT_NORMS = {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm": "post_mlp_layernorm"}
 FAMILIES = (
     Family("glm", "GlmForCausalLM", (*_GLM, same(qkv_bias=("attention_bias", True))),
-           like_llama(FUSED_GATE_UP, rotation="neighbors"),
-        about="GLM-4: interleaved, partial rotary embedding; with or without query, key and value biases",
-    ),
+           like_llama(FUSED_GATE_UP, rotation="neighbors")),
     Family("glm4", "Glm4ForCausalLM", (*_GLM, same(qkv_bias=("attention_bias", False)), always(norm_position="both")),
-           like_llama(FUSED_GATE_UP, _OUTPUT_NORMS, rotation="neighbors"),
-        about="GLM-4-0414: like `glm`, with norms of outputs",
-    ),
+           like_llama(FUSED_GATE_UP, _OUTPUT_NORMS, rotation="neighbors")),
     Family("glm4_moe", "Glm4MoeForCausalLM", (
         *traits.llama_like(8, norm_eps=1e-5, rope=rope(1e4, partial=0.5)), traits.NO_PADDING, *traits.NO_WINDOW,
         same(qkv_bias=("attention_bias", False), qk_norm=("use_qk_norm", False)),
@@ -27,8 +23,5 @@ FAMILIES = (
         ),
         traits.expert_groups(1, 1), always("moe", score="sigmoid", selection_bias=True),
         traits.MULTI_TOKEN_PREDICTION, only(written=False, mlp_bias=False),
-    ), like_llama(MULTI_TOKEN_PREDICTION), moe=True,
-        about="GLM-4.5, 4.6: experts as in `deepseek_v3`; with or without query, key and value biases and norms of "
-        "heads",
-    ),
+    ), like_llama(MULTI_TOKEN_PREDICTION), moe=True),
 )  # fmt: skip

@@ -40,9 +40,7 @@ FAMILIES = (
         "embedding.position": HfPlace("model.decoder.embed_positions", after(2)),
         "final_norm": "model.decoder.final_layer_norm", "output": "lm_head",
         **in_layers("model.decoder.layers.*", _OPT_LAYER),
-    }), rank=2,
-        about="OPT, except OPT-350M",
-    ),
+    }), rank=2),
     Family("gpt2", "GPT2LMHeadModel", (
         same(
             num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", ffn_hidden_size=("n_inner", None),
@@ -61,7 +59,5 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
         "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _GPT2_LAYER),
-    }), rank=2,
-        about="GPT-2: `gelu_new` or `gelu`; attention scaled by 1/√d",
-    ),
+    }), rank=2),
 )  # fmt: skip

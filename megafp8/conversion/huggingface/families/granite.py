@@ -73,19 +73,11 @@ _HYBRID = (
     only(written=False, attention_bias=False),
 )
 FAMILIES = (
-    Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES),
-        about="Granite 3: multipliers of embeddings, attention, residual connections and logits; biases as in "
-        "`llama`",
-    ),
+    Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES)),
     Family("granitemoe", "GraniteMoeForCausalLM", (
         *_GRANITE, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts(*_NUM_EXPERTS),
         only(written=False, attention_bias=False),
-    ), like_llama(_EXPERTS), moe=True,
-        about="Granite 3 MoE: like `granite`, with experts in all layers and no biases",
-    ),
+    ), like_llama(_EXPERTS), moe=True),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,
-           like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5,
-        about="Granite 4: Mamba-2 and attention, without positions or with rope; experts with a shared MLP, or the "
-        "MLP alone",
-    ),
+           like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5),
 )  # fmt: skip

@@ -59,8 +59,5 @@ FAMILIES = (
             {f"mlp.{ours}": f"feed_forward.{theirs}" for ours, theirs in _W.items()},
             {f"mlp.experts.*.{ours}": f"feed_forward.experts.*.{theirs}" for ours, theirs in _W.items()},
         ),
-    }), moe=True, rank=4,
-        about="LFM2 with experts: gated short convolutions with some layers of attention; sigmoid scores, the first "
-        "layers dense; no `conv_bias`",
-    ),
+    }), moe=True, rank=4),
 )  # fmt: skip

@@ -14,19 +14,12 @@ FAMILIES = (
     Family("llama", "LlamaForCausalLM", (
         *llama_like(None), traits.LINEAR_BIASES, *traits.NO_WINDOW,
         traits.HEADS_DIVIDE,  # other models are written as Mistral
-    ), rank=0,
-        about="Llama 1 to 3: grouped queries, `llama3` rope scaling, biases on all linear layers or none; "
-        "`hidden_act` `silu`, `gelu` or `gelu_pytorch_tanh`",
-    ),
+    ), rank=0),
     Family("mistral", "MistralForCausalLM", (
         *llama_like(8), traits.window_of_all(4096), only(written=False, attention_bias=False, mlp_bias=False),
-    ), rank=0,
-        about="Mistral: sliding window; any `head_dim`",
-    ),
+    ), rank=0),
     Family("mixtral", "MixtralForCausalLM", (
         *llama_like(8, norm_eps=1e-5, rope=rope(1e6)), *traits.ROUTER, traits.EXPERTS_ONLY,
         traits.num_experts("num_local_experts", "num_experts"), traits.window_of_all(None),
-    ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS), moe=True, rank=0,
-        about="Mixtral: experts in all layers; sliding window",
-    ),
+    ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS), moe=True, rank=0),
 )  # fmt: skip

@@ -63,7 +63,5 @@ FAMILIES = (
             scaling_factor=("routed_scaling_factor", 1.0),
         ),
         always("moe", score="softmax"), only(n_group=1, topk_group=1),
-    ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True,
-        about="Mistral 4: like `deepseek_v2` without groups, with YaRN and queries scaled by position",
-    ),
+    ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True),
 )  # fmt: skip
