@@ -448,6 +448,16 @@ HYBRID: dict[str, Any] = SMALL | {
     "pattern": ["linear", "full"],
 }  # fmt: skip
 HYBRID_EXPERTS = {"num_experts": 6, "shared_ffn_hidden_size": 40, "shared_gate": True, "ffn_hidden_size": 24}
+ROTATED_WINDOWS: dict[str, Any] = {
+    "layer_kinds": {
+        "dense": {"mixer": {"position_embedding": "none"}, "ffn": {"kind": "mlp"}},
+        "local": {"mixer": {"sliding_window": 5}, "ffn": {"kind": "moe"}},
+        "full": {"mixer": {"position_embedding": "none"}, "ffn": {"kind": "moe"}},
+    },
+    "pattern": ["dense", "local", "full"],
+    "moe": {key: x for key, x in GROUPED_EXPERTS.items() if "group" not in key and key != "first_dense_layers"},
+}
+"""Keys of a model in which only layers with a window have a rotary embedding."""
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts that no layer has": (
         "llama",
@@ -872,6 +882,33 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation": "gelu_tanh",
             "linear_bias": True,
             "tie_embeddings": True,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        SMALL
+        | {
+            "qk_norm": True,
+            "sliding_window": 5,
+            "full_attention_layers": [0],
+            "moe": GROUPED_EXPERTS | {"num_groups": 1, "top_groups": None},
+        },
+    ),
+    "exaone_moe": ("exaone_moe", SMALL | {"qk_norm": True, **ROTATED_WINDOWS}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        LATENT | {"norm_eps": 1e-5, "latent_attention": LATENT["latent_attention"] | {"norm_eps": 1e-6}},
+    ),
+    "youtu": ("youtu", LATENT | {"moe": None}),
+    "afmoe": (
+        "afmoe",
+        SMALL
+        | {
+            "qk_norm": True,
+            "output_gate": True,
+            "norm_position": "both",
+            "embedding_multiplier": 32**0.5,
+            **ROTATED_WINDOWS,
         },
     ),
 }

@@ -17,6 +17,7 @@ from megafp8.conversion.keys import MOST_LAYERS, Fields, HfConfig, Keys, Trait
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Usual values of layer_types."""
+_MLP_TYPES = "mlp_layer_types"
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
@@ -114,6 +115,20 @@ def windows(default: int | None, kinds: Callable[[HfConfig], list[str]], *keys: 
     return Trait(("sliding_window", "layer_types", *keys), read, write)
 
 
+def rotated_windows(default: int, kinds: Callable[[HfConfig], list[str]], *keys: str) -> Trait:
+    """Return a trait like `windows` for a model in which only layers with a window have a rotary embedding."""
+    trait = windows(default, kinds, *keys)
+
+    def read(hf: HfConfig) -> Fields:
+        fields = trait.read(hf)
+        if hf.get("sliding_window", default) is None:
+            refuse("sliding_window", None, "a number of tokens")
+        positions = ["none" if window is None else "rope" for window in fields["mixer.sliding_window"]]
+        return fields | {"mixer.position_embedding": positions}
+
+    return Trait(trait.keys, read, trait.write)
+
+
 def full_every(every: int, *keys: str) -> Callable[[HfConfig], list[str]]:
     """Return a function that returns layer kinds in which the last layer of each interval has full attention.
 
@@ -159,3 +174,27 @@ def without_rotary(default_interval: int) -> Trait:
     return Trait(
         (key, interval_key), read, lambda ours: {key: [int(x == "rope") for x in ours["mixer.position_embedding"]]}
     )
+
+
+def sparse_layers(dense: int, key: str | None, *, listed: bool = True) -> Trait:
+    """Return a trait for which layers have experts (sparse) and which have an MLP (dense).
+
+    Args:
+        dense: Default number of dense layers, which are the first layers.
+        key: Key for the number of dense layers, or None if the family has no such key.
+        listed: Whether mlp_layer_types, if present, has the kind of each layer.
+    """
+
+    def read(hf: HfConfig) -> Fields:
+        kinds = layer_list(hf, _MLP_TYPES, ("dense", "sparse")) if listed else None
+        if kinds is None:
+            first = dense if key is None else hf.get(key, dense)
+            kinds = ["dense" if i < first else "sparse" for i in range(num_layers(hf))]
+        return {"ffn.kind": ["mlp" if kind == "dense" else "moe" for kind in kinds]}
+
+    def write(ours: Fields) -> Keys:
+        kinds = ["sparse" if kind == "moe" else "dense" for kind in ours["ffn.kind"]]
+        written: Keys = {} if key is None else {key: [*kinds, "sparse"].index("sparse")}
+        return written | ({_MLP_TYPES: kinds} if listed else {})
+
+    return Trait((*([] if key is None else [key]), *([_MLP_TYPES] if listed else [])), read, write)

@@ -21,6 +21,7 @@ Shapes: n is the number of rows of our tensor.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ from megafp8.layers.activation.record import ACTIVATIONS
 from megafp8.parallel.sharding import Shape
 from megafp8.spec import LayerSpec, ModelSpec, PartRecord
 
+logger = logging.getLogger(__name__)
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
 
 Rows = Callable[[Any, int], tuple[Tensor, int]]
@@ -272,6 +274,14 @@ def _of_stack(model: ModelSpec, name: str) -> str:
     if layer is None or not model.layers[int(layer[1])].is_decoder:
         return name
     return f"decoder.{int(layer[1]) - model.num_layers}.{name[layer.end() :]}"
+
+
+def without_prediction(model: ModelSpec, entries: Entries) -> Entries:
+    """Return the tensors without `mtp`: layers of multi-token prediction that are built unlike the model's layers."""
+    main = {name: entry for name, entry in entries.items() if not name.startswith("mtp.")}
+    if len(main) < len(entries):
+        logger.info("mtp: the layers of multi-token prediction are left out; transformers does not read them, either")
+    return main
 
 
 _BUFFERS = re.compile(

@@ -137,13 +137,19 @@ MULTI_TOKEN_PREDICTION = Trait(
 )
 
 
-def expert_groups(groups: int, top: int) -> Trait:
-    """Return a trait for groups of experts, some of which are candidates for a token. The arguments are defaults."""
+def expert_groups(groups: int, top: int, num_experts: str = "n_routed_experts") -> Trait:
+    """Return a trait for groups of experts, some of which are candidates for a token.
+
+    Args:
+        groups: Default number of groups.
+        top: Default number of groups that are chosen for a token.
+        num_experts: Key for the number of experts.
+    """
 
     def read(hf: HfConfig) -> Fields:
-        experts, count = hf.get("n_routed_experts"), hf.get("n_group", groups)
+        experts, count = hf.get(num_experts), hf.get("n_group", groups)
         if isinstance(experts, int) and isinstance(count, int) and 0 < experts < 2 * count:
-            refuse("n_group", count, f"groups of at least two of the n_routed_experts ({experts})")
+            refuse("n_group", count, f"groups of at least two of the {num_experts} ({experts})")
         return {"moe.num_groups": count, "moe.top_groups": hf.get("topk_group", top)}
 
     return Trait(("n_group", "topk_group"), read, write_expert_groups)
@@ -181,6 +187,25 @@ def shared_experts(default: int, key: str = "n_shared_experts", least: int = 1) 
 def num_experts(key: str, other: str) -> Trait:
     """Return a trait for the number of experts under either of two names."""
     return either("moe.num_experts", key, other)
+
+
+def sigmoid_router(
+    scaling: float, *, normalize: bool = True, num_experts: str = "n_routed_experts"
+) -> tuple[Trait, ...]:
+    """Return the traits for a router with sigmoid scores, a selection bias and groups of experts, as in DeepSeek-V3.
+
+    Args:
+        scaling: Default of routed_scaling_factor.
+        normalize: Default of norm_topk_prob.
+        num_experts: Key for the number of experts.
+    """
+    return (
+        *ROUTER, expert_groups(1, 1, num_experts), always("moe", score="sigmoid", selection_bias=True),
+        same("moe", normalize=("norm_topk_prob", normalize), scaling_factor=("routed_scaling_factor", scaling),
+             ffn_hidden_size="moe_intermediate_size"),
+        # Code in the first folders and other engines read these keys.
+        only(written=False, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    )  # fmt: skip
 
 
 def check_window(window: Any, kinds: list[str] | None) -> None:

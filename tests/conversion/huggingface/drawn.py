@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import LLAMA, make_model, tokens
+from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -54,8 +54,101 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices of most families."""
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+EXPERTS: dict[str, tuple[Any, ...]] = {
+    "num_experts_per_tok": (2, 3), "n_group": (1, 2), "topk_group": (1,), "norm_topk_prob": (False, True),
+    "routed_scaling_factor": (1.0, 1.5), "moe_intermediate_size": (24, 16),
+}  # fmt: skip
+"""Choices of families with the router of DeepSeek-V3."""
+LATENT: dict[str, Any] = LLAMA | {"num_key_value_heads": 4, "n_routed_experts": 8}
+LATENT_SIZES: dict[str, tuple[Any, ...]] = {
+    "hidden_size": (32, 48), "intermediate_size": (48, 40), "tie_word_embeddings": (False, True),
+    "q_lora_rank": (None, 20), "kv_lora_rank": (12, 16), "qk_nope_head_dim": (8, 10), "qk_rope_head_dim": (4, 6),
+    "v_head_dim": (6, 12), "rms_norm_eps": (1e-5, 1e-6),
+    "rope_parameters": (None, YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 1.0}),
+}  # fmt: skip
+"""Keys and choices of families with latent attention."""
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "dots1": Family(
+        "Dots1",
+        LLAMA | {"n_routed_experts": 8},
+        SIZES
+        | ROPE
+        | EXPERTS
+        | {
+            "num_hidden_layers": (3,),
+            "layer_types": (None, ["full_attention"] * 3),
+            "head_dim": (8, 12),
+            "n_shared_experts": (1, 2),
+            "first_k_dense_replace": (0, 1),
+            "sliding_window": (None, 5),
+            "max_window_layers": (1, 2),
+            "rms_norm_eps": (1e-5, 1e-6),
+        },
+    ),
+    "solar_open": Family(
+        "SolarOpen",
+        {key: x for key, x in LLAMA.items() if key != "intermediate_size"} | {"n_routed_experts": 8},
+        {key: x for key, x in SIZES.items() if key != "intermediate_size"}
+        | EXPERTS
+        | {
+            "head_dim": (8, 12),
+            "n_shared_experts": (1, 2),
+            "attention_bias": (False, True),
+            "rope_parameters": (None, YARN_ROPE),
+        },
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoe",
+        LLAMA | {"num_experts": 8},
+        SIZES
+        | ROPE
+        | EXPERTS
+        | {
+            "num_hidden_layers": (3,),
+            "head_dim": (8, 12),
+            "num_shared_experts": (1, 2),
+            "sliding_window": (3, 5),
+            "sliding_window_pattern": (2, 3),
+            "first_k_dense_replace": (0, 1),
+            "layer_types": (None, ["full_attention", "sliding_attention", "sliding_attention"]),
+            "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        },
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        LATENT | {"num_hidden_layers": 2},
+        LATENT_SIZES
+        | EXPERTS
+        | {
+            "n_shared_experts": (1, 2),
+            "mlp_layer_types": (None, ["sparse", "dense"], ["sparse"] * 2),
+        },
+    ),
+    "youtu": Family(
+        "Youtu",
+        {key: x for key, x in LATENT.items() if key != "n_routed_experts"},
+        LATENT_SIZES | {"num_hidden_layers": (2, 3, 4), "initializer_range": (None, 0.1)},
+    ),
+    "afmoe": Family(
+        "Afmoe",
+        LLAMA | {"num_experts": 8},
+        SIZES
+        | ROPE
+        | {
+            "num_hidden_layers": (3,),
+            "head_dim": (8, 12),
+            "num_shared_experts": (1, 2),
+            "sliding_window": (3, 5),
+            "global_attn_every_n_layers": (2, 3),
+            "num_dense_layers": (0, 2),
+            "route_scale": (1.0, 2.5),
+            "layer_types": (None, ["full_attention", "sliding_attention", "sliding_attention"]),
+            "mup_enabled": (False, True),
+            "num_experts_per_tok": (2, 3),
+            "moe_intermediate_size": (24, 16),
+        },
+    ),
 }
 """Families by model_type."""
 

@@ -707,11 +707,14 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         (_deepseek(shared_gate=True), r"lacks model.moe.shared_gate = True \(there False\)$"),
         (_deepseek(shared_ffn_hidden_size=40), r"lacks model.moe.shared_ffn_hidden_size = 40 \(there 24\)$"),
         (_deepseek(shared_ffn_hidden_size=None), r"lacks model.moe.shared_ffn_hidden_size = None \(there 24\)$"),
-        (_deepseek(layer_interval=2), r"lacks model.moe.layer_interval = 2 \(there 1\)$"),
         (_deepseek(num_groups=8, top_groups=4), "lacks n_group = 8: .*groups of at least two"),
         (LATENT | {"norm_eps": 1e-5}, r"nearest, deepseek_v3, lacks model.norm_eps = 1e-05 \(there 1e-06\)$"),
         (LATENT | {"sliding_window": 5}, r"nearest, deepseek_v3, lacks model.sliding_window = 5 \(there None\)$"),
-        (LATENT | {"moe": None}, r"^no Hugging Face family has this model: .*latent attention .* without experts"),
+        (LATENT | {"moe": None, "norm_position": "both"}, "nearest, youtu, lacks model.norm_position = 'both'"),
+        (
+            LATENT | {"moe": None, "sparse_attention": {}},
+            r"^no Hugging Face family has this model: .*latent attention .* selected tokens .* without experts",
+        ),
         (LATENT | {"qk_norm": True}, "^model.qk_norm = True: model.latent_attention is set, and it normalizes"),
         (_experts() | TWO_KINDS, "^no Hugging Face family has this model: layers have two kinds of experts"),
         (_experts(top_k=5), r"^model.moe.top_k = 5: .*num_experts is 4"),
@@ -741,6 +744,7 @@ _FAMILIES = """
     Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX
     Qwen3Next Mixtral GraniteMoe GptOss Qwen3Moe Qwen2Moe Olmoe DeepseekV2 DeepseekV3
     Glm4Moe Olmo3 SmolLM3 MiniMaxM2 Ernie4_5_Moe Mistral4 NanoChat Llama4
+    Glm4MoeLite Youtu Afmoe ExaoneMoe SolarOpen
     Bert Roberta T5
 """
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3."""
+"""DeepSeek-V2 and V3, and Youtu-LLM with the same latent attention but without experts."""
 
 from collections.abc import Mapping
 
@@ -41,23 +41,36 @@ def _write_group_method(ours: Fields) -> Keys:
     return {**groups, "topk_method": _GROUP_METHODS[groups["n_group"] > 1]}
 
 
-LATENT_KEYS = (
+def latent_norms(eps: float) -> tuple[Trait, ...]:
+    """Return traits for the epsilon of norms, by default `eps`, which is always 1e-6 for the norms of the latents."""
+    return same(norm_eps=("rms_norm_eps", eps)), always("latent_attention", norm_eps=1e-6)
+
+
+def _read_init(hf: HfConfig) -> Fields:
+    """Read the standard deviation of youtu's weights, which by default follows from hidden_size."""
+    return {"init_std": hf.get("initializer_range") or 2 / (5 * hf["hidden_size"]) ** 0.5}
+
+
+LATENT_ATTENTION = (
     *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED,
     same(
         "latent_attention", q_rank=ConfigKey("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
         nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
     ),
     only(attention_bias=False),
-    same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"),
 )  # fmt: skip
+LATENT_KEYS = (*LATENT_ATTENTION, same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"))
 LATENT_MODEL = (
     *LATENT_KEYS, always(norm_eps=1e-6),
     only(rms_norm_eps=1e-6, why="which transformers always uses for the norms of the latents"),
 )  # fmt: skip
-DEEPSEEK_KEYS = (
+LATENT_ROPE = (
     rope(1e4),
     # The default of transformers is 128 in deepseek_v3, regardless of the number of heads.
     check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
+)
+DEEPSEEK_KEYS = (
+    *LATENT_ROPE,
     only(moe_layer_freq=1),  # this key and the next ones are read by engines other than transformers
     unread("aux_loss_alpha", "seq_aux"),  # like router_aux_loss_coef, for losses that we do not have
 )  # fmt: skip
@@ -82,4 +95,9 @@ FAMILIES = (
         traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True),
         only(scoring_func="sigmoid", topk_method="noaux_tc"), traits.MULTI_TOKEN_PREDICTION,
     ), _NAMES, moe=True, latent=True),
+    Family("youtu", "YoutuForCausalLM", (
+        *LATENT_ATTENTION, *LATENT_ROPE, *latent_norms(1e-6), traits.TIED,
+        Trait(("initializer_range", "embedding_initializer_range"), _read_init),
+        only(rope_interleave=True), only(written=False, mlp_bias=False),
+    ), like_llama(usual(LatentMixerConfig)), latent=True, rank=5),
 )  # fmt: skip

@@ -1,8 +1,11 @@
-"""GLM-4 with norms before attention and MLP (glm) or on both sides (glm4), and GLM-4.5 and 4.6 (glm4_moe)."""
+"""GLM-4 (with norms on both sides in glm4), GLM-4.5 and 4.6, and GLM-4.7 Flash with latent attention."""
 
+from megafp8.config import LatentMixerConfig
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import FUSED_GATE_UP, MULTI_TOKEN_PREDICTION, like_llama
+from megafp8.conversion.huggingface.families.deepseek import LATENT_ATTENTION, LATENT_ROPE, latent_norms
+from megafp8.conversion.huggingface.layers import sparse_layers
+from megafp8.conversion.huggingface.names import FUSED_GATE_UP, MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import always, only, same
 
@@ -16,12 +19,14 @@ FAMILIES = (
     Family("glm4_moe", "Glm4MoeForCausalLM", (
         *traits.llama_like(8, norm_eps=1e-5, rope=rope(1e4, partial=0.5)), traits.NO_PADDING, *traits.NO_WINDOW,
         same(qkv_bias=("attention_bias", False), qk_norm=("use_qk_norm", False)),
-        *traits.ROUTER, traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
-        same(
-            "moe", first_dense_layers=("first_k_dense_replace", 1), normalize=("norm_topk_prob", True),
-            scaling_factor=("routed_scaling_factor", 1.0), ffn_hidden_size=("moe_intermediate_size", 1408),
-        ),
-        traits.expert_groups(1, 1), always("moe", score="sigmoid", selection_bias=True),
+        traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
+        *traits.sigmoid_router(1.0), same("moe", first_dense_layers=("first_k_dense_replace", 1)),
         traits.MULTI_TOKEN_PREDICTION, only(written=False, mlp_bias=False),
     ), like_llama(MULTI_TOKEN_PREDICTION), moe=True),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (
+        *LATENT_ATTENTION, *LATENT_ROPE, *latent_norms(1e-5),
+        traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
+        *traits.sigmoid_router(1.8), sparse_layers(1, None), traits.MULTI_TOKEN_PREDICTION,
+        only(rope_interleave=True), only(written=False, mlp_bias=False, first_k_dense_replace=1),
+    ), like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION), moe=True, latent=True, rank=5),
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Nemotron-H and Nemotron 3. Each layer is one of Mamba-2, attention, MLP and experts, and has one norm."""
 
-import logging
 import re
 
 from megafp8.config import AttentionConfig, MlpConfig, MoeFfnConfig
@@ -9,11 +8,9 @@ from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import FULL
 from megafp8.conversion.huggingface.mamba import LINEAR, MAMBA_NAMES, NO_LIMIT, kinds_of, mamba, mixers
-from megafp8.conversion.huggingface.names import Entries, HfPlace, TensorNames, in_layers, usual
+from megafp8.conversion.huggingface.names import HfPlace, TensorNames, in_layers, usual, without_prediction
 from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
-from megafp8.spec import ModelSpec
 
-logger = logging.getLogger(__name__)
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
@@ -49,14 +46,6 @@ def _check_limit(hf: HfConfig) -> None:
     least, most = hf.get("time_step_limit") or (0.0, NO_LIMIT[0])
     if least or most not in NO_LIMIT:
         refuse("time_step_limit", [least, most], "0 and infinity, because transformers does not read it")
-
-
-def _stored(model: ModelSpec, entries: Entries) -> Entries:
-    """Return the tensors without multi-token prediction, whose layers have other kinds than the model's layers."""
-    main = {name: entry for name, entry in entries.items() if not name.startswith("mtp.")}
-    if len(main) < len(entries):
-        logger.info("mtp: the layers of multi-token prediction are left out; transformers does not read them, either")
-    return main
 
 
 _LAYERS = Trait(("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"), _read_layers, _write_layers)
@@ -104,5 +93,5 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "backbone.embeddings", "final_norm": "backbone.norm_f", "output": "lm_head",
         **in_layers("backbone.layers.*", _IN_LAYERS, {"attention_norm": "norm", "mlp_norm": "norm"}),
-    }, stored=_stored), moe=None, rank=5),
+    }, stored=without_prediction), moe=None, rank=5),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.deepseek import DEEPSEEK_KEYS, LATENT_KEYS
+from megafp8.conversion.huggingface.families.deepseek import DEEPSEEK_KEYS, LATENT_KEYS, latent_norms
 from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, check, only, same
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
@@ -35,7 +35,7 @@ def _check_layers(hf: HfConfig) -> None:
 
 
 _SPARSE = (
-    *LATENT_KEYS, *DEEPSEEK_KEYS, same(norm_eps=("rms_norm_eps", 1e-6)), always("latent_attention", norm_eps=1e-6),
+    *LATENT_KEYS, *DEEPSEEK_KEYS, *latent_norms(1e-6),
     traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
     same("moe", normalize=("norm_topk_prob", True), scaling_factor=("routed_scaling_factor", 2.5)),
     Trait(("first_k_dense_replace", "mlp_layer_types"), _read_dense_layers, _write_dense_layers),
