@@ -327,15 +327,17 @@ class Attention(Mixer):
         q, k, v = self.heads, 0 if self.reads_keys else self.groups, self.groups if "v" in self.split else 0
         normed, projection = self.q_norm is not None or self.norms_rotated, self.qk_norms is not None
         changed = normed or projection or self.rope is not None
-        # torch's norm keeps its input, a view or the rotated heads, and heads before they are multiplied by weights.
+        # torch's norm keeps its input, which is a view of the packed heads unless rotation precedes the norm, and heads
+        # before they are multiplied by weights.
         by_torch = self.q_norm is not None and not self.q_norm.zero_centered
-        before = (q + k) * (normed + (by_torch and self.norms_last and self.rope is not None))
-        before += k * (record.keys_as_values and (by_torch or self.q_norm is None))
+        rotated_first = self.norms_last and self.rope is not None
+        before = (q + k) * (normed + (by_torch and rotated_first))
+        before += k * (record.keys_as_values and (by_torch or self.q_norm is None or rotated_first))
         after = q * (changed or record.query_scaling is not None)
         after += k * (changed or (read and not record.keys_as_values)) + k * record.value_norm
         after += v * (read and not record.value_norm)
         statistics = (q + k) * normed + k * record.value_norm + 2 * projection
-        packed = by_torch or projection or not changed or record.output_gate
+        packed = (by_torch and not rotated_first) or projection or not changed or record.output_gate
         packed = packed or (v > 0 and (record.value_norm or not read))
         return {
             "q, k, v, gate": m * sum(self.split.values()) * e * packed,

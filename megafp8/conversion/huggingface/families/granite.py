@@ -100,7 +100,6 @@ FAMILIES = (
     Family("granite_swa", "GraniteSWAForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=Trait((*ROPE_KEYS, _BASES), _read_bases, _write_bases)),
         _MULTIPLIERS, traits.LINEAR_BIASES, traits.TIED, windows(128, _window_kinds), always(attention_sinks=True),
-        traits.HEADS_DIVIDE,
     ), rank=4),
     Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, like_llama(_EXPERTS), moe=True),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,

@@ -51,8 +51,8 @@ def _read_dense_rope(hf: HfConfig) -> Fields:
     """Read YaRN for whole heads, in which equal values of mscale and mscale_all_dim cancel each other."""
     fields = _read_rope(hf)
     yarn = fields["yarn"]
-    if of_all := yarn.pop("mscale_all_dim", 0):
-        expect(yarn, "mscale", of_all, f"the value of mscale_all_dim ({of_all}), or neither of the two")
+    if strength := yarn.pop("mscale_all_dim", 0):
+        expect(yarn, "mscale", strength, f"the value of mscale_all_dim ({strength}), or neither of the two")
         yarn["mscale"] = 0
     return fields
 
