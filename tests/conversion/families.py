@@ -941,7 +941,7 @@ def make_model(
     import transformers
 
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
+    model = getattr(transformers, _OTHER_CLASSES.get(kind, f"{kind}ForCausalLM"))(
         config_class(kind)(**deepcopy(options))  # which it changes
     )
     randomize(model, norms)
@@ -950,6 +950,7 @@ def make_model(
     return model.to(dtype).eval()
 
 
+_OTHER_CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM"}
 _TEXT_KINDS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 

@@ -215,6 +215,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_chunk": 3,
         "query_scaling": {"factor": 0.5, "length": 3, "first_position": 1},
     },
+    "norms-after-rotation": LLAMA | {"qk_norm": "after_rotation", "yarn": YARN},
     "one-part": LLAMA
     | DROPOUT
     | {

@@ -208,6 +208,8 @@ def _attention(
             kh = kh if record.kv_layer is not None else _norm(kh, w, f"{name}.k_norm", config)
         if config.position_embedding == "rope":
             qh, kh = _rotate(qh, positions, config, window), _rotate(kh, positions, config, window)
+        if config.qk_norm == "after_rotation":
+            qh, kh = _norm(qh, w, f"{name}.q_norm", config), _norm(kh, w, f"{name}.k_norm", config)
         if config.qk_norm == "rotated":
             qh, kh = (y / (y.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() for y in (qh, kh))
         if config.value_norm:

@@ -66,7 +66,8 @@ def _read_dictionary(key: str, rope: Any, hf: HfConfig, default_theta: float) ->
         refuse(key, rope, "one rotary embedding for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES))
+        same = "; dynamic equals default for up to max_position_embeddings tokens" if kind == "dynamic" else ""
+        refuse(f"{key}.rope_type", kind, ", ".join(_ROPE_TYPES) + same)
     if rope.get("type", kind) != kind:
         refuse(f"{key}.type", rope["type"], f"the value of {key}.rope_type ({kind!r}), its new name")
     theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))

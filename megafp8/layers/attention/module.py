@@ -177,8 +177,8 @@ class Attention(Mixer):
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
         plain = [*parts] == ["q", "k", "v"] and not self.is_read
-        self.norms_rotated = record.qk_norm == "rotated"
-        rotates = has_rotary and plain and not record.value_norm
+        self.norms_rotated, self.norms_last = record.qk_norm == "rotated", record.qk_norm == "after_rotation"
+        rotates = has_rotary and plain and not (record.value_norm or self.norms_last)
         if rotates and self.norms_rotated:  # a rotation keeps a head's norm unless the tables contain a factor
             scaled = record.yarn or record.longrope
             rotates = scaled is None or scaled.rotated_factor == 1
@@ -216,7 +216,7 @@ class Attention(Mixer):
             self.qk_norms = ProjectionNorms(
                 name, q_size, kv_size, context, model.norm.eps, zero_centered=model.norm.zero_centered
             )
-        elif record.qk_norm is True:
+        elif record.qk_norm is True or self.norms_last:
             norm: dict[str, Any] = {
                 "eps": model.norm.eps,
                 "sees_a_slice": t > 1,
@@ -327,14 +327,17 @@ class Attention(Mixer):
         q, k, v = self.heads, 0 if self.reads_keys else self.groups, self.groups if "v" in self.split else 0
         normed, projection = self.q_norm is not None or self.norms_rotated, self.qk_norms is not None
         changed = normed or projection or self.rope is not None
-        # torch's norm keeps its input, which is a view, and heads before they are multiplied by weights.
+        # torch's norm keeps its input, which is a view of the packed heads unless rotation precedes the norm, and heads
+        # before they are multiplied by weights.
         by_torch = self.q_norm is not None and not self.q_norm.zero_centered
-        before = (q + k) * normed + k * (record.keys_as_values and (by_torch or self.q_norm is None))
+        rotated_first = self.norms_last and self.rope is not None
+        before = (q + k) * (normed + (by_torch and rotated_first))
+        before += k * (record.keys_as_values and (by_torch or self.q_norm is None or rotated_first))
         after = q * (changed or record.query_scaling is not None)
         after += k * (changed or (read and not record.keys_as_values)) + k * record.value_norm
         after += v * (read and not record.value_norm)
         statistics = (q + k) * normed + k * record.value_norm + 2 * projection
-        packed = by_torch or projection or not changed or record.output_gate
+        packed = (by_torch and not rotated_first) or projection or not changed or record.output_gate
         packed = packed or (v > 0 and (record.value_norm or not read))
         return {
             "q, k, v, gate": m * sum(self.split.values()) * e * packed,
@@ -436,8 +439,9 @@ class Attention(Mixer):
 
     def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return queries or keys after the model's norm and rotation, if any."""
-        x_sbad = x_sbad if norm is None else norm(x_sbad)
+        x_sbad = x_sbad if norm is None or self.norms_last else norm(x_sbad)
         x_sbad = x_sbad if rotary is None else rotate_heads(x_sbad, *rotary)
+        x_sbad = x_sbad if norm is None or not self.norms_last else norm(x_sbad)
         return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad
 
 

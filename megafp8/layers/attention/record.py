@@ -178,10 +178,10 @@ class AttentionKeys(RotaryKeys):
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections only (Qwen2)."""
-    qk_norm: bool | Literal["projection", "rotated"] = False
+    qk_norm: bool | Literal["projection", "rotated", "after_rotation"] = False
     """Apply RMSNorm to each query and key head (Qwen3). projection: normalize all query heads together, and all key
-    heads together (OLMoE). rotated: normalize each head after the rotary embedding, without weights (Llama 4,
-    nanochat)."""
+    heads together (OLMoE). after_rotation: normalize each head after the rotary embedding (Hunyuan). rotated: do the
+    same without weights (Llama 4, nanochat)."""
     value_norm: bool = False
     """Apply RMSNorm without weights to each value head (Gemma 4)."""
     keys_as_values: bool = False

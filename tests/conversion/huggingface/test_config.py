@@ -271,6 +271,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         M4 | {"rope_parameters": {k: x for k, x in M4["rope_parameters"].items() if k != "llama_4_scaling_beta"}},
         "rope_parameters.llama_4_scaling_beta = None: .*by which queries are scaled",
     ),
+    "mscale of Ministral 3": (
+        L | {"model_type": "ministral3", "rope_parameters": M4["rope_parameters"] | {"mscale": 0.5}},
+        "mscale = 0.5: .*mscale_all_dim",
+    ),
+    "a part of a head in Ministral 3": (
+        L | {"model_type": "ministral3", "rope_parameters": M4["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5: .*1.0, the rotated part of a head",
+    ),
+    "biases of Seed-OSS": (
+        L | {"model_type": "seed_oss", "attention_out_bias": True},
+        "attention_out_bias = True: .*the value of mlp_bias",
+    ),
+    "windows of EXAONE 4 in letters": (
+        L | {"model_type": "exaone4", "sliding_window_pattern": "LLG"},
+        "sliding_window_pattern = 'LLG': .*or layer_types",
+    ),
+    "alpha without a width in Hunyuan": (
+        L | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}},
+        "head_dim = None: .*rope_scaling.alpha needs",
+    ),
+    "no alpha in Hunyuan": (
+        L | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_type = 'dynamic': .*dynamic equals default for up to max_position_embeddings tokens",
+    ),
+    "no norms in Hunyuan": (L | {"model_type": "hunyuan_v1_dense", "use_qk_norm": False}, "use_qk_norm = False"),
+    "biases of InternLM 3": (L | {"model_type": "internlm3", "qkv_bias": True}, "attention_bias = True: .*mlp_bias"),
+    "bases of Granite's layers": (
+        L | {"model_type": "granite_swa", "layer_rope_theta": [500.0, 0]},
+        r"layer_rope_theta = \[500.0, 0\]: .*num_hidden_layers \(3\)",
+    ),
     "groups of Mistral 4": (M4 | {"n_group": 2}, "n_group = 2: .*supported: 1"),
     "bases of OLMo 3's windows": (
         L | {"model_type": "olmo3", "rope_theta": 1e4},
@@ -746,6 +776,7 @@ _FAMILIES = """
     Glm4Moe Olmo3 SmolLM3 MiniMaxM2 Ernie4_5_Moe Mistral4 NanoChat Llama4
     Glm4MoeLite Youtu Afmoe ExaoneMoe SolarOpen
     Bert Roberta T5
+    Ministral3 SeedOss Exaone4 HunYuanDenseV1 InternLM3 GraniteSWA GraniteMoeShared VaultGemma Ministral
 """
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megafp8.conversion.flat import differences as differing
+from megafp8.conversion.huggingface.config import FAMILIES, read_config, write_config
 from megafp8.conversion.huggingface.source import HfSource
-from tests.conversion.families import make_model, tokens
+from tests.conversion.families import config_class, make_model, tokens
 from tests.conversion.huggingface.drawn import DRAWN, MODELS, differences, drawn_keys
 from tests.conversion.huggingface.test_logits import from_folder, layouts_of
 from tests.marks import slow_but
@@ -23,6 +26,21 @@ def test_random_models_equal_those_of_transformers(world2: World, tmp_path: Path
     found = differences(world2, tmp_path, name, seed)
     assert max(found.logits, found.gradients, found.written) <= 1e-5, (found, drawn_keys(name, seed))
     assert found.texts == 0, drawn_keys(name, seed)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_our_config_describes_the_models(name: str) -> None:
+    """`transformers` computes the same logits with the config.json that we write for a model of ours."""
+    kind, norms = DRAWN[name].kind, DRAWN[name].norms
+    for seed in range(MODELS):
+        theirs = make_model(kind, drawn_keys(name, seed), seed, norms)
+        model = read_config(theirs.config.to_dict() | {"model_type": name})[1]
+        written = write_config(FAMILIES[name], model)
+        assert differing(read_config(written)[1], model) == [], written
+        again = type(theirs)(config_class(kind)(**json.loads(json.dumps(written)))).eval()
+        again.load_state_dict(theirs.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(again(tokens()).logits, theirs(tokens()).logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", slow_but(DRAWN))

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Gemma 2 and 3, and VaultGemma, which is Gemma 2 without norms of the outputs of attention and MLP."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
@@ -40,7 +40,8 @@ _GEMMA = (
 )
 _GEMMA3_INTERVAL = ("sliding_window_pattern", "_sliding_window_pattern")
 _GEMMA3_LAYERS = full_every(6, *_GEMMA3_INTERVAL)
-_NAMES = like_llama(OUTPUT_NORMS, {"mlp_norm": "pre_feedforward_layernorm"})
+_MLP_NORM = {"mlp_norm": "pre_feedforward_layernorm"}
+_NAMES = like_llama(OUTPUT_NORMS, _MLP_NORM)
 FAMILIES = (
     Family("gemma2", "Gemma2ForCausalLM", (
         *_GEMMA, rope(1e4), _softcaps(50.0, 30.0), windows(4096, full_every(2)),
@@ -51,4 +52,7 @@ FAMILIES = (
         _softcaps(None, None), windows(4096, _GEMMA3_LAYERS, *_GEMMA3_INTERVAL),
         only(written=False, use_bidirectional_attention=False),
     ), _NAMES, rank=2),
+    Family("vaultgemma", "VaultGemmaForCausalLM", (
+        *_GEMMA, always(norm_position="pre"), rope(1e4), _softcaps(50.0, 30.0), windows(4096, full_every(2)),
+    ), like_llama(_MLP_NORM), rank=4),
 )  # fmt: skip

@@ -1,22 +1,26 @@
-"""Granite, GraniteMoE, and Granite 4 (granitemoehybrid) with Mamba-2 and attention."""
+"""Granite, also with windows and sinks (granite_swa), with experts, or with Mamba-2 (Granite 4, granitemoehybrid)."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.layers import FULL, num_layers
+from megafp8.conversion.huggingface.layers import FULL, SLIDING, num_layers, windows
 from megafp8.conversion.huggingface.mamba import LINEAR, MAMBA_NAMES, bamba_like, kinds_of, mixers
 from megafp8.conversion.huggingface.names import HfPlace, equal_parts, fused, like_llama
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, same
+from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, write_rope
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, same
 
-_MODEL = (
-    *traits.llama_like(None),
-    same(
-        embedding_multiplier=("embedding_multiplier", 1.0), residual_multiplier=("residual_multiplier", 1.0),
-        logits_scaling=("logits_scaling", 1.0), attention_scale=("attention_multiplier", 1.0),
-    ),
+_MULTIPLIERS = same(
+    embedding_multiplier=("embedding_multiplier", 1.0), residual_multiplier=("residual_multiplier", 1.0),
+    logits_scaling=("logits_scaling", 1.0), attention_scale=("attention_multiplier", 1.0),
 )  # fmt: skip
+_MODEL = (*traits.llama_like(None), _MULTIPLIERS)
 _GRANITE = (*_MODEL, *traits.NO_WINDOW)
+_BASES = "layer_rope_theta"
 _NUM_EXPERTS = ("num_local_experts", "num_experts")
+_GRANITE_MOE = (
+    *_GRANITE, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts(*_NUM_EXPERTS),
+    only(written=False, attention_bias=False),
+)  # fmt: skip
 _GATE_UP = ("mlp.experts.*.gate", "mlp.experts.*.up")
 _EXPERTS = {
     "mlp.router": "block_sparse_moe.router.layer",
@@ -37,6 +41,25 @@ def _kinds(hf: HfConfig) -> list[str]:
     if len(kinds) != layers:
         refuse("layer_types", hf["layer_types"], f"one entry for each of num_hidden_layers ({layers})")
     return kinds
+
+
+def _window_kinds(hf: HfConfig) -> list[str]:
+    return [SLIDING if i % 4 else FULL for i in range(num_layers(hf))]
+
+
+def _read_bases(hf: HfConfig) -> Fields:
+    """Read a base of the rotary embedding for each layer; 0 means that the layer has none."""
+    fields, layers = read_rope(hf, 1e4), num_layers(hf)
+    bases = hf.get(_BASES)
+    bases = [fields["rope_theta"]] * layers if bases is None else bases
+    if not isinstance(bases, list) or len(bases) != layers:
+        refuse(_BASES, bases, f"one number for each of num_hidden_layers ({layers}), or null")
+    kinds = {"mixer.position_embedding": ["rope" if x else "none" for x in bases]}
+    return fields | kinds | {"mixer.rope_theta": [x or None for x in bases]}
+
+
+def _write_bases(ours: Fields) -> Keys:
+    return {**write_rope(ours), _BASES: [x or 0 for x in ours["mixer.rope_theta"]]}
 
 
 def _is_sparse(hf: HfConfig) -> bool:
@@ -74,10 +97,18 @@ _HYBRID = (
 )
 FAMILIES = (
     Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES)),
-    Family("granitemoe", "GraniteMoeForCausalLM", (
-        *_GRANITE, *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts(*_NUM_EXPERTS),
-        only(written=False, attention_bias=False),
-    ), like_llama(_EXPERTS), moe=True),
+    Family("granite_swa", "GraniteSWAForCausalLM", (
+        *traits.llama_like(4, norm_eps=1e-5, rope=Trait((*ROPE_KEYS, _BASES), _read_bases, _write_bases)),
+        _MULTIPLIERS, traits.LINEAR_BIASES, traits.TIED, windows(128, _window_kinds), always(attention_sinks=True),
+    ), rank=4),
+    Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, like_llama(_EXPERTS), moe=True),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,
            like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5),
+    Family("granitemoeshared", "GraniteMoeSharedForCausalLM", (
+        *_GRANITE_MOE, Trait(
+            ("shared_intermediate_size",),
+            lambda hf: {"moe.shared_ffn_hidden_size": hf.get("shared_intermediate_size", 0) or None},
+            lambda ours: {"shared_intermediate_size": ours["moe.shared_ffn_hidden_size"] or 0},
+        ),
+    ), like_llama(_EXPERTS, _SHARED), moe=True, rank=5),
 )  # fmt: skip

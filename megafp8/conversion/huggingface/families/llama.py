@@ -1,25 +1,48 @@
-"""Llama, Mistral and Mixtral."""
+"""Llama, Mistral, Mixtral, Ministral with a window in some layers, and InternLM 3."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.layers import FULL, SLIDING, num_layers, windows
 from megafp8.conversion.huggingface.names import like_llama
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.huggingface.traits import llama_like
-from megafp8.conversion.keys import only
+from megafp8.conversion.keys import Fields, HfConfig, Trait, aliases, only
 
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
 MIXTRAL_ROUTER = {"mlp.router": "block_sparse_moe.gate"}
 MIXTRAL_EXPERTS = {f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}" for ours, theirs in _W.items()}
+_NO_BIASES = only(written=False, attention_bias=False, mlp_bias=False)
+_INTERNLM_BIASES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+"""Second names of keys. The second name counts if both are present."""
+
+
+def _ministral_kinds(hf: HfConfig) -> list[str]:
+    return [FULL if hf.get("sliding_window", 4096) is None else SLIDING] * num_layers(hf)
+
+
+def _read_internlm_biases(hf: HfConfig) -> Fields:
+    aliases(**{second: first for second, first in _INTERNLM_BIASES.items() if first in hf}).read(hf)
+    named = {first: hf[second] for second, first in _INTERNLM_BIASES.items() if second in hf}
+    return traits.LINEAR_BIASES.read({**hf, **named})
+
+
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", (
         *llama_like(None), traits.LINEAR_BIASES, *traits.NO_WINDOW,
         traits.HEADS_DIVIDE,  # other models are written as Mistral
     ), rank=0),
     Family("mistral", "MistralForCausalLM", (
-        *llama_like(8), traits.window_of_all(4096), only(written=False, attention_bias=False, mlp_bias=False),
+        *llama_like(8), traits.window_of_all(4096), _NO_BIASES,
     ), rank=0),
     Family("mixtral", "MixtralForCausalLM", (
         *llama_like(8, norm_eps=1e-5, rope=rope(1e6)), *traits.ROUTER, traits.EXPERTS_ONLY,
         traits.num_experts("num_local_experts", "num_experts"), traits.window_of_all(None),
     ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS), moe=True, rank=0),
+    Family("ministral", "MinistralForCausalLM", (
+        *llama_like(8), windows(4096, _ministral_kinds), _NO_BIASES,
+    ), rank=5),
+    Family("internlm3", "InternLM3ForCausalLM", (
+        *llama_like(2, 128, 1e-5), *traits.NO_WINDOW, traits.HEADS_DIVIDE,
+        Trait((*traits.LINEAR_BIASES.keys, *_INTERNLM_BIASES), _read_internlm_biases, traits.LINEAR_BIASES.write),
+    ), also="LlamaForCausalLM", rank=5),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mistral 4, with DeepSeek's latent attention, queries scaled by their positions, and a softmax over all experts."""
+"""Ministral 3, and Mistral 4 with DeepSeek's latent attention and experts. Both scale queries by their positions."""
 
 from functools import partial
 
@@ -27,9 +27,10 @@ def _read_rope(hf: HfConfig) -> Fields:
     for name in (_SCALING, ORIGINAL_LENGTH):
         if not isinstance(rope.get(name), int | float):
             refuse(f"{key}.{name}", rope.get(name), "a number, by which queries are scaled")
-    rotated, width = hf.get("qk_rope_head_dim"), hf.get("qk_nope_head_dim")
+    rotated, width = hf.get("qk_rope_head_dim", 1), hf.get("qk_nope_head_dim", 0)
     if isinstance(rotated, int) and isinstance(width, int):
-        expect(rope, "partial_rotary_factor", rotated / (rotated + width), "qk_rope_head_dim / qk_head_dim")
+        share = rotated / (rotated + width)
+        expect(rope, "partial_rotary_factor", share, f"{share}, the rotated part of a head")
     expect(rope, "max_position_embeddings", hf.get("max_position_embeddings"), "the value of max_position_embeddings")
     scaling = {"factor": rope[_SCALING], "length": rope[ORIGINAL_LENGTH]}
     yarn_keys = {_SCALING, "partial_rotary_factor", "max_position_embeddings"}
@@ -46,6 +47,23 @@ def _write_rope(ours: Fields) -> Keys:
     return {"rope_parameters": rope["rope_scaling"] | {"rope_theta": rope["rope_theta"], _SCALING: scaling.factor}}
 
 
+def _read_dense_rope(hf: HfConfig) -> Fields:
+    """Read YaRN for whole heads, in which equal values of mscale and mscale_all_dim cancel each other."""
+    fields = _read_rope(hf)
+    yarn = fields["yarn"]
+    if strength := yarn.pop("mscale_all_dim", 0):
+        expect(yarn, "mscale", strength, f"the value of mscale_all_dim ({strength}), or neither of the two")
+        yarn["mscale"] = 0
+    return fields
+
+
+def _write_dense_rope(ours: Fields) -> Keys:
+    written = _write_rope(ours)
+    if written and ours["yarn"].mscale == 0:
+        written["rope_parameters"] |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    return written
+
+
 def _experts() -> Names:
     gate_up = fused("mlp.experts.gate_up_proj", equal_parts(2), ("gate", "up"), stacked=True)
     places = {**gate_up, "down": HfPlace("mlp.experts.down_proj", stacked=True)}
@@ -53,6 +71,10 @@ def _experts() -> Names:
 
 
 FAMILIES = (
+    Family("ministral3", "Ministral3ForCausalLM", (
+        *traits.llama_like(8, 128, 1e-5, Trait(ROPE_KEYS, _read_dense_rope, _write_dense_rope)),
+        traits.window_of_all(None), traits.NO_PADDING, only(written=False, attention_bias=False, mlp_bias=False),
+    )),
     Family("mistral4", "Mistral4ForCausalLM", (
         *LATENT_MODEL, Trait(ROPE_KEYS, _read_rope, _write_rope), only(rope_interleave=True), traits.NO_PADDING,
         check(partial(check_derived_widths, derived=_WIDTHS), *_WIDTHS,
