@@ -142,6 +142,13 @@ MODELS: dict[str, list[str]] = {
         "model.sparse_attention={index_heads: 3, index_head_dim: 10, top_k: 7}",
         "model.num_query_groups=null",
     ],
+    "shared-indexer": [
+        "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
+        "model.sparse_attention={index_heads: 3, index_head_dim: 10, top_k: 7}",
+        "model.num_query_groups=null",
+        "model.layer_kinds={own: {}, shared: {mixer: {kind: sparse_latent_attention, shared_indexer: true}}}",
+        "model.pattern=[own, shared]",
+    ],
     "latent-experts": ["model.moe={num_experts: 8, ffn_hidden_size: 48, latent_size: 32, shared_ffn_hidden_size: 32}"],
     "hyper": [
         "model.hyper_connections={streams: 3, sinkhorn_iterations: 2}",
