@@ -123,7 +123,7 @@ class LayerSpec:
             additions.
         is_decoder: Whether the layer belongs to T5's decoder.
         is_prediction: Whether the layer is a depth of multi-token prediction.
-        keys_are_read: Whether later layers read the layer's keys and values.
+        is_read: Whether later layers read the layer's keys and values, or the tokens that its indexer chooses.
     """
 
     mixer: Any
@@ -131,7 +131,7 @@ class LayerSpec:
     norm_position: NormPosition
     is_decoder: bool = False
     is_prediction: bool = False
-    keys_are_read: bool = False
+    is_read: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -236,7 +236,7 @@ class ModelSpec:
         layers: All layers: blocks, then depths of multi-token prediction.
         kinds: Index of the first layer of the same kind, for each layer. Layers of one kind differ only in their
             number.
-        kv_sources: Layers that share their keys and values, each with the last layer that reads them.
+        sources: For each layer that reads keys and values, or chosen tokens, of an earlier layer, the earlier layer.
         causal: Whether a token attends only to earlier tokens.
         cuts_documents: Whether context parallelism splits each document into parts, instead of the whole sample.
         hyper_connections: Section model.hyper_connections; None with one residual stream.
@@ -258,7 +258,7 @@ class ModelSpec:
     stem: StemSpec
     head: HeadSpec
     norm: NormSpec
-    kv_sources: Mapping[int, int]
+    sources: Mapping[int, int]
     causal: bool
     cuts_documents: bool
     parallel_block: bool

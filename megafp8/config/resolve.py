@@ -40,7 +40,7 @@ def resolve(model: ModelSection) -> ModelSpec:
         stem=_stem(model),
         head=_head(model, width),
         norm=NormSpec(model.normalization, model.norm_eps, model.norm_weights, model.zero_centered_gamma),
-        kv_sources=_kv_sources(blocks),
+        sources=_sources([layer.mixer for layer in blocks]),
         causal=model.architecture == "gpt",
         cuts_documents=not any(part.is_recurrent for part in parts),
         parallel_block=model.parallel_block,
@@ -89,16 +89,24 @@ def _decoder_blocks(model: ModelSection) -> int:
 def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
     """Return all layers. Layers of T5's decoder and of multi-token prediction are like the last layer."""
     cache: dict[Any, tuple[Any, ...]] = {}
-    sources = _kv_layers(model)
 
-    def layer(index: int) -> LayerSpec:
-        within = min(index, model.num_layers - 1)
-        window = None if within in model.full_attention_layers else model.sliding_window
-        key = kind_name(model, within), window, model.moe is not None and model.moe.is_sparse(within)
+    def parts(index: int) -> tuple[Any, ...]:
+        window = None if index in model.full_attention_layers else model.sliding_window
+        key = kind_name(model, index), window, model.moe is not None and model.moe.is_sparse(index)
         if key not in cache:
             cache[key] = _parts(model, *key)
+        return cache[key]
+
+    blocks = [parts(index) for index in range(model.num_layers)]
+    read = {*_sources([mixer for mixer, *_ in blocks]).values()}
+    mixer, *others = blocks[-1]
+    if getattr(mixer, "shared_indexer", False):  # multi-token prediction reads other tokens, so it chooses its own
+        mixer = mixer.model_copy(update={"shared_indexer": False})
+    described = [*blocks, *[blocks[-1]] * _decoder_blocks(model), *[(mixer, *others)] * model.mtp_num_layers]
+
+    def layer(index: int) -> LayerSpec:
         decoder = model.architecture == "t5" and index >= model.num_layers
-        return shared(*cache[key], decoder, index >= num_blocks, index in sources)
+        return shared(*described[index], decoder, index >= num_blocks, index in read)
 
     num_blocks = model.num_layers + _decoder_blocks(model)
     made: dict[Any, LayerSpec] = {}
@@ -110,14 +118,20 @@ def _layers(model: ModelSection) -> tuple[LayerSpec, ...]:
             made[key] = LayerSpec(*fields)
         return made[key]
 
-    return tuple(layer(index) for index in range(num_blocks + model.mtp_num_layers))
+    return tuple(layer(index) for index in range(len(described)))
 
 
-def _kv_layers(model: ModelSection) -> set[int]:
-    """Return the layers that provide keys and values for other layers."""
-    used = set(kind_names(model))
-    read = (getattr(kind.mixer, "kv_layer", None) for name, kind in model.layer_kinds.items() if name in used)
-    return {source for source in read if source is not None}
+def _sources(mixers: Sequence[Any]) -> dict[int, int]:
+    """Return, for each layer that reads keys and values, or chosen tokens, of an earlier layer, the earlier layer."""
+    sources: dict[int, int] = {}
+    latest: int | None = None
+    for index, mixer in enumerate(mixers):
+        shares = getattr(mixer, "shared_indexer", None)
+        latest = index if shares is False else latest
+        source = latest if shares else getattr(mixer, "kv_layer", None)
+        if source is not None:
+            sources[index] = source
+    return sources
 
 
 def _parts(model: ModelSection, name: str, window: int | None, sparse: bool) -> tuple[Any, ...]:
@@ -152,12 +166,6 @@ def _kinds(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
             first_of[id(layer)] = first
             distinct += [index] if first == index else []
     return tuple(first_of[id(layer)] for layer in layers)
-
-
-def _kv_sources(blocks: Sequence[LayerSpec]) -> dict[int, int]:
-    """Return the layers that provide keys and values for others, and for each the last layer that reads them."""
-    read = ((getattr(layer.mixer, "kv_layer", None), index) for index, layer in enumerate(blocks))
-    return {source: reader for source, reader in read if source is not None}
 
 
 def _lora_targets(layers: Sequence[LayerSpec], has_experts: bool) -> tuple[str, ...]:

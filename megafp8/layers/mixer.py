@@ -98,6 +98,25 @@ class AttendToKeys(Protocol):
         ...
 
 
+class SharedTensors:
+    """Tensors of a layer for the later layers that read them, in one micro-batch or generation step.
+
+    Only the first `fill` takes effect. If the layer is recomputed, later layers have already read the first values.
+    """
+
+    def __init__(self) -> None:
+        self._given: tuple[Tensor, ...] | None = None
+
+    def fill(self, *tensors: Tensor) -> None:
+        """Store the tensors, unless some are already stored."""
+        self._given = self._given or tensors
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the stored tensors."""
+        assert self._given is not None, "the layer has not run, or is in another stage"
+        return self._given
+
+
 def one_of_each(x_tb: Tensor, every: int) -> Tensor:
     """Reduce each run of `every` rows, at most one of them nonzero, to that row; return `[ceil(t / every), b, ...]`."""
     if every == 1:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from megafp8.config import Config
 from megafp8.config.resolve import kind_name
 from megafp8.planner.stages import stages_of
-from megafp8.spec import ModelSpec
 
 _NUMBER = re.compile(r"(?<=layers\.)\d+")
 
@@ -66,8 +65,8 @@ def keep_layers(config: Config, stages: int) -> Kept:
             stage = max(s for s, layers in enumerate(chosen) if layers.start <= i)
             kept[stage].add(i)
             have.add(kind)
-    for numbers in kept:  # add layers that provide keys and values for others
-        numbers |= {source for source in (_kv_layer(model, i) for i in numbers) if source is not None}
+    for numbers in kept:  # add layers that provide tensors for others
+        numbers |= {model.sources[i] for i in numbers if i in model.sources}
     return Kept(sorted(set[int]().union(*kept)), [len(numbers) for numbers in kept])
 
 
@@ -75,10 +74,6 @@ def _keeps_high_precision(config: Config, layer: int) -> bool:
     """Return whether a layer is one of the first or last layers that stay in high precision."""
     f = config.fp8
     return layer < f.first_blocks_bf16 or layer >= config.spec.num_blocks - f.last_blocks_bf16
-
-
-def _kv_layer(model: ModelSpec, layer: int) -> int | None:
-    return getattr(model.layers[layer].mixer, "kv_layer", None) if layer < model.num_layers else None
 
 
 def _spread(ranges: Sequence[range], stages: int) -> list[range]:

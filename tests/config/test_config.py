@@ -438,6 +438,7 @@ LATENT = "model.latent_attention={q_rank: 32, kv_rank: 16, nope_head_dim: 8, rop
 PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
+SHARED = "model.layer_kinds={own: {}, shared: {mixer: {kind: sparse_latent_attention, shared_indexer: true}}}"
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     ([SPARSE], 1, "model.sparse_attention = 'set': it needs latent attention; give model.latent_att"),
     ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
@@ -457,6 +458,14 @@ LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
     (["model.layer_kinds={a: {mixer: {kind: sparse_latent_attention}}}", "model.pattern=[a]"], 1,
      "model.layer_kinds.a.mixer.kind = 'sparse_latent_attention': there is no section model.sparse_attention, and "
      "the indexer's heads"),
+    ([LATENT, SPARSE, SHARED, "model.pattern=[shared, own]"], 1,
+     "model.layer_kinds.shared.mixer.shared_indexer = True: no layer before layer 0 has an indexer; give an earlier"),
+    ([LATENT, SPARSE, SHARED.replace("true", "true, top_k: 2"), "model.pattern=[own, shared]"], 1,
+     "model.layer_kinds.shared.mixer.top_k = 2: shared_indexer is true, and the key belongs to an indexer; leave it"),
+    ([LATENT, SPARSE, SHARED, "model.pattern=[own * 3, shared]", "model.num_layers=4", "parallel.pipeline=2",
+      "parallel.layers_per_stage=[3, 1]"], 2,
+     "parallel.layers_per_stage = [3, 1]: layer 3 reads the chosen tokens of layer 2, but stages send only the "
+     "residual stream; try [2, 2]"),
     ([LATENT, "model.head_dim=8"], 1,
      "model.head_dim = 8: model.latent_attention is set, and its heads have the widths nope_head_dim, rope_head_dim "
      "and value_head_dim; try null, or leave model.latent_attention out"),

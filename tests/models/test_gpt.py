@@ -54,6 +54,7 @@ LONGROPE = {
 }
 LATENT = {"q_rank": 10, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 3}
 SPARSE = {"index_heads": 3, "index_head_dim": 6, "top_k": 3}
+SHARED_INDEXER = {"kind": "sparse_latent_attention", "shared_indexer": True}
 DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
@@ -247,6 +248,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "sparse_attention": SPARSE,
         "layer_kinds": {"linear": {"mixer": DELTA_NET}, "sparse": {}},
         "pattern": ["linear", "sparse"],
+    },
+    "shared-indexer": LLAMA
+    | {
+        "num_layers": 4,
+        "latent_attention": LATENT,
+        "sparse_attention": SPARSE,
+        "layer_kinds": {"own": {}, "shared": {"mixer": SHARED_INDEXER}},
+        "pattern": ["own", "shared"],
+        "mtp_num_layers": 1,
+    },
+    "shared-indexer-warmup": LLAMA
+    | {
+        "latent_attention": LATENT,
+        "layer_kinds": {
+            "own": {"mixer": SPARSE | {"kind": "sparse_latent_attention", "warmup": True}},
+            "shared": {"mixer": SHARED_INDEXER},
+        },
+        "pattern": ["own", "shared"],
     },
     "compressed": COMPRESSED_MODEL | {"layer_kinds": {"sparse": CSA, "heavy": HCA}, "pattern": ["sparse", "heavy"]},
     "compressed-heavy": COMPRESSED_MODEL | {"layer_kinds": {"heavy": HCA}, "pattern": ["heavy"]},
@@ -521,9 +540,9 @@ BY_TENSOR = [(name, *tp) for name in MODELS for tp in ((1, False), (2, False), (
 COVERED = {
     *("geglu", "gpt2-untied-gelu"),  # by recomputation
     *("tied-mtp", "pattern", "shared-keys", "shared-keys-of-a-stage", "hybrid", "short-convolution", "kimi-delta"),
-    *("one-part", "hyper", "sparse-hybrid", "compressed-window"),  # by pipeline stages
+    *("one-part", "hyper", "sparse-hybrid", "compressed-window", "shared-indexer"),  # by pipeline stages
     *("qwen", "sparse-neighbors"),  # by context parallelism
-    *("compressed-heavy", "sparse-warmup"),  # in part by "compressed" and "sparse"
+    *("compressed-heavy", "sparse-warmup", "shared-indexer-warmup"),  # in part by "compressed" and "sparse"
 }
 """Models that other quick tests compare."""
 
@@ -553,10 +572,10 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     slow_but(
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
-            *("one-part", "kimi-delta", "shared-keys", "sparse", "compressed"),
+            *("one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
-        *("hybrid", "kimi-delta"),
+        *("hybrid", "kimi-delta", "shared-indexer"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -604,7 +623,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
     slow_but(
         [
             *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
-            *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed"),
+            *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed", "shared-indexer"),
         ],
         *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "sparse-neighbors"),
     ),
@@ -618,7 +637,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-    *("kimi-delta", "rwkv7", "short-convolution", "shared-keys", "hyper", "compressed"),
+    *("kimi-delta", "rwkv7", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
 ]
 
 
@@ -628,6 +647,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
+        ("shared-indexer", 1),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -646,7 +666,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     [
         *(("hybrid", 1, 2), ("kimi-delta", 1, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
         *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 1, 1), ("hyper", 1, 1)),
-        ("compressed-window", 1, 2),
+        *(("compressed-window", 1, 2), ("shared-indexer", 1, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("kimi-delta", 2, 1), ("rwkv7", 1, 2), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2))

@@ -187,7 +187,7 @@ def _attention(
     dropouts: Dropouts,
     window: int | None,
     record: AttentionConfig,
-    shared: dict[str, list[tuple[Tensor, Tensor]]],
+    shared: dict[str, Any],
 ) -> Tensor:
     """`shared`: normed and rotated keys and values of the heads of each layer so far."""
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
@@ -260,6 +260,7 @@ def _latent_attention(
     dropouts: Dropouts,
     window: int | None,
     losses: list[Tensor] | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> Tensor:
     m, sparse = config.latent_attention, config.sparse_attention
     assert m is not None
@@ -273,9 +274,13 @@ def _latent_attention(
     kv = _linear(_norm(kv_latent, w, f"{name}.kv_norm", config), w, f"{name}.kv_up")
     k_rotary, out = _interleaved(k_rotary, positions, config), []
     index, seen = None, allowed
-    if sparse is not None:
+    if shared is not None and getattr(config, "shared_indexer", False):
+        allowed = shared["chosen"]
+    elif sparse is not None:
         index = _index_scores(x.detach(), q_latent.detach(), w, name, config, positions)
         allowed = seen if sparse.warmup else _chosen(index, seen, sparse.top_k)
+        if shared is not None:
+            shared["chosen"] = allowed
     target = torch.zeros(())
     for head in range(config.num_attention_heads):
         qn, qr = q[..., head * (n + r) : (head + 1) * (n + r)].split([n, r], dim=-1)
@@ -746,7 +751,7 @@ def _compressed_attention(
 def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
-    documents: Tensor | None = None, shared: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+    documents: Tensor | None = None, shared: dict[str, Any] | None = None,
     per_layer: tuple[Tensor, str] | None = None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
@@ -774,7 +779,9 @@ def _block(
             name_of_mixer, record = f"{name}.compressed_attention", kind.mixer
             y = _compressed_attention(normed, w, name_of_mixer, config, record, positions, losses)
         elif config.latent_attention is not None and not isinstance(kind.mixer, AttentionConfig):
-            y = _latent_attention(normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses)
+            y = _latent_attention(
+                normed, w, f"{name}.attention", config, positions, allowed, dropouts, window, losses, shared
+            )
         else:
             record = kind.mixer or AttentionConfig()
             assert isinstance(record, AttentionConfig)
@@ -896,7 +903,7 @@ def twin_loss(
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
     per_layer = _per_layer(x, w, config, tokens)
-    shared: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    shared: dict[str, Any] = {}
     if config.hyper_connections is not None:
         x = torch.stack([x] * config.hyper_connections.streams, 2)
     for layer in range(config.num_layers):

@@ -85,7 +85,27 @@ FORMATS = {
     "one-block": ["fp8.recipe=current", "fp8.first_blocks_bf16=1"],
     "no-down": ["fp8.recipe=current", 'fp8.exclude=["*.mlp.down"]'],
 }
-EXPERTS = ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"]
+MODELS: dict[str, list[str]] = {
+    "dense": [],
+    "experts": ["model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 48, aux_loss: 0.01, z_loss: 0.001}"],
+    "shared-keys": [
+        "model.qk_norm=true",
+        "model.value_norm=true",
+        "model.layer_scalar=true",
+        "model.layer_kinds={own: {mixer: {head_dim: 16, num_query_groups: 2, keys_as_values: true}},"
+        " shared: {mixer: {head_dim: 16, num_query_groups: 2, kv_layer: 0}}}",
+        "model.pattern=[own, shared]",
+    ],
+    "shared-plain-keys": ["model.layer_kinds={own: {}, shared: {mixer: {kv_layer: 0}}}", "model.pattern=[own, shared]"],
+    "shared-indexer": [
+        "model.latent_attention={q_rank: 48, kv_rank: 32, nope_head_dim: 16, rope_head_dim: 8, value_head_dim: 12}",
+        "model.sparse_attention={index_heads: 3, index_head_dim: 10, top_k: 7}",
+        "model.num_query_groups=null",
+        "model.layer_kinds={own: {}, shared: {mixer: {kind: sparse_latent_attention, shared_indexer: true}}}",
+        "model.pattern=[own, shared]",
+    ],
+}
+"""Models with layers that read others. tests/layers/test_costs.py draws every part of a model by itself."""
 
 
 def _config(*overrides: str) -> Config:
@@ -122,6 +142,13 @@ def _saved(trainer: RankTrainer, forward: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward(inputs)
     assert y[0].requires_grad
+    kept = [
+        x
+        for mixer in inputs.mixers.values()
+        if (shared := getattr(mixer, "shared", None)) is not None
+        for x in shared.read()
+    ]
+    found |= {x.untyped_storage().data_ptr(): (x.untyped_storage().nbytes(), x) for x in kept}
     constants = trainer.stages[0].context.constants.values()
     parameters = trainer.stages[0].parameters()
     ours = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.tensors, *constants, *parameters)}
@@ -152,16 +179,14 @@ def _measured(overrides: list[list[str]]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("model", "fmt"),
     slow_but(
-        [*(("dense", fmt) for fmt in FORMATS), ("experts", "none"), ("experts", "delayed")],
+        [(model, fmt) for model in MODELS for fmt in (FORMATS if model == "dense" else ("none", "delayed"))],
         *(("dense", fmt) for fmt in ("none", "delayed", "blockwise", "mxfp8", "nvfp4")),
         ("experts", "delayed"),
     ),
 )
 def test_saved_activations(world2: World, model: str, fmt: str) -> None:
-    """Every format in every recompute mode. tests/layers/test_costs.py has every part of a model."""
     modes = MODES if fmt in ("none", "delayed") else ["plain", "all-first"]
-    keys = EXPERTS if model == "experts" else []
-    cases = {mode: [*ALONE, *keys, *FORMATS[fmt], *MODES[mode]] for mode in modes}
+    cases = {mode: [*ALONE, *MODELS[model], *FORMATS[fmt], *MODES[mode]] for mode in modes}
     (found,) = world2.run(_measured, list(cases.values()), ranks=1)
     for case, (measured, planned) in zip(cases, found, strict=True):
         assert measured == planned, case

@@ -5,7 +5,7 @@ receives the core together with its mask (`Tokens.attention`).
 
 One column-parallel product computes q, k and v. The rows of its weight are [this rank's q heads | k heads | v heads],
 and each part has its own global name. If keys serve as values, there are no v heads. If a layer reads the keys and
-values of an earlier layer, there are only q heads. `KeysAndValues` keeps shared keys and values for a micro-batch.
+values of an earlier layer, there are only q heads. `SharedTensors` keeps shared keys and values for a micro-batch.
 
 Shapes: s sequence, b micro-batch, h hidden, a query heads, g key-value heads of this rank, d head width.
 """
@@ -28,7 +28,7 @@ from megafp8.layers.attention.record import QueryScaling
 from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slopes
 from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
-from megafp8.layers.mixer import Mixer, TokenCache, Tokens
+from megafp8.layers.mixer import Mixer, SharedTensors, TokenCache, Tokens
 from megafp8.layers.norm.module import Norm, ProjectionNorms, RMSNormPart
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
@@ -73,25 +73,6 @@ class ProbabilityDropout:
         return replace(scores, dropout=AttentionDropout(self.p, self.key, samples_b, self.first_head))
 
 
-class KeysAndValues:
-    """Keys and values of a layer for the later layers that read them, in one micro-batch or generation step.
-
-    Only the first `fill` takes effect. If the layer is recomputed, later layers have already read the first values.
-    """
-
-    def __init__(self) -> None:
-        self._given: tuple[Tensor, Tensor] | None = None
-
-    def fill(self, k_sbgd: Tensor, v_sbgd: Tensor) -> None:
-        """Store the keys and values `[s, b, g, d]`, unless they are already stored."""
-        self._given = self._given or (k_sbgd, v_sbgd)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values."""
-        assert self._given is not None, "the layer has not run, or is in another stage"
-        return self._given
-
-
 @dataclass(frozen=True)
 class AttentionInputs:
     """Inputs of an attention layer in addition to the residual stream.
@@ -109,7 +90,7 @@ class AttentionInputs:
     core: CoreAttention
     scores: Scores
     query_scale_sb11: Tensor | None = None
-    shared: KeysAndValues | None = None
+    shared: SharedTensors | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -171,7 +152,7 @@ class Attention(Mixer):
         parts = {part: widths[part] for part in record.projected}
         self.split = {part: width // t for part, width in parts.items()}
         self.reads_keys = record.kv_layer is not None
-        self.is_read = int(name.split(".")[1]) in model.kv_sources
+        self.is_read = model.layers[int(name.split(".")[1])].is_read
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
@@ -261,7 +242,7 @@ class Attention(Mixer):
         scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
         rotary = None if self.rope is None else tokens.rotary(self.rope)
         shares = self.reads_keys or self.is_read
-        shared = tokens.once(("keys and values", source), KeysAndValues) if shares else None
+        shared = tokens.once(("keys and values", source), SharedTensors) if shares else None
         return AttentionInputs(rotary, core, scores, scale, shared)
 
     def row_factors(self, factor_a: Tensor) -> dict[str, Tensor]:

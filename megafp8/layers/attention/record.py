@@ -356,13 +356,14 @@ def attention_keys(model: ModelSection) -> AttentionConfig:
 
 
 def shared_keys(config: RunConfig) -> Iterator[Problem]:
-    """Yield the broken rule that layers with shared keys and values are in one pipeline stage.
+    """Yield the broken rule that layers with shared keys and values, or shared indexers, are in one pipeline stage.
 
     Stages send each other only the residual stream, so a layer must be in the same stage as the layer that provides
-    its keys and values.
+    its keys and values, or the tokens to which it attends.
     """
-    m, p = config.model, config.parallel
-    stages, layers, sources = p.pipeline * p.virtual_pipeline, m.num_layers, config.spec.kv_sources
+    m, p, spec = config.model, config.parallel, config.spec
+    stages, layers = p.pipeline * p.virtual_pipeline, m.num_layers
+    sources = {source: reader for reader, source in spec.sources.items()}  # each with the last layer that reads it
     if stages == 1 or not sources or stages > layers:
         return
     inside = {cut for source, last in sources.items() for cut in range(source + 1, last + 1)}
@@ -375,7 +376,8 @@ def shared_keys(config: RunConfig) -> Iterator[Problem]:
     if wrong is None and p.layers_per_stage != "balanced":
         return
     source = next(iter(sources) if wrong is None else (x for x, last in sources.items() if x < wrong <= last))
-    rule = f"layer {sources[source]} reads keys and values of layer {source}, but stages send only the residual stream"
+    what = "keys and values" if isinstance(spec.layers[source].mixer, AttentionConfig) else "the chosen tokens"
+    rule = f"layer {sources[source]} reads {what} of layer {source}, but stages send only the residual stream"
     if len(between) < stages - 1:
         works = "try parallel.pipeline=1" + (f", or up to {len(between) + 1} stages" if between else "")
         yield Problem("parallel.pipeline", p.pipeline, rule, works)

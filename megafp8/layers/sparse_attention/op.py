@@ -11,6 +11,9 @@ chosen keys, or over all keys in the dense warm-up. The backward of attention ha
 computes the loss and adds the loss's gradient, independent of the gradient of the output, as `layers.experts.router`
 does for routers. This gradient reaches only the indexer, and it is the indexer's only gradient.
 
+*A shared choice.* A layer without an indexer attends to the keys that an earlier layer chose for the same queries, and
+adds nothing to the loss.
+
 *Tensor parallelism.* Ranks have different heads, but the same indexer and keys. For each block, a rank chooses the keys
 of its part of the queries, and all ranks gather the choices. In backward the probabilities are summed over ranks. Each
 rank computes the indexer's gradient for its part of the queries, and the mixer sums these gradients over ranks.
@@ -25,6 +28,7 @@ of a query.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,55 +74,61 @@ class SparseAttention:
         top_k: Number of keys that a query chooses; None means all keys.
         scale: Factor of the scores.
         group: Tensor-parallel ranks.
-        loss: Loss of the indexer.
+        loss: Loss of the indexer; None without an indexer.
     """
 
     top_k: int | None
     scale: float
     group: ProcessGroup
-    loss: IndexLoss
+    loss: IndexLoss | None
 
     def __call__(
-        self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor
-    ) -> Tensor:
-        """Return the attention output `[s, b, a, v]`.
+        self, q_sbad: Tensor, kv_tbc: Tensor, index: Index | None, chosen_bsk: Tensor | None, up: Tensor,
+        first_bs: Tensor, stop_bs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the attention output `[s, b, a, v]`, and the chosen keys; None for all keys.
 
         Args:
             q_sbad: Queries of n + r channels.
             kv_tbc: Latents with rotary keys, of c + r channels.
-            index: The indexer's queries, keys and weights, sequence-first.
+            index: The indexer's queries, keys and weights, sequence-first; None without an indexer.
+            chosen_bsk: Keys that another layer chose, as in `Keys`; None with an indexer, or for all keys.
             up: Weight `[a (n + v), c]` that maps latents to keys and values.
             first_bs: First key that each query may choose, int64 `[1 or b, s]`.
             stop_bs: Key after the last key that each query may choose, int64 `[1 or b, s]`.
         """
-        return _SparseAttention.apply(q_sbad, kv_tbc, *index, up, first_bs, stop_bs, self)
+        index = Index(*[None] * 3) if index is None else index  # type: ignore[arg-type]
+        return _SparseAttention.apply(q_sbad, kv_tbc, *index, chosen_bsk, up, first_bs, stop_bs, self)
 
 
 class _SparseAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_sbad: Tensor, kv_tbc: Tensor, index_q: Tensor, index_k: Tensor, index_weights: Tensor, up: Tensor,
-        first_bs: Tensor, stop_bs: Tensor, options: SparseAttention,
-    ) -> Tensor:  # fmt: skip
-        call = _Call(q_sbad, kv_tbc, Index(index_q, index_k, index_weights), up, first_bs, stop_bs, options)
+        ctx: Any, q_sbad: Tensor, kv_tbc: Tensor, index_q: Tensor | None, index_k: Tensor | None,
+        index_weights: Tensor | None, chosen_bsk: Tensor | None, up: Tensor, first_bs: Tensor, stop_bs: Tensor,
+        options: SparseAttention,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        call = _Call(q_sbad, kv_tbc, (index_q, index_k, index_weights), up, first_bs, stop_bs, options)
         s, b, a, _ = q_sbad.shape
         o_sbav = q_sbad.new_empty(s, b, a, call.values.shape[1])
-        chosen_bsk = None if options.top_k is None else call.indexer.choose(call.blocks(), options.top_k)
+        own_bsk: Tensor | None = None
+        if call.indexer is not None and options.top_k is not None:
+            chosen_bsk = own_bsk = call.indexer.choose(call.blocks(), options.top_k)
+            ctx.mark_non_differentiable(own_bsk)
         for rows in call.blocks():
             o_bsac, _ = call.attend(call.absorbed(rows), call.keys(rows, chosen_bsk))
             o_sbav[rows] = torch.einsum("bsac,avc->sbav", o_bsac, call.values)
         ctx.save_for_backward(q_sbad, kv_tbc, index_q, index_k, index_weights, up, first_bs, stop_bs, chosen_bsk)
         ctx.up, ctx.options = up, options  # saved tensors may come back as other objects without a gradient sink
-        return o_sbav
+        return o_sbav, own_bsk
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_sbav: Tensor) -> tuple[Tensor | None, ...]:
-        q_sbad, kv_tbc, index_q, index_k, index_weights, up, first_bs, stop_bs, chosen_bsk = ctx.saved_tensors
-        index, options = Index(index_q, index_k, index_weights), ctx.options
-        call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, options)
+    def backward(ctx: Any, do_sbav: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        q_sbad, kv_tbc, *index, up, first_bs, stop_bs, chosen_bsk = ctx.saved_tensors
+        call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, ctx.options)
         dtype = wide(q_sbad)
-        dq_sbad, dindex = torch.zeros_like(q_sbad), call.indexer.zeros()
+        dq_sbad, dindex = torch.zeros_like(q_sbad), None if call.indexer is None else call.indexer.zeros()
         dkv_btc = torch.zeros_like(call.kv_btc, dtype=dtype)
         dkeys, dvalues = (torch.zeros_like(x, dtype=dtype) for x in (call.keys_up, call.values))
         n = dkeys.shape[1]
@@ -133,29 +143,36 @@ class _SparseAttention(Function):
             dkeys += torch.einsum("sban,bsac->anc", q_sbad[rows][..., :n], dq_latent)
             dq_sbad[rows][..., :n] = torch.einsum("bsac,anc->sban", dq_latent, call.keys_up)
             dq_sbad[rows][..., n:] = dq_rotary.transpose(0, 1)
-            call.indexer.loss_backward(rows, keys, p_bsk, dindex)
+            if call.indexer is not None and dindex is not None:
+                call.indexer.loss_backward(rows, keys, p_bsk, dindex)
         dup = torch.cat([dkeys, dvalues], dim=1).flatten(0, 1)
         dup_or_none = deliver(ctx.up, dup.to(wgrad_dtype(ctx.up)))
         dkv = dkv_btc.transpose(0, 1).to(kv_tbc.dtype)
-        return dq_sbad, dkv, *dindex.finished(index_k.dtype), dup_or_none, None, None, None
+        index_grads = [None] * 3 if dindex is None else [*dindex.finished(q_sbad.dtype)]
+        return dq_sbad, dkv, *index_grads, None, dup_or_none, None, None, None
 
 
 class _Call:
     """Tensors of a call in the form that blocks of queries read, and the module that computes them."""
 
     def __init__(
-        self, q_sbad: Tensor, kv_tbc: Tensor, index: Index, up: Tensor, first_bs: Tensor, stop_bs: Tensor,
-        options: SparseAttention,
+        self, q_sbad: Tensor, kv_tbc: Tensor, index: Sequence[Tensor | None], up: Tensor, first_bs: Tensor,
+        stop_bs: Tensor, options: SparseAttention,
     ) -> None:  # fmt: skip
         (self.s, self.b, self.a, width), c = q_sbad.shape, up.shape[1]
         n = width - (kv_tbc.shape[-1] - c)
-        self.q_sbad, self.options, self.index_heads = q_sbad, options, index.q.shape[2]
+        self.q_sbad, self.options = q_sbad, options
         self.kv_btc = kv_tbc.transpose(0, 1).contiguous()
         self.first_bs, self.stop_bs = (x.expand(self.b, -1) for x in (first_bs, stop_bs))
         up_axc = up.detach().unflatten(0, (self.a, -1))
         self.keys_up, self.values = up_axc[:, :n], up_axc[:, n:]
         self.functions = reference if options.top_k is None else functions_for(q_sbad)
-        self.indexer = Indexer(index, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
+        self.indexer: Indexer | None = None
+        q, k, weights = index
+        if q is not None and k is not None and weights is not None:
+            assert options.loss is not None
+            tensors = Index(q, k, weights)
+            self.indexer = Indexer(tensors, self.first_bs, self.stop_bs, options.group, options.loss, self.functions)
 
     def blocks(self) -> list[slice]:
         """Return ranges of queries with tensors that fit into one block."""
@@ -163,7 +180,8 @@ class _Call:
         bytes_of_query, block_bytes = 4 * b * t, BLOCK_BYTES
         if self.functions is reference:
             keys, gathered = (t, 0) if self.options.top_k is None else (self.options.top_k, c)
-            bytes_of_query += 4 * b * keys * max(self.a, self.index_heads, gathered)
+            index_heads = 0 if self.indexer is None else self.indexer.q_sbid.shape[2]
+            bytes_of_query += 4 * b * keys * max(self.a, index_heads, gathered)
             block_bytes = REFERENCE_BYTES
         size = max(1, min(block_bytes // bytes_of_query, MOST_QUERIES))
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]

@@ -62,6 +62,10 @@ class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
 
     kind: Literal["sparse_latent_attention"] = "sparse_latent_attention"
     """Multi-head latent attention to chosen tokens."""
+    shared_indexer: bool = False
+    """Attend to the tokens that the nearest earlier layer with an indexer chose, so that these layers have no indexer
+    (indexer_types shared in GLM-5.2, arXiv:2603.12201). The indexer learns only from the attention of its own layer.
+    Both layers must be in one pipeline stage. Layers of multi-token prediction always have an indexer."""
 
     def _section_keys(self, model: ModelSection) -> dict[str, Any]:
         section = model.sparse_attention
@@ -74,8 +78,8 @@ class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
 
     @property
     def index_loss(self) -> float | None:
-        """Weight of the indexer's loss."""
-        return float(self.kl_loss)
+        """Weight of the indexer's loss; None without an indexer."""
+        return None if self.shared_indexer else float(self.kl_loss)
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -90,13 +94,26 @@ class SparseLatentMixerConfig(LatentRecord, SparseAttentionKeys):
 
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         """Yield the rules that the keys of this kind of layer break."""
-        if model.sparse_attention is None and not {"index_heads", "top_k"} <= self.given.keys():
+        if self.shared_indexer:
+            yield from self._shared_indexer(model, path)
+        elif model.sparse_attention is None and not {"index_heads", "top_k"} <= self.given.keys():
             rule = "there is no section model.sparse_attention, and the indexer's heads and top_k are not given"
             yield Problem(f"{path}.kind", self.kind, rule, "give model.sparse_attention")
             return
         yield from super().problems(model, path)
         if model.sparse_attention is None:
             yield from _indexer_rules(self.resolved(model), model, path)
+
+    def _shared_indexer(self, model: ModelSection, path: str) -> Iterator[Problem]:
+        """Yield the broken rules about layers without an indexer."""
+        for key in (key for key in SparseAttentionKeys.model_fields if key in self.given):
+            rule = "shared_indexer is true, and the key belongs to an indexer"
+            yield Problem(f"{path}.{key}", self.given[key], rule, "leave it out")
+        spec = model.spec
+        without = [i for i in range(model.num_layers) if getattr(spec.layers[i].mixer, "shared_indexer", False)]
+        if (first := next((i for i in without if i not in spec.sources), None)) is not None:
+            rule = f"no layer before layer {first} has an indexer"
+            yield Problem(f"{path}.shared_indexer", True, rule, "give an earlier layer an indexer")
 
 
 def sparse_attention(m: ModelSection) -> Iterator[Problem]:

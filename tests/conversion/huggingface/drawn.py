@@ -26,6 +26,7 @@ from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
+from tests.conversion.families import DEEPSEEK_V32, LLAMA, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -148,6 +149,29 @@ DRAWN: dict[str, Family] = {
             "mup_enabled": (False, True),
             "num_experts_per_tok": (2, 3),
             "moe_intermediate_size": (24, 16),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsa",
+        DEEPSEEK_V32 | {"num_hidden_layers": 4},
+        ROPE
+        | {
+            "indexer_types": (None, None, ["full", "shared", "full", "shared"], ["full", "full", "shared", "shared"]),
+            "index_topk_pattern": (None, None, "FSSF", ["full", "full", "shared", "full"]),
+            "index_topk_freq": (1, 2, 3),
+            "index_skip_topk_offset": (1, 2),
+            "index_topk": (3, 5),
+            "index_head_dim": (6, 8),
+            "index_n_heads": (10, 12),
+            "rms_norm_eps": (1e-5, 1e-3),
+            "hidden_size": (32, 48),
+            "v_head_dim": (6, 12),
+            "q_lora_rank": (20, 24),
+            "kv_lora_rank": (12, 16),
+            "first_k_dense_replace": (1, 2),
+            "n_group": (4,),
+            "topk_group": (2, 3),
+            "n_shared_experts": (1, 2),
+            "norm_topk_prob": (False, True),
+            "routed_scaling_factor": (1.5, 2.5),
         },
     ),
 }

@@ -60,7 +60,8 @@ def _our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> tupl
         expert=state.expert.group, expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor.group,
     )  # fmt: skip
-    middle = min([model.num_layers // 2 + 1, *model.kv_sources])
+    inside = {cut for reader, source in model.sources.items() for cut in range(source + 1, reader + 1)}
+    middle = min({*range(1, model.num_layers)} - inside, key=lambda cut: abs(cut - model.num_layers // 2 - 1))
     stages = [range(model.num_layers)] if pp == 1 else [range(middle), range(middle, model.num_layers)]
     layers, positions = stages[state.pipeline.rank], model.stem.max_position_embeddings or 1
     stage = GPTStage(model, context, layers=layers, positions=positions)

@@ -1,9 +1,10 @@
-"""DeepSeek-V3.2 and GLM-5, with latent attention to tokens that an indexer selects."""
+"""DeepSeek-V3.2 and GLM-5 (to 5.2), with latent attention to tokens that an indexer selects."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.deepseek import DEEPSEEK_KEYS, LATENT_KEYS, latent_norms
+from megafp8.conversion.huggingface.layers import layer_list, num_layers
 from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, check, only, same
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
@@ -27,11 +28,34 @@ def _write_dense_layers(ours: Fields) -> Keys:
 
 
 def _check_layers(hf: HfConfig) -> None:
-    """Raise ValueError unless all layers have an indexer. Some releases allow layers to reuse an earlier selection."""
-    for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
-        kinds = hf.get(key)
-        if kinds is not None and kinds != [kind] * len(kinds):
-            refuse(key, kinds, f"{kind} for all layers")
+    """Raise ValueError for layers with other attention."""
+    layer_list(hf, "layer_types", ("indexed_attention",), longer=True)
+
+
+def _indexer_types(hf: HfConfig) -> list[str]:
+    """Return for each layer whether it has an indexer (full) or reuses the choice of an earlier layer (shared)."""
+    if (types := layer_list(hf, "indexer_types", _INDEXER_TYPES, longer=True)) is not None:
+        return types
+    if (pattern := hf.get("index_topk_pattern")) is not None:
+        words = [{"F": "full", "S": "shared"}.get(x, x) for x in pattern] if isinstance(pattern, str) else pattern
+        return layer_list({**hf, "index_topk_pattern": words}, "index_topk_pattern", _INDEXER_TYPES, longer=True) or []
+    every, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
+    return [_INDEXER_TYPES[max(i - offset + 1, 0) % every > 0] for i in range(num_layers(hf))]
+
+
+def _read_indexers(hf: HfConfig) -> Fields:
+    """Read which layers have an indexer. If some have none, a list also says which layers have experts."""
+    shared = [x == "shared" for x in _indexer_types(hf)]
+    if not any(shared):
+        return {}
+    dense = _read_dense_layers(hf)["moe.first_dense_layers"]
+    ffns = ["mlp" if i < dense else "moe" for i in range(len(shared))]
+    mixers = {"mixer.kind": [SparseLatentMixerConfig().kind] * len(shared), "mixer.shared_indexer": shared}
+    return {**mixers, "ffn.kind": ffns, "moe.first_dense_layers": 0}
+
+
+def _write_indexers(ours: Fields) -> Keys:
+    return {"indexer_types": [_INDEXER_TYPES[bool(x)] for x in ours["mixer.shared_indexer"]]}
 
 
 _SPARSE = (
@@ -40,9 +64,10 @@ _SPARSE = (
     same("moe", normalize=("norm_topk_prob", True), scaling_factor=("routed_scaling_factor", 2.5)),
     Trait(("first_k_dense_replace", "mlp_layer_types"), _read_dense_layers, _write_dense_layers),
     always("moe", score="sigmoid", selection_bias=True), only(scoring_func="sigmoid", topk_method="noaux_tc"),
-    check(_check_layers, "layer_types", "indexer_types"), only(written=False, mlp_bias=False), traits.NO_PADDING,
+    check(_check_layers, "layer_types"), only(written=False, mlp_bias=False), traits.NO_PADDING,
     traits.MULTI_TOKEN_PREDICTION,
 )  # fmt: skip
+_INDEXER_TYPES = ("full", "shared")
 _NAMES = like_llama(usual(SparseLatentMixerConfig), MULTI_TOKEN_PREDICTION)
 
 
@@ -57,6 +82,8 @@ FAMILIES = (
            _NAMES, moe=True, latent=True, sparse=True),
     Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", (
         *_SPARSE, *_index(32, "neighbors"), traits.expert_groups(1, 1),
-        only(written=False, rope_interleave=True, indexer_rope_interleave=True, index_topk_freq=1),
+        Trait(("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_indexers,
+              _write_indexers),
+        only(written=False, rope_interleave=True, indexer_rope_interleave=True),
     ), _NAMES, moe=True, latent=True, sparse=True),
 )  # fmt: skip
