@@ -103,6 +103,18 @@ MODELS: dict[str, list[str]] = {
     "geglu": ["model.activation=geglu"],
     "geglu-tanh-output-norms": ["model.activation=geglu_tanh", "model.norm_position=output"],
     "parallel-block-mtp": ["model.parallel_block=true", "model.qk_norm=projection", "model.mtp_num_layers=1", *DROPOUT],
+    "shared-norm": [
+        "model.parallel_block=shared_norm",
+        "model.normalization=layernorm_no_bias",
+        "model.linear_bias=mlp",
+        "model.mtp_num_layers=1",
+        *DROPOUT,
+    ],
+    "shared-norm-experts": [
+        "model.parallel_block=shared_norm",
+        "model.linear_bias=attention",
+        "model.moe={num_experts: 8, ffn_hidden_size: 48, shared_ffn_hidden_size: 32, first_dense_layers: 1}",
+    ],
     "gemma": [
         "model.qk_norm=true",
         "model.sliding_window=8",
