@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import LLAMA, make_model, tokens
+from tests.conversion.families import LLAMA, LLAMA3_ROPE, V, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -38,7 +38,8 @@ class Family(NamedTuple):
     Attributes:
         kind: Name of the classes in `transformers` without ForCausalLM and Config.
         keys: Keys of config.json that all models have.
-        choices: Values of further keys, one of which is drawn for each model.
+        choices: Values of further keys, one of which is drawn for each model. Values of the key "" are dictionaries of
+            keys that are drawn together.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -54,16 +55,58 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices of most families."""
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+SCALED_ROPES = (
+    *ROPE["rope_parameters"], LLAMA3_ROPE, {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+)  # fmt: skip
+WINDOWS: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (3, 5), "layer_types": (None, ["sliding_attention", "full_attention"] * 2),
+}  # fmt: skip
+LAYER_NORM = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+"""Keys of models with LayerNorm."""
+COHERE = {key: x for key, x in SIZES.items() if key != "num_hidden_layers"} | {
+    "attention_bias": (False, True), "logit_scale": (0.5, 1.0, 0.3), "layer_norm_eps": (1e-5, 1e-3),
+    "hidden_act": ("silu", "gelu"),
+}  # fmt: skip
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
-}
+    "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
+    "cohere2": Family(
+        "Cohere2",
+        LAYER_NORM | {"num_hidden_layers": 4},
+        COHERE | ROPE | WINDOWS | {"sliding_window_pattern": (2, 3, 4)},
+    ),
+    "cohere2_moe": Family(
+        "Cohere2Moe",
+        LAYER_NORM | {"num_hidden_layers": 4},
+        COHERE
+        | WINDOWS
+        | {
+            "head_dim": (8, 12),
+            "sliding_window_pattern": (2, 3),
+            "prefix_dense_sliding_window_pattern": (1, 2),
+            "mlp_layer_types": (None, ["dense", "sparse", "sparse", "dense"]),
+            "first_k_dense_replace": (0, 1, 2),
+            "prefix_dense_intermediate_size": (None, 56),
+            "num_experts": (4, 6),
+            "num_experts_per_tok": (2, 3),
+            "num_shared_experts": (0, 1, 2),
+            "shared_expert_combination_strategy": ("average", "sum"),
+            "expert_selection_fn": ("softmax", "sigmoid"),
+            "norm_topk_prob": (True, False),
+            "rms_norm_eps": (None, 1e-3),
+            "rope_theta": (500.0, 1e4),
+        },
+    ),
+}  # fmt: skip
 """Families by model_type."""
 
 
 def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a random model of a family."""
     random, family = Random(f"{name} {seed}"), DRAWN[name]
-    return family.keys | {key: random.choice(values) for key, values in family.choices.items()}
+    drawn = {key: random.choice(values) for key, values in family.choices.items()}
+    return family.keys | drawn.pop("", {}) | drawn
 
 
 class Differences(NamedTuple):

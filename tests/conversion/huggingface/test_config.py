@@ -34,6 +34,7 @@ from tests.conversion.families import (
     TWO_KINDS,
     config_class,
 )
+from tests.conversion.huggingface.drawn import DRAWN
 from tests.marks import slow_but
 from tests.quickstart_data import ROOT
 
@@ -103,8 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
     "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
     "no family": (LLAMA, "model_type = None"),
-    "bias on attention alone": (L | {"attention_bias": True}, r"attention_bias = True: .*\(mlp_bias = true, too\)"),
-    "bias on the MLP alone": (L | {"mlp_bias": True}, "mlp_bias = True"),
+    "bias that is a word": (L | {"mlp_bias": "mlp"}, "mlp_bias = 'mlp'"),
     "bias in Qwen3": (Q3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
     "yarn without its original length": (
         Q2 | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
@@ -692,7 +692,11 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         ({"parallel_block": True}, r"nearest, llama, lacks model.parallel_block = True \(there False\)"),
         ({"position_embedding": "none", "qk_norm": True}, "nearest, qwen3, lacks model.position_embedding = 'none'"),
         ({"qkv_bias": True, "qk_norm": True}, "nearest, qwen2, lacks model.qk_norm = True"),
-        ({"normalization": "layernorm"}, "nearest, llama, lacks model.normalization = 'layernorm'"),
+        ({"normalization": "layernorm_no_bias"}, "nearest, llama, lacks model.normalization = 'layernorm_no_bias'"),
+        ({"parallel_block": "shared_norm"}, "nearest, llama, lacks model.parallel_block = 'shared_norm'"),
+        ({"linear_bias": "mlp", "qkv_bias": True}, "nearest, llama, lacks model.qkv_bias = True"),
+        (OURS["glm4_moe"][1] | {"qk_norm": "projection"}, r"nearest, \w+, lacks model.*qk_norm = 'projection'"),
+        ({"output_bias": True}, r"nearest, llama, lacks model.output_bias = True \(there False\)"),
         (_experts(score="sigmoid"), r"nearest, mixtral, lacks model.moe.score = 'sigmoid' \(there 'softmax'\)$"),
         (_experts(selection_bias=True) | {"qk_norm": True}, r"nearest, ernie4_5_moe, lacks model.qk_norm = True"),
         (_experts(scaling_factor=2.5), r"lacks model.moe.scaling_factor = 2.5 \(there 1.0\)$"),
@@ -722,7 +726,7 @@ def test_a_model_of_no_family_is_refused(options: dict[str, Any], expected: str)
 
 def test_every_family_is_tested() -> None:
     """Those of encoders in test_hf_encoders. A model of qwen3_5_moe_text is one of qwen3_next, which is written."""
-    written = {family for family, _ in OURS.values()}
+    written = {family for family, _ in OURS.values()} | DRAWN.keys()
     assert written | {"qwen3_5_moe_text"} == {name for name, x in FAMILIES.items() if x.kind == "gpt"}
 
 
