@@ -98,6 +98,11 @@ DRAWN: dict[str, Family] = {
             "rope_theta": (500.0, 1e4),
         },
     ),
+    "stablelm": Family("StableLm", LAYER_NORM, SIZES | {
+        "hidden_size": (32, 64), "rope_parameters": SCALED_ROPES, "partial_rotary_factor": (0.25, 0.5, 1.0),
+        "use_qkv_bias": (False, True), "use_parallel_residual": (False, True), "layer_norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("silu", "gelu"),
+    }),
 }  # fmt: skip
 """Families by model_type."""
 
