@@ -103,6 +103,21 @@ DRAWN: dict[str, Family] = {
         "use_qkv_bias": (False, True), "use_parallel_residual": (False, True), "layer_norm_eps": (1e-5, 1e-3),
         "hidden_act": ("silu", "gelu"),
     }),
+    "falcon": Family("Falcon", {
+        "vocab_size": V, "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    }, {
+        "": (
+            {"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True},
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+            {"new_decoder_architecture": True, "num_kv_heads": 2},
+        ),
+        "num_hidden_layers": (2, 3), "hidden_size": (32, 48), "ffn_hidden_size": (None, 40), "bias": (False, True),
+        "rope_parameters": SCALED_ROPES, "activation": ("gelu", "gelu_new", "relu"), "layer_norm_epsilon": (1e-5, 1e-3),
+        "tie_word_embeddings": (False, True),
+    }),
+    "llama": Family("Llama", LLAMA, SIZES | {
+        "attention_bias": (False, True), "mlp_bias": (False, True), "rope_parameters": SCALED_ROPES,
+    }),
 }  # fmt: skip
 """Families by model_type."""
 
