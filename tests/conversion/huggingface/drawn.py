@@ -68,6 +68,12 @@ COHERE = {key: x for key, x in SIZES.items() if key != "num_hidden_layers"} | {
     "attention_bias": (False, True), "logit_scale": (0.5, 1.0, 0.3), "layer_norm_eps": (1e-5, 1e-3),
     "hidden_act": ("silu", "gelu"),
 }  # fmt: skip
+GPTJ = {"vocab_size": V, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPTJ_CHOICES: dict[str, tuple[Any, ...]] = {
+    "n_layer": (2, 3), "n_embd": (32, 48), "n_inner": (None, 40), "rotary_dim": (4, 6, 8),
+    "activation_function": ("gelu_new", "gelu", "relu"), "layer_norm_epsilon": (1e-5, 1e-3),
+    "tie_word_embeddings": (False, True),
+}  # fmt: skip
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
     "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
@@ -118,6 +124,8 @@ DRAWN: dict[str, Family] = {
     "llama": Family("Llama", LLAMA, SIZES | {
         "attention_bias": (False, True), "mlp_bias": (False, True), "rope_parameters": SCALED_ROPES,
     }),
+    "gptj": Family("GPTJ", GPTJ, GPTJ_CHOICES),
+    "codegen": Family("CodeGen", GPTJ, GPTJ_CHOICES),
 }  # fmt: skip
 """Families by model_type."""
 
