@@ -144,13 +144,13 @@ class NormSpec:
     """Norms of the residual stream.
 
     Attributes:
-        kind: `rmsnorm` or `layernorm`.
+        kind: Kind of norm, as in model.normalization.
         eps: Number added to the variance.
         weighted: Whether norms multiply by learned weights.
         zero_centered: Whether norms multiply by 1 + weight.
     """
 
-    kind: Literal["rmsnorm", "layernorm"]
+    kind: Literal["rmsnorm", "layernorm", "layernorm_no_bias"]
     eps: float
     weighted: bool
     zero_centered: bool
@@ -210,6 +210,7 @@ class HeadSpec:
         tied: Whether the output layer shares the embedding's weight.
         logits_divisor: Number that logits are divided by.
         logit_softcap: Bound of the logits, or None.
+        biased: Whether the output layer has a bias.
         binary: Whether BERT also predicts the order of two sentences.
         extra_losses: Number of losses in addition to the token loss: depths of multi-token prediction, or the binary
             head.
@@ -221,6 +222,7 @@ class HeadSpec:
     tied: bool
     logits_divisor: float
     logit_softcap: float | None
+    biased: bool
     binary: bool
     extra_losses: int
     extra_losses_factor: float
@@ -239,8 +241,11 @@ class ModelSpec:
         sources: For each layer that reads keys and values, or chosen tokens, of an earlier layer, the earlier layer.
         causal: Whether a token attends only to earlier tokens.
         cuts_documents: Whether context parallelism splits each document into parts, instead of the whole sample.
+        parallel_block: Whether attention and MLP read the same block input, as in model.parallel_block.
         hyper_connections: Section model.hyper_connections; None with one residual stream.
         stream_width: Channels that flow from layer to layer, over all residual streams.
+        attention_bias: Whether the linear layers of attention have biases.
+        mlp_bias: Whether the linear layers of MLPs and experts, and routers, have biases.
         hidden_init_std: Standard deviation of the initial weights of blocks.
         output_init_std: Standard deviation of the initial weights of layers that write to the residual stream.
         width_multiplier: Ratio of the width to the width of muP's base model; 1 without muP.
@@ -261,12 +266,13 @@ class ModelSpec:
     sources: Mapping[int, int]
     causal: bool
     cuts_documents: bool
-    parallel_block: bool
+    parallel_block: bool | Literal["shared_norm"]
     residual_multiplier: float
     layer_scalar: bool
     hyper_connections: Any
     stream_width: int
-    linear_bias: bool
+    attention_bias: bool
+    mlp_bias: bool
     activation: Any
     hidden_dropout: float
     attention_dropout: float

@@ -418,7 +418,7 @@ def network_problems(m: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of the network that do not depend on the run."""
     for rule in (
         attention_heads, latent_attention, sparse_attention, hyper_connections, experts, encoder_checks.model,
-        _norm_weights, per_layer_embedding,
+        _norm_weights, _shared_norm, per_layer_embedding,
     ):  # fmt: skip
         yield from rule(m)
     for path, record in _records(m):
@@ -430,13 +430,20 @@ def _norm_weights(m: ModelConfig) -> Iterator[Problem]:
     if m.norm_weights:
         return
     for key, value, why in (
-        ("normalization", m.normalization == "layernorm" and "layernorm", "it has weights and biases"),
+        ("normalization", m.normalization != "rmsnorm" and m.normalization, "it has learned weights"),
         ("zero_centered_gamma", m.zero_centered_gamma, "it says how weights are stored"),
         ("architecture", m.architecture != "gpt" and m.architecture, "its norms have weights"),
     ):
         if value:
             works = f"try {ModelConfig.model_fields[key].default if key != 'normalization' else 'rmsnorm'}"
             yield Problem(f"model.{key}", value, f"model.norm_weights is false, and {why}", works)
+
+
+def _shared_norm(m: ModelConfig) -> Iterator[Problem]:
+    """Yield the broken rule that attention and MLP can only share a norm of their inputs."""
+    if m.parallel_block == "shared_norm" and any(layer.norm_position == "output" for layer in m.spec.layers):
+        rule = "layers with model.norm_position output have no norm before attention and MLP"
+        yield Problem("model.parallel_block", m.parallel_block, rule, "try true, or model.norm_position=pre")
 
 
 def _model(config: Config) -> Iterator[Problem]:

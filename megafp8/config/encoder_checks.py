@@ -36,7 +36,7 @@ def model(m: ModelConfig) -> Iterator[Problem]:
     if m.norm_position == "post":
         for key in ("parallel_block", "moe", "latent_attention"):
             if value := getattr(m, key):
-                shown = True if value is True else "(a section)"
+                shown = value if isinstance(value, (bool, str)) else "(a section)"
                 rule = "model.norm_position is post, and such blocks need their norms first"
                 yield Problem(f"model.{key}", shown, rule, "leave it out, or try model.norm_position=pre")
 

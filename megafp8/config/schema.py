@@ -106,8 +106,8 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     rope_local_theta: PositiveFloat | None = None
     """Base of the rotary frequencies in layers with a sliding window, without rope scaling (Gemma 3). Default: these
     layers use the same frequencies as the other layers."""
-    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of norm: rmsnorm (Llama) or layernorm (GPT-2)."""
+    normalization: Literal["rmsnorm", "layernorm", "layernorm_no_bias"] = "rmsnorm"
+    """Kind of norm: rmsnorm (Llama), layernorm (GPT-2), or layernorm_no_bias, which learns weights only (Cohere)."""
     norm_weights: bool = True
     """Multiply by learned weights in the norms of the residual stream and of sublayer outputs. false: these norms only
     normalize (nanochat); requires normalization: rmsnorm."""
@@ -120,8 +120,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     zero_centered_gamma: bool = False
     """Multiply by 1 + weight instead of weight in norms. The stored weights are then close to zero, where bf16 is most
     precise (Gemma; Megatron-LM's apply_layernorm_1p)."""
-    linear_bias: bool = False
-    """Add biases to all linear layers of the blocks (GPT-2), including experts and routers (gpt-oss)."""
+    linear_bias: bool | Literal["attention", "mlp"] = False
+    """Add biases to all linear layers of the blocks (GPT-2), including experts and routers (gpt-oss). attention: only
+    to the linear layers of attention. mlp: only to the linear layers of MLPs, experts and routers (GPT-J)."""
+    output_bias: bool = False
+    """Add a bias to the output layer (GPT-J). bert always has this bias."""
     tie_embeddings: bool = False
     """Use the embedding weight in the output layer, too."""
     token_types: Count = 0
@@ -136,8 +139,9 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     model.activation is. Default: gelu_tanh if model.activation is gelu_tanh, else gelu."""
     full_attention_layers: list[Annotated[int, Quantity.LAYER]] = []
     """Indices of the layers, from 0, to which sliding_window does not apply (Qwen2, Gemma 2 and 3, gpt-oss)."""
-    parallel_block: bool = False
-    """Compute attention and MLP from the same block input and add both outputs (GPT-J, PaLM)."""
+    parallel_block: bool | Literal["shared_norm"] = False
+    """Compute attention and MLP from the same block input and add both outputs. true: attention and MLP have a norm
+    each (GPT-NeoX). shared_norm: both read the output of one norm (GPT-J, PaLM, Cohere)."""
     residual_multiplier: PositiveFloat = 1.0
     """Factor by which attention and MLP outputs are multiplied before they are added to the residual stream (Granite).
     """

@@ -168,6 +168,15 @@ def either(field: str, key: str, other: str) -> Trait:
     return Trait((key, other), read, lambda ours: {key: ours[field]})
 
 
+def switch(field: str, key: str, on: Any = True, *, default: bool = False) -> Trait:
+    """Return a trait for a boolean key: true stands for the value `on` of a field, and false for false."""
+    return Trait(
+        (key,),
+        lambda hf: {field: on if flag(hf, key, default) else False},
+        lambda ours: {key: ours[field] == on},
+    )
+
+
 def flag(hf: HfConfig, key: str, default: bool = False) -> bool:
     """Return the value of a boolean key. Raises ValueError if it is not a boolean."""
     value = hf.get(key, default)

@@ -29,7 +29,7 @@ from megafp8.layers.costs import AttentionWork, DispatchTraffic, KernelWork, Mic
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.op import Recurrence
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import InputFormat
+from megafp8.linear.state import InputFormat, LinearState
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec, PartRecord
 
@@ -228,9 +228,14 @@ class LayerPart(nn.Module, ABC):
     """
 
     @property
+    def input_linear(self) -> LinearState | None:
+        """State of the linear layer that alone reads the part's input; None if other operations read it, too."""
+        return None
+
+    @property
     def input_format(self) -> InputFormat | None:
         """Format in which the preceding norm passes its output to this part; None means unquantized values."""
-        return None
+        return None if self.input_linear is None else self.input_linear.input_format
 
     @abstractmethod
     def saved(self, batch: MicroBatch) -> dict[str, int]:

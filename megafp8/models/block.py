@@ -40,6 +40,7 @@ _POST_NORM = Neighbor(
     "residual stream", "none", "the residual stream is the norm's output and needs its unquantized values "
     "(model.norm_position post)",
 )  # fmt: skip
+_SHARED_NORM = Neighbor("shared_norm", "none", "attention and MLP both read the norm's output")
 
 
 class Block(nn.Module):
@@ -55,7 +56,9 @@ class Block(nn.Module):
         self.index, self.multiplier, self.hidden_size = index, model.residual_multiplier, model.hidden_size
         position = spec.norm_position
         input_norms, output_norms = position in ("pre", "both"), position in ("output", "both")
-        if not input_norms or not NORMS[model.norm.kind].fused:
+        self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
+        self.shares_norm = model.parallel_block == "shared_norm" and self.mixes and self.feeds
+        if not input_norms or self.shares_norm or not NORMS[model.norm.kind].fused:
             memory = replace(memory, norms=False)
 
         def norm(which: str, present: bool) -> Norm | None:
@@ -64,11 +67,12 @@ class Block(nn.Module):
         def part(record: PartRecord, input_norm: Norm | None) -> Any:
             where = f"{name}.{record.tensor_prefix}"
             before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
+            before = _SHARED_NORM if self.shares_norm else before
             return make_part(where, record, model, context, input=before, memory=memory)
 
-        self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
-        feeds_normed = self.feeds and not spec.ffn.normalizes_input
-        self.attention_norm = norm("attention_norm", self.mixes and (input_norms or position == "post"))
+        feeds_normed = self.feeds and not spec.ffn.normalizes_input and not self.shares_norm
+        first = "shared_norm" if self.shares_norm else "attention_norm"
+        self.attention_norm = norm(first, self.mixes and (input_norms or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", self.mixes and output_norms)
         self.mlp_norm = norm("mlp_norm", feeds_normed and (input_norms or position == "post"))
@@ -228,13 +232,21 @@ class SequentialBlock(Block):
 class ParallelBlock(Block):
     """Block in which the mixer and the feed-forward network read the same sum and both add to it (GPT-J, PaLM).
 
-    Both parts are present.
+    Both parts are present. They have a norm each, or share `attention_norm`.
     """
 
     @property
     def kept_sums(self) -> int:
         """Number of sums that the norms save for backward: at most one, because both norms read the same sum."""
         return min(self._input_norms, 1)
+
+    def saved(self, batch: MicroBatch) -> dict[str, int]:
+        """Return the bytes saved for backward by tensor. A tensor that both parts save as their input counts once."""
+        saved, linears = super().saved(batch), (self.mixer.input_linear, self.ffn.input_linear)
+        both = all(linear is None or linear.plan.saved == "high" for linear in linears)
+        if self.mlp_norm is None and both and batch.tokens == batch.own_tokens:
+            saved["input of both parts"] = -self._hidden(batch)
+        return saved
 
     def forward(
         self, x_sbh: Tensor, branch_sbh: Tensor | None, inputs: LayerInputs, dropout: Dropout | None = None
@@ -243,7 +255,8 @@ class ParallelBlock(Block):
         x_sbh, normed = self._read(self.attention_norm, x_sbh, branch_sbh, self.mixer.input_format, dropout)
         mixed = self._output(self.mixer(normed, inputs.mixers[self.index]), self.attention_output_norm)
         attention_dropout = self.attention_branch_dropout.at(inputs.places)
-        x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
+        if not self.shares_norm:
+            x_sbh, normed = self._read(self.mlp_norm, x_sbh, None, self.ffn.input_format, None)
         y_sbh = self._output(self.ffn(normed, inputs.ffns[self.index]), self.mlp_output_norm)
         if attention_dropout is None:
             return x_sbh, y_sbh + mixed

@@ -111,7 +111,7 @@ class CrossAttention(nn.Module):
         self.scores = Scores(record.attention_scale, record.attention_softcap)
         self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
         q_size, kv_size = record.num_attention_heads * record.channels, record.groups * record.channels
-        common = context.linear_options() | {"bias": model.linear_bias}
+        common = context.linear_options() | {"bias": model.attention_bias}
         init = Init("normal", model.hidden_init_std)
         encoder_context = replace(context, tokens=context.encoder_tokens)
         self.query = ColumnParallelLinear(

@@ -133,6 +133,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "activation": "squared_relu",
     },
+    "shared-norm": LLAMA
+    | DROPOUT
+    | {
+        "parallel_block": "shared_norm",
+        "normalization": "layernorm_no_bias",
+        "linear_bias": "mlp",
+        "output_bias": True,
+        "logits_scaling": 3,
+    },
+    "shared-norm-both": LLAMA
+    | {
+        "parallel_block": "shared_norm",
+        "norm_position": "both",
+        "normalization": "layernorm_no_bias",
+        "zero_centered_gamma": True,
+        "linear_bias": "attention",
+        "tie_embeddings": True,
+        "output_bias": True,
+    },
     "bloom": GPT2
     | {
         "position_embedding": "alibi",
@@ -387,6 +406,7 @@ MOE_MODELS = {
             "top_k": 2,
             "ffn_hidden_size": 12,
             "shared_ffn_hidden_size": 24,
+            "shared_scaling_factor": 0.5,
             "separate_norms": True,
             "aux_loss": 0.3,
         },
@@ -572,7 +592,7 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
     slow_but(
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
-            *("one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
+            *("shared-norm", "one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
         *("hybrid", "kimi-delta", "shared-indexer"),

@@ -84,7 +84,7 @@ def _norm(x: Tensor, w: Weights, name: str, config: ModelConfig, kind: str = "rm
     if kind == "rmsnorm":
         return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + w[f"{name}.bias"]
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + w.get(f"{name}.bias", 0)
 
 
 def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
@@ -396,7 +396,7 @@ def moe(
         real = s if padding is None else s - int(padding[row].sum())
         for i in range(s):
             logits = w[f"{name}.router.weight"] @ routed_x[row, i]
-            if config.linear_bias:
+            if f"{name}.router.logit_bias" in w:
                 logits = logits + w[f"{name}.router.logit_bias"]
             scores = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(0)
             if m.score == "sqrtsoftplus":
@@ -440,7 +440,7 @@ def moe(
     if m.separate_norms:
         added = _norm(added, w, f"{name}.experts_output_norm", config)
         of_shared = _norm(of_shared, w, f"{name}.shared_output_norm", config)
-    return (of_shared + added).view_as(x)
+    return (m.shared_scaling_factor * of_shared + added).view_as(x)
 
 
 def _allowed(
@@ -759,11 +759,13 @@ def _block(
 
     position = kind.norm_position or config.norm_position
     of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
+    both = not isinstance(kind.mixer, NoMixerConfig) and not isinstance(kind.ffn, NoFfnConfig)
+    shared_norm = "shared_norm" if both and config.parallel_block == "shared_norm" else None
 
     def attention(x: Tensor) -> Tensor | float:
         if isinstance(kind.mixer, NoMixerConfig):
             return 0.0
-        normed = norm(x, "attention_norm", of_inputs)
+        normed = norm(x, shared_norm or "attention_norm", of_inputs)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
             eps = kind.mixer.norm_eps or config.norm_eps
             y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, eps, documents)
@@ -796,7 +798,7 @@ def _block(
     def feed_forward(x: Tensor) -> Tensor | float:
         if isinstance(kind.ffn, NoFfnConfig):
             return 0.0
-        normed = norm(x, "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
+        normed = norm(x, shared_norm or "mlp_norm", of_inputs and not (sparse and config.moe.separate_norms))
         if sparse:
             hashed = isinstance(kind.ffn, MoeFfnConfig) and kind.ffn.routing == "hash"
             y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed, padding=padding)
@@ -840,6 +842,8 @@ def _cross_entropy(x: Tensor, w: Weights, config: ModelConfig, labels: Tensor, z
     logits = (x @ output.T)[..., : config.vocab_size] / config.logits_scaling
     if config.mup is not None:
         logits = logits * config.mup.base_hidden_size / config.hidden_size
+    if config.output_bias:
+        logits = logits + w["output.bias"][: config.vocab_size]
     if config.logit_softcap is not None:
         logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     log_z = logits.exp().sum(-1).log()

@@ -70,7 +70,9 @@ Names = Mapping[str, str | HfPlace]
 """HF names by our names of modules and parameters. A str stands for a `HfPlace` that only has this name."""
 
 EMBEDDING = {"embedding.word": "model.embed_tokens"}
-NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS = {
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "shared_norm": "input_layernorm",
+}  # fmt: skip
 OUTPUT_NORMS = {
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
@@ -143,9 +145,15 @@ def alternating_blocks(part: int) -> Rows:
     return lambda mixer, n: (torch.arange(2 * n).view(-1, 2, mixer.channels)[:, part].flatten(), 2 * n)
 
 
-def qkv_by_head(part: int) -> Rows:
-    """Return the rows of a part, if query, key and value of a head are stored together, head by head."""
-    return lambda mixer, n: (torch.arange(3 * n).view(-1, 3, mixer.channels)[:, part].flatten(), 3 * n)
+def qkv_by_group(part: int) -> Rows:
+    """Return the rows of a part, if queries, key and value of a group of heads are stored together, group by group."""
+
+    def rows(mixer: AttentionConfig, n: int) -> tuple[Tensor, int]:
+        sizes = [mixer.num_attention_heads // mixer.groups, 1, 1]
+        stored = torch.arange(mixer.groups * sum(sizes) * mixer.channels).view(mixer.groups, sum(sizes), -1)
+        return stored.split(sizes, dim=1)[part].flatten(), stored.numel()
+
+    return rows
 
 
 def after(first: int) -> Rows:
@@ -285,7 +293,8 @@ def without_prediction(model: ModelSpec, entries: Entries) -> Entries:
 
 
 _BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|embeddings\.(position|token_type)_ids"
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|attn\.causal_mask"
+    r"|embeddings\.(position|token_type)_ids"
     r"|EncDecAttention\.relative_attention_bias\.weight)$"  # in T5's first release; nothing reads it
 )
 """Constants that older releases of `transformers` saved with the weights."""

@@ -142,6 +142,12 @@ def write_rope(ours: Fields) -> Keys:
     return {"rope_theta": ours["rope_theta"], "rope_scaling": scaling, **lengths}
 
 
+def rotary_fraction(rotated: int, width: int) -> float:
+    """Return the partial_rotary_factor of heads of `width` channels, of which `rotated` are rotated."""
+    fraction = rotated / width
+    return fraction if int(width * fraction) == rotated else math.nextafter(fraction, 1)  # 49 · (2 / 49) < 2
+
+
 def ropes_by_type(
     kinds: Callable[[HfConfig], list[str]], default_theta: float, local_key: str | None, *, nested: bool
 ) -> Trait:

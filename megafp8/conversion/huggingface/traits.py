@@ -63,15 +63,17 @@ def llama_like(
     norm_eps: float = 1e-6,
     rope: Trait = _ROPE,
     activation: Trait = _SILU,
+    norm_eps_key: str = "rms_norm_eps",
 ) -> tuple[Trait, ...]:
     """Return the traits of Llama and similar families.
 
     Args:
         groups: Default of num_key_value_heads; None means the number of heads.
         head_dim: Default of head_dim.
-        norm_eps: Default of rms_norm_eps.
+        norm_eps: Default of `norm_eps_key`.
         rope: Trait for the rotary embedding.
         activation: Trait for the activation.
+        norm_eps_key: Key of the number added to the variance in norms.
     """
     return (
         rope,
@@ -80,21 +82,18 @@ def llama_like(
         activation,
         UNTIED,
         same(num_query_groups=ConfigKey("num_key_value_heads", groups, nullable=True), head_dim=("head_dim", head_dim)),
-        same(norm_eps=("rms_norm_eps", norm_eps)),
+        same(norm_eps=(norm_eps_key, norm_eps)),
         only(written=False, rope_interleaved=False),
     )
 
 
-def _read_biases(hf: HfConfig) -> Fields:
-    attention, mlp = flag(hf, "attention_bias"), flag(hf, "mlp_bias")
-    if attention != mlp:
-        key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
-        refuse(key, True, f"biases on all linear layers ({other} = true, too), or on none")
-    return {"linear_bias": attention}
-
-
-_BIASES = ("attention_bias", "mlp_bias")
-LINEAR_BIASES = Trait(_BIASES, _read_biases, lambda ours: dict.fromkeys(_BIASES, ours["linear_bias"]))
+_ATTENTION_BIAS, _MLP_BIAS = "attention_bias", "mlp_bias"
+_BIASES = {(False, False): False, (True, True): True, (True, False): "attention", (False, True): "mlp"}
+LINEAR_BIASES = Trait(
+    (_ATTENTION_BIAS, _MLP_BIAS),
+    lambda hf: {"linear_bias": _BIASES[flag(hf, _ATTENTION_BIAS), flag(hf, _MLP_BIAS)]},
+    lambda ours: {key: ours["linear_bias"] in (True, key.partition("_")[0]) for key in (_ATTENTION_BIAS, _MLP_BIAS)},
+)
 
 
 def _check_heads(hf: HfConfig) -> None:

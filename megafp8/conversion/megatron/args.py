@@ -133,10 +133,12 @@ _MODEL = (
         max_position_embeddings=ConfigKey("max_position_embeddings", None, nullable=True),
         rope_theta=("rotary_base", 10000),
         normalization=("normalization", "LayerNorm", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}),
-        linear_bias=("add_bias_linear", True), qkv_bias=("add_qkv_bias", False), qk_norm=("qk_layernorm", False),
+        qkv_bias=("add_qkv_bias", False), qk_norm=("qk_layernorm", False),
         init_std=("init_method_std", 0.02), hidden_dropout=("hidden_dropout", 0.1),
         attention_dropout=("attention_dropout", 0.1),
     ),
+    Trait((), lambda args: {"linear_bias": args.get("add_bias_linear", True)},
+          lambda ours: {"add_bias_linear": ours["linear_bias"] is True}),
     Trait((), _read_positions, _write_positions),
     Trait((), _read_rope_scaling),
     Trait((), _read_groups, _write_groups),
@@ -273,7 +275,7 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = 
         fields |= {"architecture": "bert", "transform_activation": "gelu"}
         fields |= {"binary_head": binary, "token_types": 2 * binary}
     model = build_model(fields)
-    if model.has_experts and model.linear_bias:
+    if model.has_experts and model.mlp_bias:
         raise ValueError(
             "add_bias_linear = True with num_experts: if experts have biases, megafp8's routers have biases, too"
         )

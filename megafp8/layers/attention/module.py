@@ -34,7 +34,7 @@ from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.philox import Key, key_of
 from megafp8.parallel.sharding import Init, shard_dim
@@ -168,7 +168,7 @@ class Attention(Mixer):
             model.hidden_size,
             sum(parts.values()),
             parts={f"{name}.{part}": width for part, width in parts.items()},
-            bias=model.linear_bias or record.qkv_bias,
+            bias=model.attention_bias or record.qkv_bias,
             init=Init("normal", model.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
             **common,
@@ -179,7 +179,7 @@ class Attention(Mixer):
             f"{name}.proj",
             q_size,
             model.hidden_size,
-            bias=model.linear_bias,
+            bias=model.attention_bias,
             init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
@@ -207,9 +207,9 @@ class Attention(Mixer):
             self.k_norm = None if self.reads_keys else RMSNormPart(f"{name}.k_norm", d, context, **norm)
 
     @property
-    def input_format(self) -> InputFormat | None:
-        """Format in which the preceding norm passes its output to the q, k and v product."""
-        return self.qkv.state.input_format
+    def input_linear(self) -> LinearState:
+        """State of the product that alone reads the input."""
+        return self.qkv.state
 
     def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
         """Return how scores of whole sequences of `tokens` tokens are computed, without dropout."""

@@ -91,7 +91,7 @@ class Experts(nn.Module):
         up_names, down_names = (
             [f"{name}.{e}.{layer}" for e in local_experts] for layer in (self.activation.up_layer, "down")
         )
-        biased = model.linear_bias
+        biased = model.mlp_bias
         up_width = self.activation.up_width(f) // parts
         self.up_state = self._state(
             up_names, (h, up_width), context, parallel="column", before=before, after=between, adds_bias=biased
@@ -305,7 +305,7 @@ class MoE(FeedForward):
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", model.init_std)
         self.router = Router(
-            f"{name}.router", model.hidden_size, record, context, init, biased=model.linear_bias,
+            f"{name}.router", model.hidden_size, record, context, init, biased=model.mlp_bias,
             hashed=model.stem.known_vocab_size if record.routing == "hash" else None, norm_eps=model.norm.eps,
         )  # fmt: skip
         self.sequence_group = context.tensor if context.sequence_sharded else None
@@ -318,6 +318,7 @@ class MoE(FeedForward):
             self.latent_down = LatentProjection(f"{name}.latent_down", h, self.width, into, context)
             self.latent_up = LatentProjection(f"{name}.latent_up", self.width, h, out_of, context)
         self.shared: SharedExpert | None = None
+        self.shared_factor = record.shared_scaling_factor
         if record.shared is not None:
             self.shared = SharedExpert(f"{name}.shared", record.shared, record.shared_gate, model, context, memory)
         self.norms: nn.ModuleDict | None = None
@@ -466,6 +467,7 @@ class MoE(FeedForward):
         shared = None
         if self.shared is not None:
             shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
+            shared = shared if self.shared_factor == 1 else shared * self.shared_factor
         y_nl = finish()
         y_sbh = (y_nl if self.latent_up is None else self.latent_up(y_nl)).view_as(x_sbh)
         y_sbh = self._normed(_EXPERTS_OUTPUT_NORM, y_sbh)

@@ -31,6 +31,8 @@ class MoeKeys(Section):
     experts of a layer share one projection before them and one after their weighted sum. The router and the shared
     expert read tokens of hidden_size. Ranks send each other tokens of this width. Default: hidden_size, without
     projections."""
+    shared_scaling_factor: PositiveFloat = 1.0
+    """Factor of the shared expert's output (Cohere: 0.5, as scaling_factor)."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen2-MoE)."""
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -201,8 +203,8 @@ def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
     if x.top_k > count:
         rule = f"the experts of a token must be different, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
-    if x.latent_size is not None and m.linear_bias:
-        rule = "model.linear_bias is true, and latent projections have no biases"
+    if x.latent_size is not None and m.spec.mlp_bias:
+        rule = f"model.linear_bias is {str(m.linear_bias).lower()}, and latent projections have no biases"
         yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")
     if x.separate_norms:
         path, rule = "model.moe.separate_norms", "it needs a shared expert, and RMSNorm before experts"
@@ -239,8 +241,9 @@ def expert_layout(config: RunConfig) -> Iterator[Problem]:
         return
     for record in records:
         yield from _divided(config, record)
-    if p.expert_tensor > 1 and m.linear_bias:
-        rule = "model.linear_bias is true, and the biases of an expert's outputs belong to one rank"
+    if p.expert_tensor > 1 and m.spec.mlp_bias:
+        value = str(m.linear_bias).lower()
+        rule = f"model.linear_bias is {value}, and the biases of an expert's outputs belong to one rank"
         yield Problem("parallel.expert_tensor", p.expert_tensor, rule, "try 1")
     if p.expert_tensor > 1 and p.expert_dispatch == "all_to_all":
         rule = "it sends a token to one rank for each of its experts, and parallel.expert_tensor splits experts"

@@ -46,7 +46,7 @@ class Head(nn.Module):
             init=Init("normal", model.init_std),
             high_precision="the output layer stays in training.precision",
             weight=tied,
-            bias=transforms,
+            bias=model.head.biased,
             site=context.site(),
             **context.linear_options(),
         )
@@ -76,7 +76,7 @@ class Head(nn.Module):
         return logits_sbv if self.softcap is None or not capped else self.softcap * (logits_sbv / self.softcap).tanh()
 
     def _uncapped(self, hidden_sbh: Tensor) -> Tensor:
-        """Return the logits before the soft cap; the scaling is applied to their input, which is smaller."""
+        """Return the logits before the soft cap. Their input, which is smaller, is scaled; an output bias is not."""
         x_sbh = hidden_sbh if self.transform is None else self.transform(hidden_sbh)
         logits_sbv: Tensor = self.output(x_sbh if self.scaling == 1 else x_sbh / self.scaling)
         return logits_sbv

@@ -21,7 +21,7 @@ from megafp8.layers.mixer import FeedForward
 from megafp8.layers.mlp.op import mlp
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.plan import Neighbor
@@ -47,7 +47,7 @@ class MLP(FeedForward):
         super().__init__()
         self.kind = record.activation
         f, self.activation = record.width, ACTIVATIONS[record.activation]
-        common = context.linear_options() | {"bias": model.linear_bias}
+        common = context.linear_options() | {"bias": model.mlp_bias}
         neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         self.up = ColumnParallelLinear(
             f"{name}.{self.activation.up_layer}",
@@ -69,9 +69,9 @@ class MLP(FeedForward):
         )
 
     @property
-    def input_format(self) -> InputFormat | None:
-        """Input format of the first linear layer; None for values."""
-        return self.up.state.input_format
+    def input_linear(self) -> LinearState:
+        """State of the product that alone reads the input."""
+        return self.up.state
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""

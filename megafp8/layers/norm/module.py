@@ -55,8 +55,8 @@ class Norm(nn.Module):
     fused: ClassVar[bool] = True
     #: Number of values per token saved for backward, in addition to the input.
     statistics: ClassVar[int]
-    #: Whether the norm learns a bias.
-    has_bias: ClassVar[bool]
+    #: Bias of the norm; None if the norm does not subtract the mean.
+    bias_kind: ClassVar[Literal["learned", "zero"] | None]
 
     def __init__(
         self,
@@ -77,15 +77,17 @@ class Norm(nn.Module):
             spec = {"replicated_over_tp": True, "reduce_over_tp": sees_a_slice, "weight_decay": False}
             return new_parameter(context, shards, Init(init), **spec)
 
-        self.weight: Tensor
-        if weighted:
-            self.weight = parameter("weight", "zeros" if zero_centered else "ones")
-        else:
-            key = ("ones", size)
+        def constant(value: float) -> Tensor:
+            key = ("norm", value, size)
             if key not in context.constants:
-                context.constants[key] = torch.ones(size, dtype=context.dtype, device=context.buffer_device)
-            self.weight = context.constants[key]
-        self.bias = parameter("bias", "zeros") if self.has_bias else None
+                options: dict[str, Any] = {"dtype": context.dtype, "device": context.buffer_device}
+                context.constants[key] = torch.full((size,), value, **options)
+            return context.constants[key]
+
+        self.weight: Tensor = parameter("weight", "zeros" if zero_centered else "ones") if weighted else constant(1.0)
+        self.bias: Tensor | None = None
+        if self.bias_kind is not None:
+            self.bias = parameter("bias", "zeros") if self.bias_kind == "learned" else constant(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` `[..., size]`; the output has the shape and dtype of `x`."""
@@ -127,7 +129,7 @@ class RMSNormPart(Norm):
     """RMSNorm: `x / √(mean of squares + eps) · weight`."""
 
     statistics = 1
-    has_bias = False
+    bias_kind = None
 
     def _by_torch(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
@@ -137,13 +139,21 @@ class LayerNormPart(Norm):
     """LayerNorm: `(x - mean) / √(variance + eps) · weight + bias`."""
 
     statistics = 2
-    has_bias = True
+    bias_kind = "learned"
 
     def _by_torch(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
 
 
-NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNormPart, "layernorm": LayerNormPart}
+class LayerNormWithoutBias(LayerNormPart):
+    """LayerNorm that only learns a weight."""
+
+    bias_kind = "zero"
+
+
+NORMS: dict[str, type[Norm]] = {
+    "rmsnorm": RMSNormPart, "layernorm": LayerNormPart, "layernorm_no_bias": LayerNormWithoutBias,
+}  # fmt: skip
 """Norm class for each value of `model.normalization`."""
 
 

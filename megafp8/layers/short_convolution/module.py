@@ -21,7 +21,7 @@ from megafp8.layers.recurrent.op import State
 from megafp8.layers.short_convolution.op import convolve, last_inputs
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import InputFormat
+from megafp8.linear.state import LinearState
 from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.plan import Neighbor
@@ -63,9 +63,9 @@ class ShortConvolution(ConvolvedMixer):
         )
 
     @property
-    def input_format(self) -> InputFormat | None:
-        """Input format of the projection; None for values."""
-        return self.projection.state.input_format
+    def input_linear(self) -> LinearState:
+        """State of the product that alone reads the input."""
+        return self.projection.state
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

@@ -27,6 +27,7 @@ from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.families import DEEPSEEK_V32, LLAMA, make_model, tokens
+from tests.conversion.families import LLAMA, LLAMA3_ROPE, V, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -41,6 +42,8 @@ class Family(NamedTuple):
         kind: Name of the classes in `transformers` without ForCausalLM and Config.
         keys: Keys of config.json that all models have.
         choices: Values of further keys, one of which is drawn for each model. A tuple of keys has tuples of values.
+        choices: Values of further keys, one of which is drawn for each model. Values of the key "" are dictionaries of
+            keys that are drawn together.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -229,6 +232,77 @@ DRAWN: dict[str, Family] = {
         "query_pre_attn_scalar": (8, 24), "attn_logit_softcapping": (None, 2.0), "final_logit_softcapping": (None, 3.0),
     }, norms=0.0),
     "ministral": Family("Ministral", LLAMA, BLOCKS | ROPE | SOME_WINDOWS | {"head_dim": (8, 16)}),
+SCALED_ROPES = (
+    *ROPE["rope_parameters"], LLAMA3_ROPE, {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+)  # fmt: skip
+WINDOWS: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (3, 5), "layer_types": (None, ["sliding_attention", "full_attention"] * 2),
+}  # fmt: skip
+LAYER_NORM = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+"""Keys of models with LayerNorm."""
+COHERE = {key: x for key, x in SIZES.items() if key != "num_hidden_layers"} | {
+    "attention_bias": (False, True), "logit_scale": (0.5, 1.0, 0.3), "layer_norm_eps": (1e-5, 1e-3),
+    "hidden_act": ("silu", "gelu"),
+}  # fmt: skip
+GPTJ = {"vocab_size": V, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPTJ_CHOICES: dict[str, tuple[Any, ...]] = {
+    "n_layer": (2, 3), "n_embd": (32, 48), "n_inner": (None, 40), "rotary_dim": (4, 6, 8),
+    "activation_function": ("gelu_new", "gelu", "relu"), "layer_norm_epsilon": (1e-5, 1e-3),
+    "tie_word_embeddings": (False, True),
+}  # fmt: skip
+DRAWN: dict[str, Family] = {
+    "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
+    "cohere2": Family(
+        "Cohere2",
+        LAYER_NORM | {"num_hidden_layers": 4},
+        COHERE | ROPE | WINDOWS | {"sliding_window_pattern": (2, 3, 4)},
+    ),
+    "cohere2_moe": Family(
+        "Cohere2Moe",
+        LAYER_NORM | {"num_hidden_layers": 4},
+        COHERE
+        | WINDOWS
+        | {
+            "head_dim": (8, 12),
+            "sliding_window_pattern": (2, 3),
+            "prefix_dense_sliding_window_pattern": (1, 2),
+            "mlp_layer_types": (None, ["dense", "sparse", "sparse", "dense"]),
+            "first_k_dense_replace": (0, 1, 2),
+            "prefix_dense_intermediate_size": (None, 56),
+            "num_experts": (4, 6),
+            "num_experts_per_tok": (2, 3),
+            "num_shared_experts": (0, 1, 2),
+            "shared_expert_combination_strategy": ("average", "sum"),
+            "expert_selection_fn": ("softmax", "sigmoid"),
+            "norm_topk_prob": (True, False),
+            "rms_norm_eps": (None, 1e-3),
+            "rope_theta": (500.0, 1e4),
+        },
+    ),
+    "stablelm": Family("StableLm", LAYER_NORM, SIZES | {
+        "hidden_size": (32, 64), "rope_parameters": SCALED_ROPES, "partial_rotary_factor": (0.25, 0.5, 1.0),
+        "use_qkv_bias": (False, True), "use_parallel_residual": (False, True), "layer_norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("silu", "gelu"),
+    }),
+    "falcon": Family("Falcon", {
+        "vocab_size": V, "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    }, {
+        "": (
+            {"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True},
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+            {"new_decoder_architecture": True, "num_kv_heads": 2},
+        ),
+        "num_hidden_layers": (2, 3), "hidden_size": (32, 48), "ffn_hidden_size": (None, 40), "bias": (False, True),
+        "rope_parameters": SCALED_ROPES, "activation": ("gelu", "gelu_new", "relu"), "layer_norm_epsilon": (1e-5, 1e-3),
+        "tie_word_embeddings": (False, True),
+    }),
+    "llama": Family("Llama", LLAMA, SIZES | {
+        "attention_bias": (False, True), "mlp_bias": (False, True), "rope_parameters": SCALED_ROPES,
+    }),
+    "gptj": Family("GPTJ", GPTJ, GPTJ_CHOICES),
+    "codegen": Family("CodeGen", GPTJ, GPTJ_CHOICES),
 }  # fmt: skip
 """Families by model_type."""
 
@@ -241,6 +315,7 @@ def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     for keys in joint:
         drawn |= zip(keys, drawn.pop(keys), strict=True)
     return family.keys | drawn
+    return family.keys | drawn.pop("", {}) | drawn
 
 
 class Differences(NamedTuple):

@@ -148,7 +148,7 @@ def layer(
         found |= experts(w, r, t, x, n, te)
     else:
         found["mlp.linear_fc2.weight"] = shard(w["mlp.down.weight"], r, t, 1)
-    if model.linear_bias:
+    if model.mlp_bias:
         found["self_attention.linear_proj.bias"] = w["attention.proj.bias"]
         found["mlp.linear_fc2.bias"] = w["mlp.down.bias"]
     if model.layers[0].mixer.attention_sinks:

@@ -7,7 +7,7 @@ from megafp8.conversion.huggingface.families.deepseek import LATENT_ATTENTION, L
 from megafp8.conversion.huggingface.layers import sparse_layers
 from megafp8.conversion.huggingface.names import FUSED_GATE_UP, MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import always, only, same
+from megafp8.conversion.keys import always, only, same, switch
 
 _GLM = (*traits.llama_like(2, 128, 1.5625e-7, rope(1e4, partial=0.5)), traits.NO_PADDING, *traits.NO_WINDOW)
 _OUTPUT_NORMS = {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm": "post_mlp_layernorm"}
@@ -18,7 +18,7 @@ FAMILIES = (
            like_llama(FUSED_GATE_UP, _OUTPUT_NORMS, rotation="neighbors")),
     Family("glm4_moe", "Glm4MoeForCausalLM", (
         *traits.llama_like(8, norm_eps=1e-5, rope=rope(1e4, partial=0.5)), traits.NO_PADDING, *traits.NO_WINDOW,
-        same(qkv_bias=("attention_bias", False), qk_norm=("use_qk_norm", False)),
+        same(qkv_bias=("attention_bias", False)), switch("qk_norm", "use_qk_norm"),
         traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
         *traits.sigmoid_router(1.0), same("moe", first_dense_layers=("first_k_dense_replace", 1)),
         traits.MULTI_TOKEN_PREDICTION, only(written=False, mlp_bias=False),

@@ -2,9 +2,9 @@
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import NORMS, QKV, Names, TensorNames, fused, in_layers, qkv_by_head
+from megafp8.conversion.huggingface.names import NORMS, QKV, Names, TensorNames, fused, in_layers, qkv_by_group
 from megafp8.conversion.huggingface.rope import ORIGINAL_LENGTH, read_rope, write_rope
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, either, only, same, unread
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, either, only, same, switch, unread
 
 
 def _read_rope(hf: HfConfig) -> Fields:
@@ -20,7 +20,7 @@ def _write_rope(ours: Fields) -> Keys:
 
 def _layers(theirs: str, attention: str) -> Names:
     linears = {"attention.proj": f"{attention}.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
-    return in_layers(theirs, NORMS, fused(f"{attention}.query_key_value", qkv_by_head, QKV), linears)
+    return in_layers(theirs, NORMS, fused(f"{attention}.query_key_value", qkv_by_group, QKV), linears)
 
 
 FAMILIES = (
@@ -41,7 +41,7 @@ FAMILIES = (
     Family("gpt_neox", "GPTNeoXForCausalLM", (
         traits.SIZES, traits.POSITIONS, traits.UNTIED, traits.INIT_STD,
         traits.activation(default="gelu", gated=False), always(normalization="layernorm", linear_bias=True),
-        same(norm_eps=("layer_norm_eps", 1e-5), parallel_block=("use_parallel_residual", True)),
+        same(norm_eps=("layer_norm_eps", 1e-5)), switch("parallel_block", "use_parallel_residual", default=True),
         Trait(("rotary_pct", "rotary_emb_base", "rope_scaling", "rope_parameters", ORIGINAL_LENGTH),
               _read_rope, _write_rope),
         only(attention_bias=True), traits.HEADS_DIVIDE,

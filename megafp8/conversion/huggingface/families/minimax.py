@@ -5,7 +5,7 @@ from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.llama import MIXTRAL_EXPERTS, MIXTRAL_ROUTER
 from megafp8.conversion.huggingface.names import like_llama
-from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, write_rope
+from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, rotary_fraction, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, unread
 
 
@@ -21,7 +21,7 @@ def _read_rope(hf: HfConfig) -> Fields:
     sources = [x for x in (hf, hf.get("rope_parameters"), hf.get("rope_scaling")) if x and "partial_rotary_factor" in x]
     if sources and dim != fields["partial_rotary_factor"] * width:
         refuse("rotary_dim", dim, f"partial_rotary_factor × head_dim ({fields['partial_rotary_factor'] * width:g})")
-    return fields | {"partial_rotary_factor": dim / width}
+    return fields | {"partial_rotary_factor": rotary_fraction(dim, width)}
 
 
 def _write_rope(ours: Fields) -> Keys:
