@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import LLAMA, make_model, tokens
+from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -38,7 +38,8 @@ class Family(NamedTuple):
     Attributes:
         kind: Name of the classes in `transformers` without ForCausalLM and Config.
         keys: Keys of config.json that all models have.
-        choices: Values of further keys, one of which is drawn for each model.
+        choices: Values of further keys, one of which is drawn for each model. A choice of several keys together has
+            their names, separated by spaces, and tuples of their values.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -54,16 +55,31 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices of most families."""
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+_LAYERNORM = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+_ROPES = {"rope_parameters": (*ROPE["rope_parameters"], LLAMA3_ROPE, YARN_ROPE)}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
-}
+    "starcoder2": Family("Starcoder2", _LAYERNORM, SIZES | _ROPES | {
+        "use_bias": (False, True), "sliding_window": (None, 5), "head_dim": (None, 16), "norm_epsilon": (1e-5, 1e-3),
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+    }),
+    "gpt_bigcode": Family("GPTBigCode", GPT2 | {"n_positions": 32}, {
+        "n_layer": (2, 3, 4), "n_embd": (32, 48), "n_inner": (None, 40), "multi_query": (False, True),
+        "tie_word_embeddings": (False, True), "layer_norm_epsilon": (1e-5, 1e-3),
+        "activation_function": ("gelu_pytorch_tanh", "gelu", "relu"),
+    }),
+}  # fmt: skip
 """Families by model_type."""
 
 
 def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a random model of a family."""
     random, family = Random(f"{name} {seed}"), DRAWN[name]
-    return family.keys | {key: random.choice(values) for key, values in family.choices.items()}
+    keys = dict(family.keys)
+    for names, values in family.choices.items():
+        value = random.choice(values)
+        keys |= dict(zip(names.split(), value, strict=True)) if " " in names else {names: value}
+    return keys
 
 
 class Differences(NamedTuple):
