@@ -68,6 +68,11 @@ DRAWN: dict[str, Family] = {
         "tie_word_embeddings": (False, True), "layer_norm_epsilon": (1e-5, 1e-3),
         "activation_function": ("gelu_pytorch_tanh", "gelu", "relu"),
     }),
+    "nemotron": Family("Nemotron", _LAYERNORM, SIZES | {
+        "rope_parameters": tuple(x | {"partial_rotary_factor": p} for x in _ROPES["rope_parameters"] for p in (0.5, 1)),
+        "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("relu2", "gelu"),
+    }, norms=0.0),
 }  # fmt: skip
 """Families by model_type."""
 
