@@ -73,6 +73,9 @@ DRAWN: dict[str, Family] = {
         "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "norm_eps": (1e-5, 1e-3),
         "hidden_act": ("relu2", "gelu"),
     }, norms=0.0),
+    "ernie4_5": Family("Ernie4_5", LLAMA, SIZES | _ROPES | {
+        "use_bias": (False, True), "head_dim": (8, 16), "hidden_act": ("silu", "gelu"),
+    }),
 }  # fmt: skip
 """Families by model_type."""
 
