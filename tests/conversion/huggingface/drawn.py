@@ -76,6 +76,9 @@ DRAWN: dict[str, Family] = {
     "ernie4_5": Family("Ernie4_5", LLAMA, SIZES | _ROPES | {
         "use_bias": (False, True), "head_dim": (8, 16), "hidden_act": ("silu", "gelu"),
     }),
+    "helium": Family("Helium", LLAMA, SIZES | _ROPES | {
+        "hidden_size head_dim": ((32, 8), (48, 12)), "attention_bias": (False, True), "rms_norm_eps": (1e-8, 1e-3),
+    }),
 }  # fmt: skip
 """Families by model_type."""
 
