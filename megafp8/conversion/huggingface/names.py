@@ -141,9 +141,15 @@ def alternating_blocks(part: int) -> Rows:
     return lambda mixer, n: (torch.arange(2 * n).view(-1, 2, mixer.channels)[:, part].flatten(), 2 * n)
 
 
-def qkv_by_head(part: int) -> Rows:
-    """Return the rows of a part, if query, key and value of a head are stored together, head by head."""
-    return lambda mixer, n: (torch.arange(3 * n).view(-1, 3, mixer.channels)[:, part].flatten(), 3 * n)
+def qkv_by_group(part: int) -> Rows:
+    """Return the rows of a part, if queries, key and value of a group of heads are stored together, group by group."""
+
+    def rows(mixer: AttentionConfig, n: int) -> tuple[Tensor, int]:
+        sizes = [mixer.num_attention_heads // mixer.groups, 1, 1]
+        stored = torch.arange(mixer.groups * sum(sizes) * mixer.channels).view(mixer.groups, sum(sizes), -1)
+        return stored.split(sizes, dim=1)[part].flatten(), stored.numel()
+
+    return rows
 
 
 def after(first: int) -> Rows:

@@ -60,7 +60,7 @@ _ROPES = {"rope_parameters": (*ROPE["rope_parameters"], LLAMA3_ROPE, YARN_ROPE)}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
     "starcoder2": Family("Starcoder2", _LAYERNORM, SIZES | _ROPES | {
-        "use_bias": (False, True), "sliding_window": (None, 5), "head_dim": (None, 16), "norm_epsilon": (1e-5, 1e-3),
+        "use_bias": (False, True), "sliding_window": (None, 5), "head_dim": (8, 16), "norm_epsilon": (1e-5, 1e-3),
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
     }),
     "gpt_bigcode": Family("GPTBigCode", GPT2 | {"n_positions": 32}, {

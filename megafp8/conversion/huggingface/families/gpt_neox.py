@@ -2,7 +2,7 @@
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import NORMS, QKV, Names, TensorNames, fused, in_layers, qkv_by_head
+from megafp8.conversion.huggingface.names import NORMS, QKV, Names, TensorNames, fused, in_layers, qkv_by_group
 from megafp8.conversion.huggingface.rope import ORIGINAL_LENGTH, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, either, only, same, unread
 
@@ -20,7 +20,7 @@ def _write_rope(ours: Fields) -> Keys:
 
 def _layers(theirs: str, attention: str) -> Names:
     linears = {"attention.proj": f"{attention}.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
-    return in_layers(theirs, NORMS, fused(f"{attention}.query_key_value", qkv_by_head, QKV), linears)
+    return in_layers(theirs, NORMS, fused(f"{attention}.query_key_value", qkv_by_group, QKV), linears)
 
 
 FAMILIES = (

@@ -2,18 +2,13 @@
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import QKV, Rows, TensorNames, fused, in_layers, like_llama, qkv, qkv_by_head
+from megafp8.conversion.huggingface.names import QKV, TensorNames, fused, in_layers, like_llama, qkv_by_group
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Trait, aliases, always, flag, only, same, unread
 
 
 def _read_groups(hf: HfConfig) -> Fields:
     return {"num_query_groups": 1 if flag(hf, "multi_query", True) else None}
-
-
-def _qkv(part: int) -> Rows:
-    """Return the rows of a part: one tensor after the other with one key-value head, otherwise head by head."""
-    return lambda mixer, n: (qkv if mixer.groups == 1 else qkv_by_head)(part)(mixer, n)
 
 
 _LINEARS = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
@@ -41,7 +36,7 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
         "final_norm": "transformer.ln_f", "output": "lm_head",
-        **in_layers("transformer.h.*", _LINEARS, fused("attn.c_attn", _qkv, QKV), {
+        **in_layers("transformer.h.*", _LINEARS, fused("attn.c_attn", qkv_by_group, QKV), {
             "attention_norm": "ln_1", "attention.proj": "attn.c_proj", "mlp_norm": "ln_2",
         }),
     }), rank=5),
