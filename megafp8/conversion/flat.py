@@ -147,7 +147,8 @@ def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
         by_layer: Return the lists for parts of layers, instead of the config keys that determine these lists.
     """
     unused = {key for key, kind in _POSITIONS.items() if a["position_embedding"] == b["position_embedding"] != kind}
-    unused |= {"mixer.qkv_bias"} if a["linear_bias"] and b["linear_bias"] else set()  # has no effect then
+    biases = {"mixer.qkv_bias", "mixer.proj_bias"}
+    unused |= biases if a["linear_bias"] and b["linear_bias"] else set()  # have no effect then
     differing_keys = [
         key
         for key in a

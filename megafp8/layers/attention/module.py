@@ -198,7 +198,7 @@ class Attention(Mixer):
             f"{name}.proj",
             q_size,
             model.hidden_size,
-            bias=model.linear_bias,
+            bias=model.linear_bias or record.proj_bias,
             init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,
