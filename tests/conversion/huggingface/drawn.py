@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, YARN_ROPE, make_model, tokens
+from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, YARN_ROPE, V, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -78,6 +78,14 @@ DRAWN: dict[str, Family] = {
     }),
     "helium": Family("Helium", LLAMA, SIZES | _ROPES | {
         "hidden_size head_dim": ((32, 8), (48, 12)), "attention_bias": (False, True), "rms_norm_eps": (1e-8, 1e-3),
+    }),
+    "gpt_neo": Family("GPTNeo", {"vocab_size": V, "num_heads": 4, "max_position_embeddings": 32}, {
+        "num_layers attention_types": (
+            (2, [[["global", "local"], 1]]), (4, [[["global", "local"], 2]]), (3, [[["local"], 2], [["global"], 1]]),
+            (2, [[["global"], 2]]),
+        ),
+        "hidden_size": (32, 48), "intermediate_size": (None, 40), "tie_word_embeddings": (False, True),
+        "window_size": (3, 5), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": ("gelu_new", "relu"),
     }),
 }  # fmt: skip
 """Families by model_type."""
