@@ -79,6 +79,10 @@ DRAWN: dict[str, Family] = {
     "helium": Family("Helium", LLAMA, SIZES | _ROPES | {
         "hidden_size head_dim": ((32, 8), (48, 12)), "attention_bias": (False, True), "rms_norm_eps": (1e-8, 1e-3),
     }),
+    "mpt": Family("Mpt", {"vocab_size": V, "max_seq_len": 64}, {
+        "n_layers": (2, 3, 4), "d_model n_heads": ((32, 4), (48, 6), (48, 4)), "tie_word_embeddings": (False, True),
+        "attn_config": ({}, {"softmax_scale": 0.3}), "layer_norm_epsilon": (1e-5, 1e-3),
+    }),
     "gpt_neo": Family("GPTNeo", {"vocab_size": V, "num_heads": 4, "max_position_embeddings": 32}, {
         "num_layers attention_types": (
             (2, [[["global", "local"], 1]]), (4, [[["global", "local"], 2]]), (3, [[["local"], 2], [["global"], 1]]),
