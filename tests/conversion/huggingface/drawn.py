@@ -38,8 +38,8 @@ class Family(NamedTuple):
     Attributes:
         kind: Name of the classes in `transformers` without ForCausalLM and Config.
         keys: Keys of config.json that all models have.
-        choices: Values of further keys, one of which is drawn for each model. A choice of several keys together has
-            their names, separated by spaces, and tuples of their values.
+        choices: Values of further keys, one of which is drawn for each model. Values of the key "" are dictionaries of
+            keys that are drawn together.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -70,23 +70,27 @@ DRAWN: dict[str, Family] = {
     }),
     "nemotron": Family("Nemotron", _LAYERNORM, SIZES | {
         "rope_parameters": tuple(x | {"partial_rotary_factor": p} for x in _ROPES["rope_parameters"] for p in (0.5, 1)),
-        "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "norm_eps": (1e-5, 1e-3),
-        "hidden_act": ("relu2", "gelu"),
+        "": tuple({"attention_bias": biased, "mlp_bias": biased} for biased in (False, True)), "head_dim": (8, 16),
+        "norm_eps": (1e-5, 1e-3), "hidden_act": ("relu2", "gelu"),
     }, norms=0.0),
     "ernie4_5": Family("Ernie4_5", LLAMA, SIZES | _ROPES | {
         "use_bias": (False, True), "head_dim": (8, 16), "hidden_act": ("silu", "gelu"),
     }),
-    "helium": Family("Helium", LLAMA, SIZES | _ROPES | {
-        "hidden_size head_dim": ((32, 8), (48, 12)), "attention_bias": (False, True), "rms_norm_eps": (1e-8, 1e-3),
+    "helium": Family("Helium", LLAMA, {key: x for key, x in SIZES.items() if key != "hidden_size"} | _ROPES | {
+        "": ({"hidden_size": 32, "head_dim": 8}, {"hidden_size": 48, "head_dim": 12}), "attention_bias": (False, True),
+        "rms_norm_eps": (1e-8, 1e-3),
     }),
     "mpt": Family("Mpt", {"vocab_size": V, "max_seq_len": 64}, {
-        "n_layers": (2, 3, 4), "d_model n_heads": ((32, 4), (48, 6), (48, 4)), "tie_word_embeddings": (False, True),
+        "n_layers": (2, 3, 4), "": tuple({"d_model": h, "n_heads": a} for h, a in ((32, 4), (48, 6), (48, 4))),
+        "tie_word_embeddings": (False, True),
         "attn_config": ({}, {"softmax_scale": 0.3}), "layer_norm_epsilon": (1e-5, 1e-3),
     }),
     "gpt_neo": Family("GPTNeo", {"vocab_size": V, "num_heads": 4, "max_position_embeddings": 32}, {
-        "num_layers attention_types": (
-            (2, [[["global", "local"], 1]]), (4, [[["global", "local"], 2]]), (3, [[["local"], 2], [["global"], 1]]),
-            (2, [[["global"], 2]]),
+        "": (
+            {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+            {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+            {"num_layers": 3, "attention_types": [[["local"], 2], [["global"], 1]]},
+            {"num_layers": 2, "attention_types": [[["global"], 2]]},
         ),
         "hidden_size": (32, 48), "intermediate_size": (None, 40), "tie_word_embeddings": (False, True),
         "window_size": (3, 5), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": ("gelu_new", "relu"),
@@ -98,11 +102,8 @@ DRAWN: dict[str, Family] = {
 def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a random model of a family."""
     random, family = Random(f"{name} {seed}"), DRAWN[name]
-    keys = dict(family.keys)
-    for names, values in family.choices.items():
-        value = random.choice(values)
-        keys |= dict(zip(names.split(), value, strict=True)) if " " in names else {names: value}
-    return keys
+    drawn = {key: random.choice(values) for key, values in family.choices.items()}
+    return family.keys | drawn.pop("", {}) | drawn
 
 
 class Differences(NamedTuple):

@@ -13,6 +13,25 @@ def _check_embedding_width(hf: HfConfig) -> None:
         refuse("word_embed_proj_dim", width, f"hidden_size ({hidden})")
 
 
+def gpt2_like(positions: int, dropout: float) -> tuple[Trait, ...]:
+    """Return the traits of sizes, activation and dropout under GPT-2's names. The arguments are defaults."""
+    return (
+        same(
+            num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", ffn_hidden_size=("n_inner", None),
+            vocab_size="vocab_size", max_position_embeddings=("n_positions", positions),
+            norm_eps=("layer_norm_epsilon", 1e-5), init_std=("initializer_range", 0.02),
+            attention_dropout=("attn_pdrop", dropout), hidden_dropout=("resid_pdrop", dropout),
+        ),
+        traits.activation("activation_function", "gelu_new", gated=False),
+        # The dropout after the embedding is our hidden_dropout, too.
+        Trait(("embd_pdrop",), write=lambda ours: {"embd_pdrop": ours["hidden_dropout"]}),
+        aliases(
+            num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head",
+            max_position_embeddings="n_positions",
+        ),
+    )  # fmt: skip
+
+
 _GPT2_LAYER = {
     "attention_norm": "ln_1", **fused("attn.c_attn", equal_parts(3), QKV, transposed=True),
     "attention.proj": HfPlace("attn.c_proj", transposed=True), "mlp_norm": "ln_2",
@@ -42,19 +61,7 @@ FAMILIES = (
         **in_layers("model.decoder.layers.*", _OPT_LAYER),
     }), rank=2),
     Family("gpt2", "GPT2LMHeadModel", (
-        same(
-            num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", ffn_hidden_size=("n_inner", None),
-            vocab_size="vocab_size", max_position_embeddings=("n_positions", 1024),
-            norm_eps=("layer_norm_epsilon", 1e-5), init_std=("initializer_range", 0.02),
-            attention_dropout=("attn_pdrop", 0.1), hidden_dropout=("resid_pdrop", 0.1),
-        ),
-        *_LEARNED, traits.activation("activation_function", "gelu_new", gated=False),
-        # The dropout after the embedding is our hidden_dropout, too.
-        Trait(("embd_pdrop",), write=lambda ours: {"embd_pdrop": ours["hidden_dropout"]}),
-        aliases(
-            num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head",
-            max_position_embeddings="n_positions",
-        ),
+        *gpt2_like(1024, dropout=0.1), *_LEARNED,
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ), TensorNames({
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",

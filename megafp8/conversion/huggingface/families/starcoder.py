@@ -2,9 +2,10 @@
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
+from megafp8.conversion.huggingface.families.gpt2 import gpt2_like
 from megafp8.conversion.huggingface.names import QKV, TensorNames, fused, in_layers, like_llama, qkv_by_group
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Trait, aliases, always, flag, only, same, unread
+from megafp8.conversion.keys import Fields, HfConfig, Trait, always, flag, only, same, unread
 
 
 def _read_groups(hf: HfConfig) -> Fields:
@@ -15,20 +16,9 @@ _LINEARS = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _IN_FP32 = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
 FAMILIES = (
     Family("gpt_bigcode", "GPTBigCodeForCausalLM", (
-        same(
-            num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", ffn_hidden_size=("n_inner", None),
-            vocab_size="vocab_size", max_position_embeddings=("n_positions", 1024),
-            norm_eps=("layer_norm_epsilon", 1e-5), attention_dropout=("attn_pdrop", 0.1),
-            hidden_dropout=("resid_pdrop", 0.1),
-        ),
-        traits.TIED, traits.INIT_STD, traits.activation("activation_function", "gelu_pytorch_tanh", gated=False),
+        *gpt2_like(1024, dropout=0.1), traits.TIED,
         always(position_embedding="learned", normalization="layernorm", linear_bias=True),
         Trait(("multi_query",), _read_groups, lambda ours: {"multi_query": ours["num_query_groups"] == 1}),
-        Trait(("embd_pdrop",), write=lambda ours: {"embd_pdrop": ours["hidden_dropout"]}),
-        aliases(
-            num_hidden_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head",
-            max_position_embeddings="n_positions",
-        ),
         only(scale_attn_weights=True, add_cross_attention=False),
         # The last ones are settings of the program that ran the first models.
         unread(*_IN_FP32, "num_key_value_heads", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache"),
