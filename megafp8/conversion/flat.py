@@ -148,7 +148,7 @@ def differing(a: Fields, b: Fields, *, by_layer: bool) -> list[str]:
     """
     unused = {key for key, kind in _POSITIONS.items() if a["position_embedding"] == b["position_embedding"] != kind}
     if all(fields["linear_bias"] in (True, "attention") for fields in (a, b)):
-        unused |= {"mixer.qkv_bias"}  # has no effect then
+        unused |= {"mixer.qkv_bias", "mixer.proj_bias"}  # have no effect then
     differing_keys = [
         key
         for key in a

@@ -113,6 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": LLAMA
     | DROPOUT
     | {"qkv_bias": True, "qk_norm": True, "attention_sinks": True, "activation": "clamped_swiglu"}
+    | {"proj_bias": True}
     | {"longrope": LONGROPE},
     "olmo-window-mtp": LLAMA
     | DROPOUT

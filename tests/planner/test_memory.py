@@ -507,7 +507,7 @@ PUBLISHED = [
 ]
 CHANGES = {
     "as it is": [],
-    "tied": ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true"],
+    "tied": ["model.tie_embeddings=true", "model.qk_norm=true", "model.qkv_bias=true", "model.proj_bias=true"],
     "lora": ["lora.rank=4"],
     "lora of some": ["lora.rank=4", "lora.targets=[q, kv_up, v, proj]"],
 }

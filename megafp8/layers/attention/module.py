@@ -179,7 +179,7 @@ class Attention(Mixer):
             f"{name}.proj",
             q_size,
             model.hidden_size,
-            bias=model.attention_bias,
+            bias=model.attention_bias or record.proj_bias,
             init=Init("normal", model.output_init_std),
             site=context.site(before=ATTENTION),
             **common,

@@ -177,7 +177,9 @@ class AttentionKeys(RotaryKeys):
     head_dim: Channels | None = None
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
-    """Add biases to the query, key and value projections only (Qwen2)."""
+    """Add biases to the query, key and value projections, even without linear_bias (Qwen2)."""
+    proj_bias: bool = False
+    """Add a bias to the output projection of attention, even without linear_bias (GPT-Neo)."""
     qk_norm: bool | Literal["projection", "rotated", "after_rotation"] = False
     """Apply RMSNorm to each query and key head (Qwen3). projection: normalize all query heads together, and all key
     heads together (OLMoE). after_rotation: normalize each head after the rotary embedding (Hunyuan). rotated: do the

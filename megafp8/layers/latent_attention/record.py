@@ -158,6 +158,7 @@ def latent_attention(m: ModelSection) -> Iterator[Problem]:
         "num_query_groups": "each of its heads has its own key and value",
         "linear_bias": "its layers have no biases",
         "qkv_bias": "its layers have no biases",
+        "proj_bias": "its layers have no biases",
         "qk_norm": "it normalizes the latents instead",
         "value_norm": "it normalizes the latents instead",
         "keys_as_values": "keys and values are computed from one latent",

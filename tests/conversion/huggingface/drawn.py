@@ -28,6 +28,7 @@ from tests.conversion.checkpoints import convert
 from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.families import DEEPSEEK_V32, LLAMA, make_model, tokens
 from tests.conversion.families import LLAMA, LLAMA3_ROPE, V, make_model, tokens
+from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, YARN_ROPE, V, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -303,6 +304,46 @@ DRAWN: dict[str, Family] = {
     }),
     "gptj": Family("GPTJ", GPTJ, GPTJ_CHOICES),
     "codegen": Family("CodeGen", GPTJ, GPTJ_CHOICES),
+_LAYERNORM = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+_ROPES = {"rope_parameters": (*ROPE["rope_parameters"], LLAMA3_ROPE, YARN_ROPE)}
+DRAWN: dict[str, Family] = {
+    "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "starcoder2": Family("Starcoder2", _LAYERNORM, SIZES | _ROPES | {
+        "use_bias": (False, True), "sliding_window": (None, 5), "head_dim": (8, 16), "norm_epsilon": (1e-5, 1e-3),
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+    }),
+    "gpt_bigcode": Family("GPTBigCode", GPT2 | {"n_positions": 32}, {
+        "n_layer": (2, 3, 4), "n_embd": (32, 48), "n_inner": (None, 40), "multi_query": (False, True),
+        "tie_word_embeddings": (False, True), "layer_norm_epsilon": (1e-5, 1e-3),
+        "activation_function": ("gelu_pytorch_tanh", "gelu", "relu"),
+    }),
+    "nemotron": Family("Nemotron", _LAYERNORM, SIZES | {
+        "rope_parameters": tuple(x | {"partial_rotary_factor": p} for x in _ROPES["rope_parameters"] for p in (0.5, 1)),
+        "": tuple({"attention_bias": biased, "mlp_bias": biased} for biased in (False, True)), "head_dim": (8, 16),
+        "norm_eps": (1e-5, 1e-3), "hidden_act": ("relu2", "gelu"),
+    }, norms=0.0),
+    "ernie4_5": Family("Ernie4_5", LLAMA, SIZES | _ROPES | {
+        "use_bias": (False, True), "head_dim": (8, 16), "hidden_act": ("silu", "gelu"),
+    }),
+    "helium": Family("Helium", LLAMA, {key: x for key, x in SIZES.items() if key != "hidden_size"} | _ROPES | {
+        "": ({"hidden_size": 32, "head_dim": 8}, {"hidden_size": 48, "head_dim": 12}), "attention_bias": (False, True),
+        "rms_norm_eps": (1e-8, 1e-3),
+    }),
+    "mpt": Family("Mpt", {"vocab_size": V, "max_seq_len": 64}, {
+        "n_layers": (2, 3, 4), "": tuple({"d_model": h, "n_heads": a} for h, a in ((32, 4), (48, 6), (48, 4))),
+        "tie_word_embeddings": (False, True),
+        "attn_config": ({}, {"softmax_scale": 0.3}), "layer_norm_epsilon": (1e-5, 1e-3),
+    }),
+    "gpt_neo": Family("GPTNeo", {"vocab_size": V, "num_heads": 4, "max_position_embeddings": 32}, {
+        "": (
+            {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+            {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+            {"num_layers": 3, "attention_types": [[["local"], 2], [["global"], 1]]},
+            {"num_layers": 2, "attention_types": [[["global"], 2]]},
+        ),
+        "hidden_size": (32, 48), "intermediate_size": (None, 40), "tie_word_embeddings": (False, True),
+        "window_size": (3, 5), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": ("gelu_new", "relu"),
+    }),
 }  # fmt: skip
 """Families by model_type."""
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts."""
+"""ERNIE 4.5 without and with experts."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -31,6 +31,10 @@ def _write_layers(ours: Fields) -> Keys:
 
 
 FAMILIES = (
+    Family("ernie4_5", "Ernie4_5ForCausalLM", (
+        *traits.llama_like(2, 128, 1e-5, rope(5e5)), traits.TIED, *traits.NO_WINDOW, traits.NO_PADDING,
+        same(linear_bias=("use_bias", False)),
+    ), like_llama(rotation="neighbors"), rank=5),
     Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=rope(5e5)), traits.TIED, *traits.NO_WINDOW,
         only(use_bias=False), Trait(_LAYER_KEYS, _read_layers, _write_layers),
