@@ -904,9 +904,10 @@ def make_model(
     import transformers
 
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
-        config_class(kind)(**deepcopy(options))  # which it changes
-    )
+    name = f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel"
+    # Some families are configs of another family's class.
+    make = getattr(transformers, name, None) or transformers.AutoModelForCausalLM.from_config
+    model = make(config_class(kind)(**deepcopy(options)))  # which it changes
     randomize(model, norms)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have

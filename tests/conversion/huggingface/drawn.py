@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import LLAMA, make_model, tokens
+from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -38,7 +38,8 @@ class Family(NamedTuple):
     Attributes:
         kind: Name of the classes in `transformers` without ForCausalLM and Config.
         keys: Keys of config.json that all models have.
-        choices: Values of further keys, one of which is drawn for each model.
+        choices: Values of further keys, one of which is drawn for each model. A choice of several keys together has
+            their names, separated by spaces, and tuples of their values.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -56,14 +57,27 @@ SIZES: dict[str, tuple[Any, ...]] = {
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
-}
+    "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
+        "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "rms_norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("silu", "gelu"), "rope_parameters": (*ROPE["rope_parameters"], YARN_ROPE),
+        "hidden_size": (32, 40),
+    }),
+    "flex_olmo": Family("FlexOlmo", LLAMA, SIZES | ROPE | {
+        "num_experts": (4, 7), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3),
+    }),
+}  # fmt: skip
 """Families by model_type."""
 
 
 def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a random model of a family."""
     random, family = Random(f"{name} {seed}"), DRAWN[name]
-    return family.keys | {key: random.choice(values) for key, values in family.choices.items()}
+    keys = dict(family.keys)
+    for names, values in family.choices.items():
+        value = random.choice(values)
+        keys |= dict(zip(names.split(), value, strict=True)) if " " in names else {names: value}
+    return keys
 
 
 class Differences(NamedTuple):
@@ -100,7 +114,8 @@ def differences(world: World, folder: Path, name: str, seed: int) -> Differences
     ((compared, worst),) = world.run(compare_gradients, weights, gradients, ranks=1)
     assert compared > 10
     convert(HfSource(weights), HfSink(back))
-    loaded, report = type(model).from_pretrained(back, output_loading_info=True)
+    config = type(model.config).from_pretrained(back)
+    loaded, report = type(model).from_pretrained(back, config=config, output_loading_info=True)
     assert not any(report[x] for x in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert json.loads((back / "config.json").read_text())["model_type"] == name
     with torch.no_grad():
