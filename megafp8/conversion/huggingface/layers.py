@@ -17,6 +17,7 @@ from megafp8.conversion.keys import MOST_LAYERS, Fields, HfConfig, Keys, Trait
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Usual values of layer_types."""
+_MLP_TYPES = "mlp_layer_types"
 
 
 def pattern_of(lists: Mapping[str, Sequence[Any]]) -> Fields:
@@ -159,3 +160,27 @@ def without_rotary(default_interval: int) -> Trait:
     return Trait(
         (key, interval_key), read, lambda ours: {key: [int(x == "rope") for x in ours["mixer.position_embedding"]]}
     )
+
+
+def sparse_layers(dense: int, key: str | None, *, listed: bool = True) -> Trait:
+    """Return a trait for which layers have experts (sparse) and which have an MLP (dense).
+
+    Args:
+        dense: Default number of dense layers, which are the first layers.
+        key: Key for the number of dense layers, or None if the family has no such key.
+        listed: Whether mlp_layer_types, if present, has the kind of each layer.
+    """
+
+    def read(hf: HfConfig) -> Fields:
+        kinds = layer_list(hf, _MLP_TYPES, ("dense", "sparse")) if listed else None
+        if kinds is None:
+            first = dense if key is None else hf.get(key, dense)
+            kinds = ["dense" if i < first else "sparse" for i in range(num_layers(hf))]
+        return {"ffn.kind": ["mlp" if kind == "dense" else "moe" for kind in kinds]}
+
+    def write(ours: Fields) -> Keys:
+        kinds = ["sparse" if kind == "moe" else "dense" for kind in ours["ffn.kind"]]
+        written: Keys = {} if key is None else {key: [*kinds, "sparse"].index("sparse")}
+        return written | ({_MLP_TYPES: kinds} if listed else {})
+
+    return Trait((*([] if key is None else [key]), *([_MLP_TYPES] if listed else [])), read, write)

@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
+from tests.conversion.families import EXPERTS, LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -65,6 +65,11 @@ DRAWN: dict[str, Family] = {
     "flex_olmo": Family("FlexOlmo", LLAMA, SIZES | ROPE | {
         "num_experts": (4, 7), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
         "rms_norm_eps": (1e-6, 1e-3),
+    }),
+    "hy_v3": Family("HYV3", EXPERTS, SIZES | ROPE | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "num_shared_experts": (1, 2),
+        "router_scaling_factor": (1.0, 2.8), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "num_hidden_layers": (3,), "enable_moe_fp32_combine": (False, True), "rms_norm_eps": (1e-5, 1e-3),
     }),
 }  # fmt: skip
 """Families by model_type."""

@@ -4,12 +4,11 @@ from megafp8.config import LatentMixerConfig
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.deepseek import check_derived_widths
+from megafp8.conversion.huggingface.families.deepseek import check_derived_widths, latent_widths
 from megafp8.conversion.huggingface.families.llama import MIXTRAL_EXPERTS, MIXTRAL_ROUTER
-from megafp8.conversion.huggingface.layers import FULL, layer_list, num_layers
+from megafp8.conversion.huggingface.layers import FULL, layer_list, num_layers, sparse_layers
 from megafp8.conversion.huggingface.names import HfPlace, like_llama, usual
 from megafp8.conversion.keys import (
-    ConfigKey,
     Fields,
     HfConfig,
     Keys,
@@ -67,17 +66,6 @@ def _write_mixers(ours: Fields) -> Keys:
     return written
 
 
-def _read_ffns(hf: HfConfig) -> Fields:
-    kinds, first = layer_list(hf, "mlp_layer_types", ("dense", "sparse")), hf.get("first_k_dense_replace", 1)
-    if kinds is None:
-        kinds = ["dense" if i < first else "sparse" for i in range(num_layers(hf))]
-    return {"ffn.kind": ["moe" if kind == "sparse" else "mlp" for kind in kinds]}
-
-
-def _write_ffns(ours: Fields) -> Keys:
-    return {"mlp_layer_types": ["sparse" if kind == "moe" else "dense" for kind in ours["ffn.kind"]]}
-
-
 def _write_groups(ours: Fields) -> Keys:
     groups = traits.write_expert_groups(ours)
     return {"num_expert_group": groups["n_group"], "topk_group": groups["topk_group"]}
@@ -87,13 +75,10 @@ FAMILIES = (
     Family("kimi_linear", "KimiLinearForCausalLM", (
         *traits.RMSNORM_MODEL, traits.activation(), traits.UNTIED, same(norm_eps=("rms_norm_eps", 1e-5)),
         same(max_position_embeddings=("model_max_length", None)), aliases(max_position_embeddings="model_max_length"),
-        same(
-            "latent_attention", q_rank=ConfigKey("q_lora_rank", None, nullable=True), kv_rank="kv_lora_rank",
-            nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
-        ),
+        latent_widths(q_lora_rank=None),
         always("latent_attention", norm_eps=1e-6), always(position_embedding="none"),
         Trait(("layer_types", _NESTED, *(outer for _, outer, _ in _KEYS.values())), _read_mixers, _write_mixers),
-        Trait(("mlp_layer_types", "first_k_dense_replace"), _read_ffns, _write_ffns),
+        sparse_layers(1, "first_k_dense_replace"),
         either("moe.num_experts", "num_experts", "num_local_experts"),
         either("moe.top_k", "num_experts_per_token", "num_experts_per_tok"),
         same(
