@@ -71,6 +71,21 @@ DRAWN: dict[str, Family] = {
         "router_scaling_factor": (1.0, 2.8), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
         "num_hidden_layers": (3,), "enable_moe_fp32_combine": (False, True), "rms_norm_eps": (1e-5, 1e-3),
     }),
+    "mellum": Family("Mellum", EXPERTS, SIZES | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "num_hidden_layers": (4,), "sliding_window": (5, 8), "mlp_layer_types": (None, ["sparse", "dense"] * 2),
+        "layer_types": (
+            None, ["sliding_attention"] * 4, ["sliding_attention", "full_attention"] * 2,
+            ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+        "rope_parameters": (
+            None, {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+            {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+    }),
 }  # fmt: skip
 """Families by model_type."""
 
