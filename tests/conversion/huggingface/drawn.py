@@ -24,7 +24,7 @@ from megafp8.conversion.huggingface.source import HfSource
 from megafp8.inference import Generator, SamplingOptions
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import EXPERTS, LLAMA, YARN_ROPE, make_model, tokens
+from tests.conversion.families import DEEPSEEK, EXPERTS, GLM4_MOE, LLAMA, YARN_OF_ALL, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -85,6 +85,18 @@ DRAWN: dict[str, Family] = {
                 "sliding_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
             },
         ),
+    }),
+    "sarvam_moe": Family("SarvamMoE", GLM4_MOE, SIZES | ROPE | {
+        "head_dim": (8, 16), "n_routed_experts": (4, 8), "n_shared_experts": (1, 2), "use_qk_norm": (False, True),
+        "attention_bias": (False, True), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "partial_rotary_factor": (0.5, 1.0), "n_group": (1, 2), "routed_scaling_factor": (1.0, 1.5),
+        "num_hidden_layers": (2, 3),
+    }),
+    "sarvam_mla": Family("SarvamMLA", DEEPSEEK, SIZES | {
+        "num_key_value_heads": (None,), "q_lora_rank": (None, 20), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5), "v_head_dim": (6, 12),
+        "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
 }  # fmt: skip
 """Families by model_type."""
