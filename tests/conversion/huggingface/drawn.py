@@ -55,6 +55,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices of most families."""
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
     "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
@@ -97,6 +98,11 @@ DRAWN: dict[str, Family] = {
         "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
         "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5), "v_head_dim": (6, 12),
         "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+    "minicpm3": Family("MiniCPM3", MINICPM3, SIZES | {
+        "q_lora_rank": (None, 20), "v_head_dim": (None, 6), "qk_rope_head_dim": (4, 8), "scale_emb": (1, 12),
+        "num_key_value_heads": (4,), "scale_depth": (None, 1.4), "dim_model_base": (None, 16),
+        "rms_norm_eps": (1e-5, 1e-3), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
 }  # fmt: skip
 """Families by model_type."""
