@@ -45,8 +45,9 @@ _POST_NORM = Neighbor(
 class Block(nn.Module):
     """Mixer and feed-forward network around the residual stream; subclasses define their order and the norms.
 
-    The layer's `norm_position` says where the norms are: at the inputs of both parts, at their outputs, at both, or
-    after the additions. Either part may be absent; its norms are then absent too.
+    The layer's `norm_position` says where the norms are: at the inputs of both parts, at their outputs, at both, at the
+    inputs and the output of the feed-forward network, or after the additions. Either part may be absent; its norms are
+    then absent too.
     """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
@@ -54,7 +55,7 @@ class Block(nn.Module):
         name, spec = f"layers.{index}", model.layers[index]
         self.index, self.multiplier, self.hidden_size = index, model.residual_multiplier, model.hidden_size
         position = spec.norm_position
-        input_norms, output_norms = position in ("pre", "both"), position in ("output", "both")
+        input_norms, output_norms = position in ("pre", "both", "mlp_both"), position in ("output", "both")
         if not input_norms or not NORMS[model.norm.kind].fused:
             memory = replace(memory, norms=False)
 
@@ -73,7 +74,7 @@ class Block(nn.Module):
         self.attention_output_norm = norm("attention_output_norm", self.mixes and output_norms)
         self.mlp_norm = norm("mlp_norm", feeds_normed and (input_norms or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
-        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and output_norms)
+        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and (output_norms or position == "mlp_both"))
         self.tail = LayerTail(index, model, context) if model.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{name}.{which}")

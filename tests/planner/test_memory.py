@@ -112,6 +112,7 @@ MODELS: dict[str, list[str]] = {
         "model.residual_multiplier=0.5",
     ],
     "gated": ["model.output_gate=true", "model.qk_norm=true"],
+    "gated-heads": ["model.output_gate=head", "model.qk_norm=true", "model.norm_position=mlp_both"],
     "shared-keys": [
         "model.qk_norm=true",
         "model.value_norm=true",
