@@ -55,6 +55,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Choices of most families."""
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+LFM2_DENSE = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
 MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
@@ -84,6 +85,25 @@ DRAWN: dict[str, Family] = {
             {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
                 "sliding_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+    }),
+    "lfm2": Family("Lfm2", LFM2_DENSE, SIZES | ROPE | {
+        "layer_types": (["conv", "full_attention", "conv"], ["full_attention"] * 3, ["conv", "conv", "full_attention"]),
+        "num_hidden_layers": (3,), "conv_L_cache": (2, 3, 5), "block_auto_adjust_ff_dim": (False, True),
+        "block_multiple_of": (8, 32), "block_ffn_dim_multiplier": (1.0, 1.5), "norm_eps": (1e-5, 1e-3),
+        "hidden_size": (32, 40),
+    }),
+    "lfm3": Family("Lfm3", LFM2_DENSE, SIZES | {
+        "layer_types": (
+            None, ["conv", "sliding_attention", "full_attention", "conv"], ["full_attention", "sliding_attention"] * 2,
+        ),
+        "num_hidden_layers": (4,), "conv_L_cache": (2, 7), "sliding_window": (5, 8), "head_dim": (8, 16),
+        "use_sandwich_norm": (False, True), "use_attention_gate": (False, True), "norm_eps": (1e-5, 1e-3),
+        "rope_parameters": (
+            None, {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+                "sliding_attention": YARN_ROPE,
             },
         ),
     }),
