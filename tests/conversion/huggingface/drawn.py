@@ -57,6 +57,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
 ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
 LFM2_DENSE = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
 MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
+AXK1 = {key: x for key, x in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_nextn_predict_layers")}
 DRAWN: dict[str, Family] = {
     "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
     "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
@@ -106,6 +107,12 @@ DRAWN: dict[str, Family] = {
                 "sliding_attention": YARN_ROPE,
             },
         ),
+    }),
+    "axk1": Family("AXK1", AXK1, SIZES | {
+        "num_key_value_heads": (4,), "num_hidden_layers": (3,), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "norm_topk_prob": (False, True), "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5),
+        "v_head_dim": (6, 12), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
     "sarvam_moe": Family("SarvamMoE", GLM4_MOE, SIZES | ROPE | {
         "head_dim": (8, 16), "n_routed_experts": (4, 8), "n_shared_experts": (1, 2), "use_qk_norm": (False, True),
