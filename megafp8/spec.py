@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Architecture = Literal["gpt", "bert", "t5"]
-NormPosition = Literal["pre", "output", "both", "post"]
+NormPosition = Literal["pre", "output", "both", "mlp_both", "post"]
 
 ModelSection: TypeAlias = Any
 """`ModelConfig` of `megafp8.config.schema`. That module is built from records and imports this one."""
@@ -119,8 +119,8 @@ class LayerSpec:
     Attributes:
         mixer: Record of the mixer.
         ffn: Record of the feed-forward network.
-        norm_position: Position of the norms: at the inputs of the parts, at their outputs, at both, or after the
-            additions.
+        norm_position: Position of the norms: at the inputs of the parts, at their outputs, at both, at the inputs and
+            the output of the feed-forward network, or after the additions.
         is_decoder: Whether the layer belongs to T5's decoder.
         is_prediction: Whether the layer is a depth of multi-token prediction.
         is_read: Whether later layers read the layer's keys and values, or the tokens that its indexer chooses.

@@ -59,7 +59,7 @@ class LayerKind(Section):
     ffn: Annotated[Ffn, Field(discriminator="kind"), _alone(Ffn)] | None = None
     """Feed-forward network. none: the layer has only a mixer. Default: the feed-forward network that the model section
     describes."""
-    norm_position: Literal["pre", "output", "both"] | None = None
+    norm_position: Literal["pre", "output", "both", "mlp_both"] | None = None
     """Position of the norms in this kind of layer. Default: model.norm_position."""
 
     @model_validator(mode="before")

@@ -113,10 +113,11 @@ class ModelConfig(MlpKeys, AttentionKeys, ModelSize):
     normalize (nanochat); requires normalization: rmsnorm."""
     norm_eps: PositiveFloat = 1e-5
     """Value added to the variance in norms, for numerical stability."""
-    norm_position: Literal["pre", "output", "both", "post"] = "pre"
+    norm_position: Literal["pre", "output", "both", "mlp_both", "post"] = "pre"
     """Position of the norms relative to f, the attention or MLP. pre: x + f(norm(x)) (Llama, GPT-2, Megatron-LM's
     BERT). output: x + norm(f(x)), before the addition (OLMo 2). both: x + norm(f(norm(x))), before and after (Gemma 2
-    and 3). post: norm(x + f(x)), after the addition, without a final norm (BERT, RoBERTa; with embedding_norm)."""
+    and 3). mlp_both: pre for attention and both for the MLP or experts (A.X-K1). post: norm(x + f(x)), after the
+    addition, without a final norm (BERT, RoBERTa; with embedding_norm)."""
     zero_centered_gamma: bool = False
     """Multiply by 1 + weight instead of weight in norms. The stored weights are then close to zero, where bf16 is most
     precise (Gemma; Megatron-LM's apply_layernorm_1p)."""

@@ -154,6 +154,25 @@ def aliases(**names: str) -> Trait:
     return check(agree, *names)
 
 
+def with_second_names(names: Mapping[str, str], *traits: Trait) -> tuple[Trait, ...]:
+    """Return traits that also read second names of their keys. `names` maps each second name to the first name.
+
+    If both names are present, their values must agree. First names are written.
+    """
+
+    def first_names(hf: HfConfig) -> HfConfig:
+        for second, first in names.items():
+            if second in hf:
+                expect(hf, first, hf[second], f"the value of {second} ({hf[second]!r}), which is the same key")
+        return {names.get(key, key): value for key, value in hf.items()}
+
+    def accepting(trait: Trait) -> Trait:
+        seconds = tuple(second for second, first in names.items() if first in trait.keys)
+        return trait._replace(keys=trait.keys + seconds, read=lambda hf: trait.read(first_names(hf)))
+
+    return tuple(map(accepting, traits))
+
+
 def either(field: str, key: str, other: str) -> Trait:
     """Return a trait for a field with two names, `key` and `other`, in transformers. `key` is written."""
 

@@ -46,8 +46,9 @@ _SHARED_NORM = Neighbor("shared_norm", "none", "attention and MLP both read the 
 class Block(nn.Module):
     """Mixer and feed-forward network around the residual stream; subclasses define their order and the norms.
 
-    The layer's `norm_position` says where the norms are: at the inputs of both parts, at their outputs, at both, or
-    after the additions. Either part may be absent; its norms are then absent too.
+    The layer's `norm_position` says where the norms are: at the inputs of both parts, at their outputs, at both, at the
+    inputs and the output of the feed-forward network, or after the additions. Either part may be absent; its norms are
+    then absent too.
     """
 
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory = KEEP_ALL) -> None:
@@ -55,7 +56,7 @@ class Block(nn.Module):
         name, spec = f"layers.{index}", model.layers[index]
         self.index, self.multiplier, self.hidden_size = index, model.residual_multiplier, model.hidden_size
         position = spec.norm_position
-        input_norms, output_norms = position in ("pre", "both"), position in ("output", "both")
+        input_norms, output_norms = position in ("pre", "both", "mlp_both"), position in ("output", "both")
         self.mixes, self.feeds = spec.mixer.present, spec.ffn.present
         self.shares_norm = model.parallel_block == "shared_norm" and self.mixes and self.feeds
         if not input_norms or self.shares_norm or not NORMS[model.norm.kind].fused:
@@ -77,7 +78,7 @@ class Block(nn.Module):
         self.attention_output_norm = norm("attention_output_norm", self.mixes and output_norms)
         self.mlp_norm = norm("mlp_norm", feeds_normed and (input_norms or position == "post"))
         self.ffn: FeedForward = part(spec.ffn, self.mlp_norm)
-        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and output_norms)
+        self.mlp_output_norm = norm("mlp_output_norm", self.feeds and (output_norms or position == "mlp_both"))
         self.tail = LayerTail(index, model, context) if model.has_layer_tail else None
         self.attention_branch_dropout, self.mlp_branch_dropout = (
             DropoutStream.from_seed(model.hidden_dropout, context.seed, f"{name}.{which}")

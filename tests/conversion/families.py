@@ -941,9 +941,10 @@ def make_model(
     import transformers
 
     torch.manual_seed(seed)
-    model = getattr(transformers, _OTHER_CLASSES.get(kind, f"{kind}ForCausalLM"))(
-        config_class(kind)(**deepcopy(options))  # which it changes
-    )
+    name = _OTHER_CLASSES.get(kind, f"{kind}ForCausalLM")
+    # Some families are configs of another family's class.
+    make = getattr(transformers, name, None) or transformers.AutoModelForCausalLM.from_config
+    model = make(config_class(kind)(**deepcopy(options)))  # which it changes
     randomize(model, norms)
     if kind == "OPT":
         model.model.decoder.embed_positions.weight.data[:2] = 0.0  # of padding, which ours does not have

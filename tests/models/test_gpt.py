@@ -209,6 +209,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "pattern": ["linear", "local"],
     },
+    "gated-heads": LLAMA | {"output_gate": "head", "qk_norm": True, "norm_position": "mlp_both"},
     "short-convolution": LLAMA
     | {
         "layer_kinds": {"short": {"mixer": {"kind": "short_convolution", "conv_kernel_size": 3}}, "full": {}},

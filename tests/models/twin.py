@@ -233,7 +233,8 @@ def _attention(
         out.append(dropouts.probabilities(scores.softmax(-1)[..., : kh.shape[1]], name, head) @ vh)
     y = torch.cat(out, -1)
     if config.output_gate:
-        y = y / (1 + torch.exp(-_linear(x, w, f"{name}.gate")))
+        gate = _linear(x, w, f"{name}.gate")
+        y = y / (1 + torch.exp(-gate.repeat_interleave(y.shape[-1] // gate.shape[-1], dim=-1)))
     return _linear(y, w, f"{name}.proj")
 
 
@@ -758,7 +759,7 @@ def _block(
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
 
     position = kind.norm_position or config.norm_position
-    of_inputs, of_outputs = position in ("pre", "both"), position in ("output", "both")
+    of_inputs, of_outputs = position in ("pre", "both", "mlp_both"), position in ("output", "both")
     both = not isinstance(kind.mixer, NoMixerConfig) and not isinstance(kind.ffn, NoFfnConfig)
     shared_norm = "shared_norm" if both and config.parallel_block == "shared_norm" else None
 
@@ -804,7 +805,7 @@ def _block(
             y = moe(normed, w, f"{name}.mlp", config, losses, ids, hashed=hashed, padding=padding)
         else:
             y = mlp(normed, w, f"{name}.mlp", config)
-        y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs)
+        y = config.residual_multiplier * norm(y, "mlp_output_norm", of_outputs or position == "mlp_both")
         return dropouts.hidden(y, f"{name}.mlp")
 
     if config.hyper_connections is not None:

@@ -8,8 +8,8 @@ Channels of a head: our rotary embedding, like Llama's, rotates the first half o
 HF models rotate adjacent channels (GLM) or only a part of a head (GPT-NeoX). Our q and k then have the rows of each
 head in another order: first the first channel of each pair, then the second channel of each pair, with rotated pairs
 before the others. Since q and k have the same order, attention scores do not depend on it. If pairs are rotated
-backwards (nanochat), the second channel of each pair comes first. In latent attention, HF and our models both rotate
-adjacent channels.
+backwards (nanochat), the second channel of each pair comes first. In latent attention, our models and most HF models
+rotate adjacent channels.
 
 A table of names has an entry for each of our modules or parameters. The parameters of a module have the same names in
 HF. The names that most families use are stored with each kind of part (`config.parts`); the names for the rest of the
@@ -156,6 +156,17 @@ def qkv_by_group(part: int) -> Rows:
     return rows
 
 
+def rotated_last(width: Callable[[Any, int], int]) -> Rows:
+    """Return the rows of latent attention's heads of this width if HF rotates their last channels half against half."""
+
+    def rows(mixer: Any, n: int) -> tuple[Tensor, int]:
+        channels = torch.arange(width(mixer, n))
+        channels[-mixer.rope_head_dim :] = channels[-mixer.rope_head_dim :].view(2, -1).t().flatten()
+        return torch.arange(n).view(-1, len(channels))[:, channels].flatten(), n
+
+    return rows
+
+
 def after(first: int) -> Rows:
     """Return all rows after the first `first` rows, which are not read."""
     return lambda mixer, n: (first + torch.arange(n), first + n)
@@ -195,6 +206,7 @@ class TensorNames(NamedTuple):
         copies: Tensors that a folder may have in addition, with the names of the tensors that they must equal.
         other_heads: Pattern of tensors of the pooler and binary head, which a folder may have although its model does
             not use them.
+        zeros: Pattern of tensors that a folder may lack, which are then zero.
         stored: Function that renames the tensors of a folder to these names, if folders of the family differ.
     """
 
@@ -203,6 +215,7 @@ class TensorNames(NamedTuple):
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
+    zeros: str | None = None
     stored: Callable[[ModelSpec, Entries], Entries] = lambda model, entries: entries
 
     def locate(self, model: ModelSpec, name: str, shape: Shape) -> Location:
@@ -263,6 +276,10 @@ class TensorNames(NamedTuple):
     def is_of_other_head(self, name: str) -> bool:
         """Return whether an HF tensor belongs to a head that a folder may have although its model does not use it."""
         return self.other_heads is not None and re.fullmatch(self.other_heads, name) is not None
+
+    def is_zero(self, name: str) -> bool:
+        """Return whether an HF tensor is zero in a folder that lacks it."""
+        return self.zeros is not None and re.fullmatch(self.zeros, name) is not None
 
 
 def like_llama(*parts: Names, **options: Any) -> TensorNames:

@@ -217,35 +217,45 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
 
 
 def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str, Mapping[str, Any]]) -> Trait:
-    """Return a trait for rope_parameters with a rotary embedding, default or proportional, for each kind of layer.
+    """Return a trait for rope_parameters with a rotary embedding of any rope_type for each kind of attention layer.
 
     Args:
-        kinds: Function that returns the kind of each layer.
+        kinds: Function that returns the kind of each layer. Kinds other than full and sliding attention have no rotary
+            embedding.
         default: Default of rope_parameters.
     """
 
     def read(hf: HfConfig) -> Fields:
         ropes = hf.get("rope_parameters") or default
-        by_layer = [_read_of_type(kind, ropes.get(kind)) for kind in kinds(hf)]
-        return {f"mixer.{key}": [x[key] for x in by_layer] for key in by_layer[0]}
+        by_layer = [_read_of_type(kind, ropes.get(kind)) if kind in (FULL, SLIDING) else {} for kind in kinds(hf)]
+        keys = dict.fromkeys(key for fields in by_layer for key in fields)
+        return {f"mixer.{key}": [fields.get(key) for fields in by_layer] for key in keys}
 
     def write(ours: Fields) -> Keys:
         ropes = dict(default)
         for i, window in enumerate(ours["mixer.sliding_window"]):
-            rope = {"rope_type": "default", "rope_theta": ours["mixer.rope_theta"][i]}
-            if ours["mixer.proportional_rope"][i]:
-                rope |= {"rope_type": "proportional", _PARTIAL: ours[f"mixer.{_PARTIAL}"][i]}
-            ropes[FULL if window is None else SLIDING] = rope
+            if ours["mixer.rope_theta"][i] is not None:
+                fields = {key: ours[f"mixer.{key}"][i] for key in RotaryKeys.model_fields}
+                ropes[FULL if window is None else SLIDING] = _write_of_type(fields)
         return {"rope_parameters": ropes}
 
     return Trait(("rope_parameters",), read, write)
 
 
 def _read_of_type(kind: str, rope: Any) -> Fields:
-    where, known = f"rope_parameters.{kind}", {"rope_type", "rope_theta", _PARTIAL}
-    if not isinstance(rope, Mapping) or "rope_theta" not in rope or not rope.keys() <= known:
-        refuse(where, rope, "a dictionary of rope_type, rope_theta and partial_rotary_factor")
-    proportional, partial = rope.get("rope_type") == "proportional", rope.get(_PARTIAL, 1.0)
-    if not proportional and (rope.get("rope_type", "default"), partial) != ("default", 1):
-        refuse(where, rope, "rope_type default for whole heads, or proportional")
-    return {"rope_theta": rope["rope_theta"], _PARTIAL: partial, "proportional_rope": proportional}
+    where = f"rope_parameters.{kind}"
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+        refuse(where, rope, "a dictionary with rope_type and rope_theta")
+    if rope.get("rope_type") != "proportional":
+        fields = read_rope({"rope_parameters": dict(rope)}, rope["rope_theta"])
+        return {key: value for key, value in fields.items() if key != "position_embedding"}
+    if not rope.keys() <= {"rope_type", "rope_theta", _PARTIAL}:
+        refuse(where, rope, "only rope_theta and partial_rotary_factor with rope_type 'proportional'")
+    return {"rope_theta": rope["rope_theta"], _PARTIAL: rope.get(_PARTIAL, 1.0), "proportional_rope": True}
+
+
+def _write_of_type(fields: Fields) -> Keys:
+    theta = {"rope_theta": fields["rope_theta"]}
+    if fields["proportional_rope"]:
+        return {"rope_type": "proportional", **theta, _PARTIAL: fields[_PARTIAL]}
+    return (write_rope(fields)["rope_scaling"] or {"rope_type": "default"}) | theta

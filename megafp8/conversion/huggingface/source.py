@@ -110,6 +110,9 @@ class HfSource(CheckpointSource):
                 )
             location = self.location(name, shape)
             entry = self._entries.get(location.name)
+            if entry is None and self._names.is_zero(location.name):
+                tensors[name] = TensorInfo(shape, torch.float32)
+                continue
             if entry is None:
                 raise ValueError(f"{self.path} has no tensor {location.name}, which {CONFIG_FILE} requires")
             if entry.dtype not in DTYPES:
@@ -169,6 +172,8 @@ class HfSource(CheckpointSource):
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows `[first, last)` of a tensor, dequantized if it is quantized."""
         location = self.location(name, self.tensors[name].shape)
+        if location.name not in self._entries:
+            return torch.zeros(last - first)
         entry, rows = self._entries[location.name], location.rows[first:last]
         if location.outer is not None:
             entry = entry.element(location.outer)
@@ -187,7 +192,8 @@ class HfSource(CheckpointSource):
     def fp8_weights(self) -> frozenset[str]:
         """Names of our tensors that are stored in E4M3."""
         locations = {name: self.location(name, info.shape) for name, info in self.tensors.items()}
-        return frozenset(n for n, x in locations.items() if quantized_folder.is_fp8(self._entries[x.name]))
+        entries = {name: self._entries.get(location.name) for name, location in locations.items()}
+        return frozenset(name for name, x in entries.items() if x is not None and quantized_folder.is_fp8(x))
 
     def fp8_rows(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor] | None:
         """Return rows `[first, last)` of a tensor as stored: E4M3 data, and the scale of each row in fp32.

@@ -148,7 +148,8 @@ class Attention(Mixer):
         self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
         t, d = context.tensor.size(), record.channels
         q_size, kv_size = record.num_attention_heads * d, record.groups * d
-        widths = {"q": q_size, "k": kv_size, "v": kv_size, "gate": q_size}
+        gates = record.num_attention_heads if record.output_gate == "head" else q_size
+        widths = {"q": q_size, "k": kv_size, "v": kv_size, "gate": gates}
         parts = {part: widths[part] for part in record.projected}
         self.split = {part: width // t for part, width in parts.items()}
         self.reads_keys = record.kv_layer is not None
@@ -342,7 +343,7 @@ class Attention(Mixer):
         if self.record.value_norm and not self.reads_keys:
             moved += 2 * m * self.groups * d * e
         moved += scaled
-        gated = int(self.record.output_gate) * m * self.heads * d * e
+        gated = bool(self.record.output_gate) * m * self.heads * d * e
         return KernelWork(moved + 4 * gated, moved + 10 * gated)  # two kernels; backward repeats them and adds four
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
@@ -396,7 +397,8 @@ class Attention(Mixer):
         Norms, rotation, query scaling and the output gate are applied if the model has them.
         """
         parts = qkv_sbc.split([*self.split.values()], dim=-1)
-        heads = {part: x.unflatten(-1, (-1, self.d)) for part, x in zip(self.split, parts, strict=True)}
+        widths = {"gate": 1} if self.record.output_gate == "head" else {}
+        heads = {x: y.unflatten(-1, (-1, widths.get(x, self.d))) for x, y in zip(self.split, parts, strict=True)}
         q, gate = heads["q"], heads.get("gate")
         if self.reads_keys:
             assert inputs.shared is not None

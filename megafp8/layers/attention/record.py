@@ -191,9 +191,9 @@ class AttentionKeys(RotaryKeys):
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax but has no value, so that the head can attend
     to nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
-    output_gate: bool = False
+    output_gate: bool | Literal["head"] = False
     """Multiply each channel of a head's output by the sigmoid of a gate, which is projected from the layer's input
-    (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708)."""
+    (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708). head: all channels of a head share one gate (LFM3)."""
     sliding_window: Tokens | None = None
     """Number of latest tokens to which each token attends, including itself. Default: all earlier tokens."""
     attention_chunk: Tokens | None = None

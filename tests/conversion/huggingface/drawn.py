@@ -29,6 +29,7 @@ from tests.conversion.families import LLAMA, YARN_ROPE, make_model, tokens
 from tests.conversion.families import DEEPSEEK_V32, LLAMA, make_model, tokens
 from tests.conversion.families import LLAMA, LLAMA3_ROPE, V, make_model, tokens
 from tests.conversion.families import GPT2, LLAMA, LLAMA3_ROPE, YARN_ROPE, V, make_model, tokens
+from tests.conversion.families import DEEPSEEK, EXPERTS, GLM4_MOE, LLAMA, YARN_OF_ALL, YARN_ROPE, make_model, tokens
 from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
 from tests.world import Ranks, World
 
@@ -45,6 +46,8 @@ class Family(NamedTuple):
         choices: Values of further keys, one of which is drawn for each model. A tuple of keys has tuples of values.
         choices: Values of further keys, one of which is drawn for each model. Values of the key "" are dictionaries of
             keys that are drawn together.
+        choices: Values of further keys, one of which is drawn for each model. A choice of several keys together has
+            their names, separated by spaces, and tuples of their values.
         norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
     """
 
@@ -343,6 +346,81 @@ DRAWN: dict[str, Family] = {
         ),
         "hidden_size": (32, 48), "intermediate_size": (None, 40), "tie_word_embeddings": (False, True),
         "window_size": (3, 5), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": ("gelu_new", "relu"),
+LFM2_DENSE = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
+AXK1 = {key: x for key, x in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_nextn_predict_layers")}
+DRAWN: dict[str, Family] = {
+    "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
+        "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "rms_norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("silu", "gelu"), "rope_parameters": (*ROPE["rope_parameters"], YARN_ROPE),
+        "hidden_size": (32, 40),
+    }),
+    "flex_olmo": Family("FlexOlmo", LLAMA, SIZES | ROPE | {
+        "num_experts": (4, 7), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3),
+    }),
+    "hy_v3": Family("HYV3", EXPERTS, SIZES | ROPE | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "num_shared_experts": (1, 2),
+        "router_scaling_factor": (1.0, 2.8), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "num_hidden_layers": (3,), "enable_moe_fp32_combine": (False, True), "rms_norm_eps": (1e-5, 1e-3),
+    }),
+    "mellum": Family("Mellum", EXPERTS, SIZES | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "num_hidden_layers": (4,), "sliding_window": (5, 8), "mlp_layer_types": (None, ["sparse", "dense"] * 2),
+        "layer_types": (
+            None, ["sliding_attention"] * 4, ["sliding_attention", "full_attention"] * 2,
+            ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+        "rope_parameters": (
+            None, {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+            {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+    }),
+    "lfm2": Family("Lfm2", LFM2_DENSE, SIZES | ROPE | {
+        "layer_types": (["conv", "full_attention", "conv"], ["full_attention"] * 3, ["conv", "conv", "full_attention"]),
+        "num_hidden_layers": (3,), "conv_L_cache": (2, 3, 5), "block_auto_adjust_ff_dim": (False, True),
+        "block_multiple_of": (8, 32), "block_ffn_dim_multiplier": (1.0, 1.5), "norm_eps": (1e-5, 1e-3),
+        "hidden_size": (32, 40),
+    }),
+    "lfm3": Family("Lfm3", LFM2_DENSE, SIZES | {
+        "layer_types": (
+            None, ["conv", "sliding_attention", "full_attention", "conv"], ["full_attention", "sliding_attention"] * 2,
+        ),
+        "num_hidden_layers": (4,), "conv_L_cache": (2, 7), "sliding_window": (5, 8), "head_dim": (8, 16),
+        "use_sandwich_norm": (False, True), "use_attention_gate": (False, True), "norm_eps": (1e-5, 1e-3),
+        "rope_parameters": (
+            None, {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+                "sliding_attention": YARN_ROPE,
+            },
+        ),
+    }),
+    "axk1": Family("AXK1", AXK1, SIZES | {
+        "num_key_value_heads": (4,), "num_hidden_layers": (3,), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "norm_topk_prob": (False, True), "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5),
+        "v_head_dim": (6, 12), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+    "sarvam_moe": Family("SarvamMoE", GLM4_MOE, SIZES | ROPE | {
+        "head_dim": (8, 16), "n_routed_experts": (4, 8), "n_shared_experts": (1, 2), "use_qk_norm": (False, True),
+        "attention_bias": (False, True), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "partial_rotary_factor": (0.5, 1.0), "n_group": (1, 2), "routed_scaling_factor": (1.0, 1.5),
+        "num_hidden_layers": (2, 3),
+    }),
+    "sarvam_mla": Family("SarvamMLA", DEEPSEEK, SIZES | {
+        "num_key_value_heads": (None,), "q_lora_rank": (None, 20), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5), "v_head_dim": (6, 12),
+        "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+    "minicpm3": Family("MiniCPM3", MINICPM3, SIZES | {
+        "q_lora_rank": (None, 20), "v_head_dim": (None, 6), "qk_rope_head_dim": (4, 8), "scale_emb": (1, 12),
+        "num_key_value_heads": (4,), "scale_depth": (None, 1.4), "dim_model_base": (None, 16),
+        "rms_norm_eps": (1e-5, 1e-3), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
 }  # fmt: skip
 """Families by model_type."""
@@ -357,6 +435,11 @@ def drawn_keys(name: str, seed: int) -> dict[str, Any]:
         drawn |= zip(keys, drawn.pop(keys), strict=True)
     return family.keys | drawn
     return family.keys | drawn.pop("", {}) | drawn
+    keys = dict(family.keys)
+    for names, values in family.choices.items():
+        value = random.choice(values)
+        keys |= dict(zip(names.split(), value, strict=True)) if " " in names else {names: value}
+    return keys
 
 
 class Differences(NamedTuple):
@@ -393,7 +476,8 @@ def differences(world: World, folder: Path, name: str, seed: int) -> Differences
     ((compared, worst),) = world.run(compare_gradients, weights, gradients, ranks=1)
     assert compared > 10
     convert(HfSource(weights), HfSink(back))
-    loaded, report = type(model).from_pretrained(back, output_loading_info=True)
+    config = type(model.config).from_pretrained(back)
+    loaded, report = type(model).from_pretrained(back, config=config, output_loading_info=True)
     assert not any(report[x] for x in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert json.loads((back / "config.json").read_text())["model_type"] == name
     with torch.no_grad():

@@ -8,7 +8,7 @@ from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
+from megafp8.conversion.keys import REQUIRED, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
 
 _DERIVED_WIDTHS = {
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
@@ -51,24 +51,32 @@ def _read_init(hf: HfConfig) -> Fields:
     return {"init_std": hf.get("initializer_range") or 2 / (5 * hf["hidden_size"]) ** 0.5}
 
 
-LATENT_ATTENTION = (
-    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED,
-    same(
-        "latent_attention", q_rank=ConfigKey("q_lora_rank", nullable=True), kv_rank="kv_lora_rank",
-        nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
-    ),
-    only(attention_bias=False),
+_WIDTHS = {
+    "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim", "value_head_dim": "v_head_dim",
+}  # fmt: skip
+
+
+def latent_widths(**defaults: int | None) -> Trait:
+    """Return a trait for the widths of latents and heads. `defaults` has the keys that may be missing."""
+    keys = {ours: (key, defaults.get(key, REQUIRED), None, ours == "q_rank") for ours, key in _WIDTHS.items()}
+    return same("latent_attention", **keys)
+
+
+LATENT_LAYERS = (
+    *traits.RMSNORM_MODEL, traits.POSITIONS, traits.activation(), traits.UNTIED, only(attention_bias=False),
 )  # fmt: skip
+LATENT_ATTENTION = (*LATENT_LAYERS, latent_widths())
 LATENT_KEYS = (*LATENT_ATTENTION, same("moe", top_k="num_experts_per_tok", ffn_hidden_size="moe_intermediate_size"))
 LATENT_MODEL = (
     *LATENT_KEYS, always(norm_eps=1e-6),
     only(rms_norm_eps=1e-6, why="which transformers always uses for the norms of the latents"),
 )  # fmt: skip
-LATENT_ROPE = (
-    rope(1e4),
-    # The default of transformers is 128 in deepseek_v3, regardless of the number of heads.
-    check(check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]),
-)
+# The default of num_key_value_heads in transformers does not depend on the number of heads.
+LATENT_HEADS = check(
+    check_derived_widths, *_DERIVED_WIDTHS, num_key_value_heads=lambda ours: ours["num_attention_heads"]
+)  # fmt: skip
+LATENT_ROPE = (rope(1e4), LATENT_HEADS)
 DEEPSEEK_KEYS = (
     *LATENT_ROPE,
     only(moe_layer_freq=1),  # this key and the next ones are read by engines other than transformers

@@ -4,12 +4,11 @@ from megafp8.config import LatentMixerConfig
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.deepseek import check_derived_widths
+from megafp8.conversion.huggingface.families.deepseek import check_derived_widths, latent_widths
 from megafp8.conversion.huggingface.families.llama import MIXTRAL_EXPERTS, MIXTRAL_ROUTER
 from megafp8.conversion.huggingface.layers import FULL, layer_list, num_layers, sparse_layers
 from megafp8.conversion.huggingface.names import HfPlace, like_llama, usual
 from megafp8.conversion.keys import (
-    ConfigKey,
     Fields,
     HfConfig,
     Keys,
@@ -76,10 +75,7 @@ FAMILIES = (
     Family("kimi_linear", "KimiLinearForCausalLM", (
         *traits.RMSNORM_MODEL, traits.activation(), traits.UNTIED, same(norm_eps=("rms_norm_eps", 1e-5)),
         same(max_position_embeddings=("model_max_length", None)), aliases(max_position_embeddings="model_max_length"),
-        same(
-            "latent_attention", q_rank=ConfigKey("q_lora_rank", None, nullable=True), kv_rank="kv_lora_rank",
-            nope_head_dim="qk_nope_head_dim", rope_head_dim="qk_rope_head_dim", value_head_dim="v_head_dim",
-        ),
+        latent_widths(q_lora_rank=None),
         always("latent_attention", norm_eps=1e-6), always(position_embedding="none"),
         Trait(("layer_types", _NESTED, *(outer for _, outer, _ in _KEYS.values())), _read_mixers, _write_mixers),
         sparse_layers(1, "first_k_dense_replace"),

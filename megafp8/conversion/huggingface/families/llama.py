@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Ministral with a window in some layers, and InternLM 3."""
+"""Llama, Mistral, Mixtral, Ministral with a window in some layers, InternLM 3 and IQuest-Coder."""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
@@ -6,7 +6,7 @@ from megafp8.conversion.huggingface.layers import FULL, SLIDING, num_layers, win
 from megafp8.conversion.huggingface.names import like_llama
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.huggingface.traits import llama_like
-from megafp8.conversion.keys import Fields, HfConfig, Trait, aliases, only
+from megafp8.conversion.keys import Fields, HfConfig, Trait, aliases, only, unread
 
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
 MIXTRAL_ROUTER = {"mlp.router": "block_sparse_moe.gate"}
@@ -45,4 +45,8 @@ FAMILIES = (
         *llama_like(2, 128, 1e-5), *traits.NO_WINDOW, traits.HEADS_DIVIDE,
         Trait((*traits.LINEAR_BIASES.keys, *_INTERNLM_BIASES), _read_internlm_biases, traits.LINEAR_BIASES.write),
     ), also="LlamaForCausalLM", rank=5),
+    Family("iquestcoder", "LlamaForCausalLM", (
+        *llama_like(8, 128, norm_eps=1e-5), traits.LINEAR_BIASES, *traits.NO_WINDOW, traits.HEADS_DIVIDE,
+        only(written=False, clip_qkv=None, use_sliding_window=False), unread("max_window_layers"),
+    ), also="IQuestCoderForCausalLM", rank=4),
 )  # fmt: skip
