@@ -85,7 +85,7 @@ DRAWN: dict[str, Family] = {
     }),
     "exaone4": Family("Exaone4", LLAMA, BLOCKS | ROPE | SOME_WINDOWS),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", LLAMA, BLOCKS | {
-        "head_dim": (8, 16),
+        "num_hidden_layers": (2, 3), "hidden_size": (32,), "head_dim": (8, 16),
         "rope_parameters": (
             {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
             {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 20.0, "mscale": 1.0, "beta_fast": 32},
