@@ -282,8 +282,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared-indexer-warmup": LLAMA
     | {
         "latent_attention": LATENT,
+        "sparse_attention": SPARSE,
         "layer_kinds": {
-            "own": {"mixer": SPARSE | {"kind": "sparse_latent_attention", "warmup": True}},
+            "own": {"mixer": {"kind": "sparse_latent_attention", "warmup": True}},
             "shared": {"mixer": SHARED_INDEXER},
         },
         "pattern": ["own", "shared"],

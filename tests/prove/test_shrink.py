@@ -120,6 +120,18 @@ def test_layers_whose_keys_others_read_stay() -> None:
     assert getattr(source, "kv_layer", None) == 1
 
 
+def test_layers_whose_indexers_others_use_stay() -> None:
+    latent = {"q_rank": 16, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 8, "value_head_dim": 8}
+    shared = {"kind": "sparse_latent_attention", "shared_indexer": True}
+    model = {
+        "num_layers": 12, "num_query_groups": None, "latent_attention": latent,
+        "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6},
+        "layer_kinds": {"own": {}, "shared": {"mixer": shared}}, "pattern": ["own * 5", "shared"],
+    }  # fmt: skip
+    assert keep_layers(config(model=model, parallel={"pipeline": 2}), 2).layers == [4, 5, 10, 11]
+    assert shrink(config(model=model)).config.spec.sources
+
+
 def test_numbers_in_patterns() -> None:
     fp8 = {"recipe": "current", "amax_history_len": 1024, "exclude": ["layers.7.*", "*.mlp.down"]}
     given_config = config(model={"num_layers": 12}, fp8=fp8)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 (to 5.2), with latent attention to tokens that an indexer selects."""
+"""DeepSeek-V3.2, GLM-5 and GLM-5.2, with latent attention to tokens that an indexer selects."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
