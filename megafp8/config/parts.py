@@ -16,6 +16,7 @@ from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 from megafp8.layers.latent_attention.record import LatentMixerConfig
+from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.mlp.record import MlpConfig
 from megafp8.layers.rwkv7.record import Rwkv7Config
@@ -30,6 +31,7 @@ Mixer = (
     | SparseLatentMixerConfig
     | CompressedAttentionConfig
     | GatedDeltaNetConfig
+    | Mamba1Config
     | Mamba2Config
     | KimiDeltaAttentionConfig
     | ShortConvolutionConfig

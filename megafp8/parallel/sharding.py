@@ -32,12 +32,12 @@ class Init:
     """Distribution of a parameter's initial values.
 
     Attributes:
-        kind: `normal` with mean 0 and `std`; `ones`; `zeros`; `log_uniform`, logarithms of numbers that are uniform
-            from `low` to `high`; or `inverse_softplus`, numbers with a softplus between `low` and `high` that has a
-            uniform logarithm.
+        kind: `normal` with mean 0 and `std`; `ones`; `zeros`; `log_range`, logarithms of 1, 2, 3, ... along the last
+            dim; `log_uniform`, logarithms of numbers that are uniform from `low` to `high`; or `inverse_softplus`,
+            numbers with a softplus between `low` and `high` that has a uniform logarithm.
     """
 
-    kind: Literal["normal", "ones", "zeros", "log_uniform", "inverse_softplus"]
+    kind: Literal["normal", "ones", "zeros", "log_range", "log_uniform", "inverse_softplus"]
     std: float = 0.0
     low: float = 0.0
     high: float = 1.0

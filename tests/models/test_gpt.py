@@ -63,6 +63,7 @@ KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 4, "co
 RWKV7 = {
     "kind": "rwkv7", "num_heads": 4, "head_dim": 4, "decay_rank": 3, "rate_rank": 5, "gate_rank": 2,
 }  # fmt: skip
+MAMBA1 = {"kind": "mamba1", "inner_size": 24, "step_rank": 3, "state_size": 5, "conv_kernel_size": 3}
 MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
@@ -216,6 +217,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["short", "full"],
     },
     "rwkv7": LLAMA | {"layer_kinds": {"linear": {"mixer": RWKV7}, "full": {}}, "pattern": ["linear", "full"]},
+    "mamba1": LLAMA
+    | {
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA1 | {"proj_bias": True}, "ffn": "none"},
+            "normed": {"mixer": MAMBA1 | {"norms": "weighted", "norm_eps": 0.1, "conv_bias": False}},
+        },
+        "pattern": ["mamba", "normed"],
+    },
     "kimi-delta": LLAMA
     | {
         "layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}},
@@ -660,7 +669,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
-    *("kimi-delta", "rwkv7", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
+    *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
 ]
 
 
@@ -670,7 +679,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
-        ("shared-indexer", 1),
+        *((name, 1) for name in ("mamba1", "shared-indexer")),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -692,7 +701,13 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
         *(("compressed-window", 1, 2), ("shared-indexer", 1, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("kimi-delta", 2, 1), ("rwkv7", 1, 2), ("shared-keys-of-a-stage", 2, 1), ("hyper", 1, 2))
+            for case in (
+                ("kimi-delta", 2, 1),
+                ("rwkv7", 1, 2),
+                ("mamba1", 1, 2),
+                ("shared-keys-of-a-stage", 2, 1),
+                ("hyper", 1, 2),
+            )
         ),
     ],
 )

@@ -23,6 +23,7 @@ from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
 from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
+from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
@@ -594,6 +595,30 @@ def _rwkv7(x: Tensor, w: Weights, name: str, record: Rwkv7Config, documents: Ten
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _mamba1(x: Tensor, w: Weights, name: str, record: Mamba1Config, documents: Tensor | None) -> Tensor:
+    """Mamba-1 of one token after the other, with the state of each channel as a row."""
+    (b, s, _), d, rank, rows = x.shape, record.state_size, record.step_rank, []
+    values, gate = _linear(x, w, f"{name}.x"), _linear(x, w, f"{name}.z")
+    for row in range(b):
+        state, outputs = torch.zeros(record.inner_size, d, dtype=x.dtype), []
+        for i in range(s):
+            value = _convolved(values, w, f"{name}.x_conv", record.conv_kernel_size, row, i, documents)
+            selected = (w[f"{name}.selection.weight"] @ value).split([rank, d, d])
+            if record.norms != "none":
+                selected = [y / (y.pow(2).mean() + record.norm_eps).sqrt() for y in selected]
+            if record.norms == "weighted":
+                selected = [y * w[f"{name}.{part}_norm.weight"] for part, y in zip(("step", "b", "c"), selected)]
+            dt = torch.log1p((w[f"{name}.step.weight"] @ selected[0] + w[f"{name}.step.bias"]).exp())
+            if documents is not None and i and bool(documents[row, i] != documents[row, i - 1]):
+                state = torch.zeros_like(state)
+            forget = torch.exp(-torch.outer(dt, torch.ones(d)) * w[f"{name}.log_rate.weight"].exp())
+            state = forget * state + torch.outer(dt * value, selected[1])
+            y = state @ selected[2] + w[f"{name}.skip.weight"] * value
+            outputs.append(y * gate[row, i] * gate[row, i].sigmoid())
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
 def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, documents: Tensor | None) -> Tensor:
     """Mamba-2 of one token, head and channel after the other; the group of head a is a // (a / g)."""
     (b, s, _), d, width, heads = x.shape, record.state_size, record.head_dim, record.num_heads
@@ -776,6 +801,8 @@ def _block(
             y = _kimi_delta(normed, w, f"{name}.kimi_delta_attention", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, Rwkv7Config):
             y = _rwkv7(normed, w, f"{name}.rwkv7", kind.mixer, documents)
+        elif isinstance(kind.mixer, Mamba1Config):
+            y = _mamba1(normed, w, f"{name}.mamba1", kind.mixer, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, CompressedAttentionConfig):

@@ -96,9 +96,14 @@ SHORT_CONVOLUTION = Preset(
 RWKV7 = Preset(
     ("rwkv7",), {"model": {"layer_kinds": {"rwkv": {"mixer": {"kind": "rwkv7", "num_heads": 4}}}, "pattern": ["rwkv"]}}
 )
+MAMBA1 = Preset(
+    ("mamba1",),
+    {"model": {"layer_kinds": {"mamba": {"mixer": {"kind": "mamba1", "inner_size": 64, "step_rank": 4}}},
+               "pattern": ["mamba"]}},
+)  # fmt: skip
 MODELS = [
     GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION, RWKV7,
-    HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
+    MAMBA1, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
 ]  # fmt: skip
 """Models that have all kinds of parts."""
 BY_MUON = {
@@ -111,6 +116,7 @@ BY_MUON = {
     *(f"gated_delta_net.{x}.weight" for x in ("q", "k", "v", "z", "beta", "decay", "proj")),
     *(f"kimi_delta_attention.{x}.weight" for x in ("q", "k", "v", "beta", "decay_down", "decay_up")),
     *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
+    *(f"mamba1.{x}.weight" for x in ("x", "z", "selection", "step", "proj")),
     *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
     *(f"rwkv7.{x}.weight" for x in ("r", "k", "v", "proj")),
     *(f"rwkv7.{x}_{y}.weight" for x in ("decay", "rate", "gate") for y in ("down", "up")),
@@ -125,6 +131,7 @@ BY_MUON = {
 BY_ADAMW = {
     *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
     *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
+    *("mamba1.x_conv.weight", "mamba1.log_rate.weight"),
     *(f"mamba2.{x}_conv.weight" for x in "xbc"),
     *("short_convolution.x_conv.weight", "rwkv7.shift.weight"),
     *("compressed_attention.entry_position.weight", "compressed_attention.index_position.weight"),

@@ -1,7 +1,7 @@
-"""Keys in config.json and tensor names of Mamba-2 layers in Hugging Face's families.
+"""Keys in config.json and tensor names of Mamba layers in Hugging Face's families.
 
-A family's `Kinds` function determines the layers with Mamba-2. Hugging Face stores z, x, B, C and the steps in one
-tensor, and the channels of the convolution in another.
+A family's `Kinds` function determines the layers with Mamba. For Mamba-2, Hugging Face stores z, x, B, C and the steps
+in one tensor, and the channels of the convolution in another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, unread
 from megafp8.layers.mamba2.record import Mamba2Config
 
 LINEAR = "linear_attention"
-"""Value for a layer with Mamba-2 in the layer_types of transformers."""
+"""Value for a layer with Mamba in the layer_types of transformers."""
 _FORMER = {"mamba": LINEAR, "attention": FULL}
 Kinds = Callable[[HfConfig], Sequence[str]]
 """Function that returns the kind of each layer for a config.json."""
@@ -37,26 +37,26 @@ def kinds_of(values: object, key: str, known: Sequence[str]) -> list[str]:
     return kinds
 
 
-def mixers(kinds: Sequence[str]) -> Fields:
-    """Return the flat key with the mixer of each layer, for layers of these kinds."""
-    ours = {LINEAR: "mamba2", FULL: "attention"}
+def mixers(kinds: Sequence[str], linear: str = "mamba2") -> Fields:
+    """Return the flat key with the mixer of each layer, for layers of these kinds; `linear` is the kind of Mamba."""
+    ours = {LINEAR: linear, FULL: "attention"}
     return {"mixer.kind": [ours.get(kind, "none") for kind in kinds]}
 
 
 def mamba_fields(kinds: Kinds, hf: HfConfig, values: Fields) -> Fields:
-    """Return flat keys that set these values of the Mamba-2 record in all layers with Mamba-2."""
+    """Return flat keys that set these values of the Mamba record in all layers with Mamba."""
     linear = [kind == LINEAR for kind in kinds(hf)]
     return {f"mixer.{key}": [value if x else None for x in linear] for key, value in values.items()}
 
 
 def mamba_value(ours: Fields, key: str) -> Any:
-    """Return the value of a key of the Mamba-2 record, which is equal in all layers; None without Mamba-2 layers."""
-    kinds = ours["mixer.kind"]
-    return ours[f"mixer.{key}"][kinds.index("mamba2")] if "mamba2" in kinds else None
+    """Return the value of a key of the Mamba record, which is equal in all layers; None without such layers."""
+    values = zip(ours["mixer.kind"], ours[f"mixer.{key}"], strict=True)
+    return next((value for kind, value in values if kind in ("mamba1", "mamba2")), None)
 
 
 def mamba(kinds: Kinds, **keys: tuple[str, Any]) -> Trait:
-    """Return a trait for keys of the Mamba-2 record, each given by its name and default in transformers."""
+    """Return a trait for keys of the Mamba record, each given by its name and default in transformers."""
 
     def write(ours: Fields) -> Keys:
         values = {key: mamba_value(ours, field) for field, (key, _) in keys.items()}

@@ -27,7 +27,7 @@ from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import MicroBatch
 from megafp8.layers.mixer import Mixer, RecurrentInputs, StateCache, Tokens
 from megafp8.layers.recompute import recomputed
-from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.recurrent.op import RecurrentRule, State, Transition
 from megafp8.layers.short_convolution.op import last_inputs
 from megafp8.parallel.sharding import Init, shard_dim
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -96,11 +96,12 @@ class RecurrentMixer(Mixer):
         """Return how the recurrence of layer `layer` runs over `tokens`."""
         return RecurrentInputs(tokens.recurrence(layer))
 
-    def run(self, inputs: RecurrentInputs, *xs: Tensor) -> Tensor:
-        """Run the recurrence over a micro-batch; return its outputs and save only `xs` for backward."""
+    def run(self, inputs: RecurrentInputs, *xs: Tensor, rule: RecurrentRule | None = None) -> Tensor:
+        """Run a rule, by default this mixer, over a micro-batch; return its outputs and save only `xs` for backward."""
+        rule = rule or self
         if not torch.is_grad_enabled():
-            return inputs.recurrence(self, xs)
-        return recomputed(lambda *xs: inputs.recurrence(self, xs), *xs)
+            return inputs.recurrence(rule, xs)
+        return recomputed(lambda *xs: inputs.recurrence(rule, xs), *xs)
 
     @property
     def cache(self) -> tuple[StateCache]:

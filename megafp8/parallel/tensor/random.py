@@ -61,6 +61,8 @@ def fill_(out: Tensor, shard: ParamShard, init: Init, seed: int) -> Tensor:
         index = _global_index(shard, first, last, out.device)
         if init.kind == "normal":
             out[first:last] = normal_at(index, key) * init.std
+        elif init.kind == "log_range":
+            out[first:last] = (1.0 + index % shard.global_shape[-1]).log()
         elif init.kind == "log_uniform":
             out[first:last] = (init.low + (init.high - init.low) * uniform_at(index, key)).log()
         else:

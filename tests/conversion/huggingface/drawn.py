@@ -110,6 +110,25 @@ DRAWN: dict[str, Family] = {
     }, norms=0.0),
     "ministral": Family("Ministral", LLAMA, BLOCKS | ROPE | SOME_WINDOWS | {"head_dim": (8, 16)}),
 }  # fmt: skip
+_MAMBA = {"vocab_size": 101, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_MAMBA_CHOICES: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2, 3, 4), "hidden_size": (32, 48), "tie_word_embeddings": (False, True), "expand": (1, 2, 3),
+    "state_size": (4, 7), "conv_kernel": (2, 4), "use_conv_bias": (False, True), "use_bias": (False, True),
+    "time_step_rank": ("auto", 5), "layer_norm_epsilon": (1e-5, 1e-2),
+}  # fmt: skip
+_FALCON_CHOICES = {"mixer_rms_eps": (1e-6, 1e-2), "expand": (16,), "intermediate_size": (40, 64)}
+_JAMBA_CHOICES: dict[str, tuple[Any, ...]] = {
+    "num_experts": (1, 4, 6), "num_experts_per_tok": (1, 2), "attn_layer_period": (2, 3), "attn_layer_offset": (0, 1),
+    "expert_layer_period": (2, 3), "expert_layer_offset": (0, 1), "mamba_expand": (1, 2), "mamba_d_state": (4, 7),
+    "mamba_d_conv": (2, 4), "mamba_conv_bias": (False, True), "mamba_proj_bias": (False, True),
+    "mamba_dt_rank": ("auto", 5), "rms_norm_eps": (1e-5, 1e-2),
+}  # fmt: skip
+DRAWN: dict[str, Family] = {
+    "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "mamba": Family("Mamba", _MAMBA, _MAMBA_CHOICES),
+    "falcon_mamba": Family("FalconMamba", _MAMBA, _MAMBA_CHOICES | _FALCON_CHOICES),
+    "jamba": Family("Jamba", LLAMA, SIZES | _JAMBA_CHOICES),
+}
 """Families by model_type."""
 
 
@@ -172,7 +191,7 @@ def differing_texts(model: Any, folder: Path) -> int:
     prompts = [tokens()[0, :5].tolist(), tokens()[1, :9].tolist(), tokens()[0, 7:8].tolist()]
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
     expected = [model.generate(torch.tensor([x]), **options)[0, len(x) :].tolist() for x in prompts]
-    generator = Generator.from_checkpoint(folder, device="cpu", dtype=torch.float32)
+    generator = Generator.from_checkpoint(folder, device="cpu", dtype=torch.float32, max_length=24)
     sampling = SamplingOptions(max_tokens=8, ignore_end=True, temperature=0.0)
     together = [x.tokens for x in generator.generate(prompts, sampling)]
     alone = [generator.generate(prompt, sampling)[0].tokens for prompt in prompts]

@@ -1,0 +1,70 @@
+"""Recurrence of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752), token by token: specification of `megafp8.layers.mamba1.op`.
+
+The state S has d numbers for each channel. Each token has an input x, a step and an output gate z per channel, and
+vectors b and c of d numbers, with which all channels write to and read from their states:
+
+    Δ = softplus(step + bias)
+    S ← exp(−exp(log_rate) Δ) S + Δ x bᵀ;    y = (S c + skip · x) silu(z)
+
+Shapes: s sequence length, b micro-batch size; n channels, d state numbers per channel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class SelectiveTokens(NamedTuple):
+    """Tensors that each token contributes to the recurrence."""
+
+    x_sbn: Tensor
+    """Inputs, the outputs of the convolution."""
+    step_sbn: Tensor
+    """Steps before the bias and softplus."""
+    z_sbn: Tensor
+    """Output gates before SiLU."""
+    b_sbd: Tensor
+    """Vectors with which tokens write to the states."""
+    c_sbd: Tensor
+    """Vectors with which tokens read the states."""
+
+
+class SelectiveWeights(NamedTuple):
+    """Parameters of the recurrence."""
+
+    step_bias_n: Tensor
+    """Bias of the steps."""
+    log_rate_nd: Tensor
+    """Logarithms of the decay rates."""
+    skip_n: Tensor
+    """Weights of the inputs in the outputs."""
+
+
+def recurrence(
+    tokens: SelectiveTokens, weights: SelectiveWeights, state_bnd: Tensor, starts_sb: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence token by token.
+
+    Args:
+        tokens: Tensors of the tokens.
+        weights: Parameters.
+        state_bnd: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, n]`, and the state after the last token.
+    """
+    rate_nd, outputs = -weights.log_rate_nd.exp(), []
+    for i, (x, step, z, b, c) in enumerate(zip(*tokens, strict=True)):
+        if starts_sb is not None:
+            state_bnd = state_bnd * ~starts_sb[i][:, None, None]
+        step = F.softplus(step + weights.step_bias_n)
+        state_bnd = state_bnd * (rate_nd * step.unsqueeze(-1)).exp()
+        state_bnd = state_bnd + torch.einsum("bn,bd->bnd", step * x, b)
+        y = torch.einsum("bnd,bd->bn", state_bnd, c) + weights.skip_n * x
+        outputs.append(y * F.silu(z))
+    return torch.stack(outputs), state_bnd
