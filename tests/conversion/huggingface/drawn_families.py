@@ -88,6 +88,19 @@ LATENT_SIZES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
 AXK1 = {key: x for key, x in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_nextn_predict_layers")}
+_MAMBA = {"vocab_size": 101, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_MAMBA_CHOICES: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2, 3, 4), "hidden_size": (32, 48), "tie_word_embeddings": (False, True), "expand": (1, 2, 3),
+    "state_size": (4, 7), "conv_kernel": (2, 4), "use_conv_bias": (False, True), "use_bias": (False, True),
+    "time_step_rank": ("auto", 5), "layer_norm_epsilon": (1e-5, 1e-2),
+}  # fmt: skip
+_FALCON_CHOICES = {"mixer_rms_eps": (1e-6, 1e-2), "expand": (16,), "intermediate_size": (40, 64)}
+_JAMBA_CHOICES: dict[str, tuple[Any, ...]] = {
+    "num_experts": (1, 4, 6), "num_experts_per_tok": (1, 2), "attn_layer_period": (2, 3), "attn_layer_offset": (0, 1),
+    "expert_layer_period": (2, 3), "expert_layer_offset": (0, 1), "mamba_expand": (1, 2), "mamba_d_state": (4, 7),
+    "mamba_d_conv": (2, 4), "mamba_conv_bias": (False, True), "mamba_proj_bias": (False, True),
+    "mamba_dt_rank": ("auto", 5), "rms_norm_eps": (1e-5, 1e-2),
+}  # fmt: skip
 
 DRAWN: dict[str, Family] = {
     "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
@@ -192,7 +205,7 @@ DRAWN: dict[str, Family] = {
     }),
     "exaone4": Family("Exaone4", LLAMA, BLOCKS | ROPE | SOME_WINDOWS),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", LLAMA, BLOCKS | {
-        "head_dim": (8, 16),
+        "num_hidden_layers": (2, 3), "hidden_size": (32,), "head_dim": (8, 16),
         "rope_parameters": (
             {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
             {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 20.0, "mscale": 1.0, "beta_fast": 32},
@@ -367,6 +380,9 @@ DRAWN: dict[str, Family] = {
         "num_key_value_heads": (4,), "scale_depth": (None, 1.4), "dim_model_base": (None, 16),
         "rms_norm_eps": (1e-5, 1e-3), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
+    "mamba": Family("Mamba", _MAMBA, _MAMBA_CHOICES),
+    "falcon_mamba": Family("FalconMamba", _MAMBA, _MAMBA_CHOICES | _FALCON_CHOICES),
+    "jamba": Family("Jamba", LLAMA, SIZES | _JAMBA_CHOICES),
     "glm_moe_dsa": Family(
         "GlmMoeDsa",
         DEEPSEEK_V32 | {"num_hidden_layers": 4},

@@ -295,7 +295,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rope_type = 'dynamic': .*dynamic equals default for up to max_position_embeddings tokens",
     ),
     "no norms in Hunyuan": (L | {"model_type": "hunyuan_v1_dense", "use_qk_norm": False}, "use_qk_norm = False"),
-    "biases of InternLM 3": (L | {"model_type": "internlm3", "qkv_bias": True}, "attention_bias = True: .*mlp_bias"),
     "bases of Granite's layers": (
         L | {"model_type": "granite_swa", "layer_rope_theta": [500.0, 0]},
         r"layer_rope_theta = \[500.0, 0\]: .*num_hidden_layers \(3\)",
@@ -745,7 +744,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         (LATENT | {"sliding_window": 5}, r"nearest, deepseek_v3, lacks model.sliding_window = 5 \(there None\)$"),
         (LATENT | {"moe": None, "norm_position": "both"}, "nearest, youtu, lacks model.norm_position = 'both'"),
         (
-            LATENT | {"moe": None, "sparse_attention": {}},
+            LATENT | {"moe": None, "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 4}},
             r"^no Hugging Face family has this model: .*latent attention .* selected tokens .* without experts",
         ),
         (LATENT | {"qk_norm": True}, "^model.qk_norm = True: model.latent_attention is set, and it normalizes"),

@@ -32,5 +32,7 @@ FAMILIES = (
         unread("num_logits_to_keep", "z_loss_coefficient"),
     ), TensorNames({
         **LLAMA, **in_layers("model.layers.*", MAMBA_NAMES, _NAMES), "final_norm": "model.final_layernorm",
-    }), rank=5),
+    }), rank=5,
+        about="Mamba-2 and attention (`attn_layer_indices`); rope rotates half of a head",
+    ),
 )  # fmt: skip

@@ -84,7 +84,9 @@ FAMILIES = (
         },
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         other_heads=r"(bert\.pooler|cls\.seq_relationship)\..*",
-    ), kind="bert"),
+    ), kind="bert",
+        about="BERT: `BertForPreTraining` and `BertForMaskedLM`; `gelu` or `gelu_new`",
+    ),
     Family("roberta", "RobertaForMaskedLM", (
         *_BERT, always(transform_activation="gelu"),
         Trait(("max_position_embeddings", "pad_token_id"), _read_roberta_positions, _write_roberta_positions),
@@ -94,5 +96,7 @@ FAMILIES = (
             "embedding.position": HfPlace("roberta.embeddings.position_embeddings", after(_ROBERTA_OFFSET)),
         },
         copies={"lm_head.decoder.bias": "lm_head.bias"}, other_heads=r"roberta\.pooler\..*",
-    ), kind="bert"),
+    ), kind="bert",
+        about="RoBERTa: `RobertaForMaskedLM`; `gelu` or `gelu_new`",
+    ),
 )  # fmt: skip

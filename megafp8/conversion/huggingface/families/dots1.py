@@ -21,5 +21,7 @@ FAMILIES = (
         sparse_layers(0, "first_k_dense_replace", listed=False), *traits.sigmoid_router(1.0, normalize=False),
         traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(0),
         unread("use_sliding_window"),
-    ), like_llama(), moe=True, rank=5),
+    ), like_llama(), moe=True, rank=5,
+        about="dots.llm1: attention of `qwen3`, experts of `deepseek_v3`; windows in some layers",
+    ),
 )  # fmt: skip

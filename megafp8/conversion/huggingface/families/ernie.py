@@ -34,7 +34,9 @@ FAMILIES = (
     Family("ernie4_5", "Ernie4_5ForCausalLM", (
         *traits.llama_like(2, 128, 1e-5, rope(5e5)), traits.TIED, *traits.NO_WINDOW, traits.NO_PADDING,
         same(linear_bias=("use_bias", False)),
-    ), like_llama(rotation="neighbors"), rank=5),
+    ), like_llama(rotation="neighbors"), rank=5,
+        about="ERNIE 4.5 without experts: interleaved rotary embedding; biases on all linear layers or none",
+    ),
     Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=rope(5e5)), traits.TIED, *traits.NO_WINDOW,
         only(use_bias=False), Trait(_LAYER_KEYS, _read_layers, _write_layers),
@@ -47,5 +49,7 @@ FAMILIES = (
         only(written=False, use_rmsnorm=True, moe_gate="topk", moe_use_aux_free=True), unread("moe_capacity"),
     ), like_llama(
         {"mlp.router.bias": HfPlace("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
-    ), moe=True),
+    ), moe=True,
+        about="ERNIE 4.5 with experts in any layers, shared experts or none; interleaved rotary embedding",
+    ),
 )  # fmt: skip

@@ -59,12 +59,16 @@ FAMILIES = (
         "embedding.position": HfPlace("model.decoder.embed_positions", after(2)),
         "final_norm": "model.decoder.final_layer_norm", "output": "lm_head",
         **in_layers("model.decoder.layers.*", _OPT_LAYER),
-    }), rank=2),
+    }), rank=2,
+        about="OPT, except OPT-350M",
+    ),
     Family("gpt2", "GPT2LMHeadModel", (
         *gpt2_like(1024, dropout=0.1), *_LEARNED,
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ), TensorNames({
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
         "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _GPT2_LAYER),
-    }), rank=2),
+    }), rank=2,
+        about="GPT-2: `gelu_new` or `gelu`; attention scaled by 1/√d",
+    ),
 )  # fmt: skip

@@ -37,7 +37,9 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "transformer.word_embeddings", "embedding_norm": "transformer.word_embeddings_layernorm",
         "final_norm": "transformer.ln_f", "output": "lm_head", **_layers("transformer.h.*", "self_attention"),
-    })),
+    }),
+        about="BLOOM: ALiBi, a norm of the embeddings; width of the MLP 4 × hidden size",
+    ),
     Family("gpt_neox", "GPTNeoXForCausalLM", (
         traits.SIZES, traits.POSITIONS, traits.UNTIED, traits.INIT_STD,
         traits.activation(default="gelu", gated=False), always(normalization="layernorm", linear_bias=True),
@@ -48,5 +50,7 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "output": "embed_out",
         **_layers("gpt_neox.layers.*", "attention"),
-    })),
+    }),
+        about="GPT-NeoX, Pythia: attention and MLP in parallel or in sequence",
+    ),
 )  # fmt: skip

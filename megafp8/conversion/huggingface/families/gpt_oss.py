@@ -40,5 +40,8 @@ FAMILIES = (
     ), like_llama(
         {"mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias"}, _experts("weight", ""),
         _experts("bias", "_bias"),
-    ), moe=True),
+    ), moe=True,
+        about="gpt-oss: sinks, biases, clamped SwiGLU, windows in some layers, YaRN with `truncate: false`; weights "
+        "in bf16, not MXFP4",
+    ),
 )  # fmt: skip

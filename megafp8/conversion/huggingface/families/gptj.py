@@ -47,7 +47,12 @@ def _names(qkv: Names) -> TensorNames:
 
 _QVK = ("attention.q", "attention.v", "attention.k")
 FAMILIES = (
-    Family("gptj", "GPTJForCausalLM", _MODEL, _names({f"attention.{x}": f"attn.{x}_proj" for x in "qkv"})),
+    Family("gptj", "GPTJForCausalLM", _MODEL, _names({f"attention.{x}": f"attn.{x}_proj" for x in "qkv"}),
+        about="GPT-J: attention and MLP in parallel with one norm, interleaved partial rotary embedding, biases in "
+        "the MLP and the output layer",
+    ),
     Family("codegen", "CodeGenForCausalLM", (*_MODEL, check(_check_width)),
-           _names(fused("attn.qkv_proj", _by_quarter, _QVK))),
+           _names(fused("attn.qkv_proj", _by_quarter, _QVK)),
+        about="CodeGen: like `gptj`",
+    ),
 )  # fmt: skip

@@ -96,19 +96,31 @@ _HYBRID = (
     only(written=False, attention_bias=False),
 )
 FAMILIES = (
-    Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES)),
+    Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES),
+        about="Granite 3: multipliers of embeddings, attention, residual connections and logits; biases as in "
+        "`llama`",
+    ),
     Family("granite_swa", "GraniteSWAForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=Trait((*ROPE_KEYS, _BASES), _read_bases, _write_bases)),
         _MULTIPLIERS, traits.LINEAR_BIASES, traits.TIED, windows(128, _window_kinds), always(attention_sinks=True),
-    ), rank=4),
-    Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, like_llama(_EXPERTS), moe=True),
+    ), rank=4,
+        about="Granite with windows and sinks: a base of the rotary embedding for each layer, or none",
+    ),
+    Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, like_llama(_EXPERTS), moe=True,
+        about="Granite 3 MoE: like `granite`, with experts in all layers and no biases",
+    ),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,
-           like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5),
+           like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5,
+        about="Granite 4: Mamba-2 and attention, without positions or with rope; experts with a shared MLP, or the "
+        "MLP alone",
+    ),
     Family("granitemoeshared", "GraniteMoeSharedForCausalLM", (
         *_GRANITE_MOE, Trait(
             ("shared_intermediate_size",),
             lambda hf: {"moe.shared_ffn_hidden_size": hf.get("shared_intermediate_size", 0) or None},
             lambda ours: {"shared_intermediate_size": ours["moe.shared_ffn_hidden_size"] or 0},
         ),
-    ), like_llama(_EXPERTS, _SHARED), moe=True, rank=5),
+    ), like_llama(_EXPERTS, _SHARED), moe=True, rank=5,
+        about="Granite MoE with a shared expert: like `granitemoe`",
+    ),
 )  # fmt: skip

@@ -130,7 +130,9 @@ FAMILIES = (
                 num_heads="num_attention_heads", block_norm_eps="norm_eps"),
         only(written=False, block_use_swiglu=True, use_pos_enc=True),
         unread("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
-    ), _LFM2_NAMES, rank=4),
+    ), _LFM2_NAMES, rank=4,
+        about="LFM2 without experts: gated short convolutions with some layers of attention",
+    ),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", (
         *with_second_names(_SECOND_NAMES, *_LFM2), Trait(("num_dense_layers",), _read_ffns, _write_ffns),
         *traits.ROUTER, always("moe", score="sigmoid"),
@@ -139,7 +141,10 @@ FAMILIES = (
             normalize=("norm_topk_prob", True), scaling_factor=("routed_scaling_factor", 1.0),
             selection_bias=("use_expert_bias", True),
         ),
-    ), _LFM2_NAMES, moe=True, rank=4),
+    ), _LFM2_NAMES, moe=True, rank=4,
+        about="LFM2 with experts: gated short convolutions with some layers of attention; sigmoid scores, the first "
+        "layers dense; no `conv_bias`",
+    ),
     Family("lfm3", "Lfm3ForCausalLM", (
         *with_second_names({"rms_norm_eps": "norm_eps"}, *_LAYERS), ropes_of_types(_windowed_types, _ROPES),
         _mixers(_windowed_types, 7, 256), same(num_query_groups=("num_key_value_heads", 4), head_dim=("head_dim", 128)),
@@ -149,5 +154,7 @@ FAMILIES = (
     ), TensorNames({**_NAMES, **in_layers("model.layers.*", {
         "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
         "attention.gate": "self_attn.gate_proj",
-    })}), rank=4),
+    })}), rank=4,
+        about="LFM3: like `lfm2_moe`, with windows in some layers and a rotary embedding for each kind of layer",
+    ),
 )  # fmt: skip

@@ -114,9 +114,13 @@ _MLPS = {
     for part in ("gate", "up", "down") for experts in ("", "experts.*.")
 }  # fmt: skip
 FAMILIES = (
-    Family("mamba", "MambaForCausalLM", _mamba_only("none"), _MAMBA, rank=5),
+    Family("mamba", "MambaForCausalLM", _mamba_only("none"), _MAMBA, rank=5,
+        about="Mamba: Mamba-1 in every layer, without MLPs",
+    ),
     Family("falcon_mamba", "FalconMambaForCausalLM", _mamba_only("unweighted", norm_eps=("mixer_rms_eps", 1e-6)),
-           _MAMBA, rank=5),
+           _MAMBA, rank=5,
+        about="Falcon Mamba: like `mamba`, with norms of B, C and the step",
+    ),
     Family("jamba", "JambaForCausalLM", (
         *traits.llama_like(8, rope=always(position_embedding="none")),
         *_mamba1(
@@ -140,5 +144,7 @@ FAMILIES = (
         **in_layers("model.layers.*", _names("mamba"), _MLPS, {
             "mlp_norm": "pre_ff_layernorm", "mlp.router": "feed_forward.router",
         }),
-    }), moe=None, rank=5),
+    }), moe=None, rank=5,
+        about="Jamba: Mamba-1, and attention without positions in some layers; experts in some layers or none",
+    ),
 )  # fmt: skip

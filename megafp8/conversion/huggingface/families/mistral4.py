@@ -74,7 +74,9 @@ FAMILIES = (
     Family("ministral3", "Ministral3ForCausalLM", (
         *traits.llama_like(8, 128, 1e-5, Trait(ROPE_KEYS, _read_dense_rope, _write_dense_rope)),
         traits.window_of_all(None), traits.NO_PADDING, only(written=False, attention_bias=False, mlp_bias=False),
-    )),
+    ),
+        about="Ministral 3: YaRN, and queries scaled by position",
+    ),
     Family("mistral4", "Mistral4ForCausalLM", (
         *LATENT_MODEL, Trait(ROPE_KEYS, _read_rope, _write_rope), only(rope_interleave=True), traits.NO_PADDING,
         check(partial(check_derived_widths, derived=_WIDTHS), *_WIDTHS,
@@ -85,5 +87,7 @@ FAMILIES = (
             scaling_factor=("routed_scaling_factor", 1.0),
         ),
         always("moe", score="softmax"), only(n_group=1, topk_group=1),
-    ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True),
+    ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True,
+        about="Mistral 4: like `deepseek_v2` without groups, with YaRN and queries scaled by position",
+    ),
 )  # fmt: skip

@@ -52,5 +52,8 @@ FAMILIES = (
     ), TensorNames({
         "embedding.word": "transformer.wte", "final_norm": "transformer.norm_f", "output": "lm_head",
         **in_layers("transformer.blocks.*", _LAYER),
-    }), also="MPTForCausalLM", rank=5),
+    }), also="MPTForCausalLM", rank=5,
+        about="MPT: ALiBi, exact GELU, LayerNorm without biases. `clip_qkv`, learned positions and biases are "
+        "refused",
+    ),
 )  # fmt: skip

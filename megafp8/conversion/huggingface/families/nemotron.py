@@ -14,5 +14,8 @@ FAMILIES = (
             num_query_groups=ConfigKey("num_key_value_heads", None), head_dim=("head_dim", None),
             norm_eps=("norm_eps", 1e-5), attention_dropout=("attention_dropout", 0.0),
         ),
-    ), rank=5),
+    ), rank=5,
+        about="Nemotron-4 and Minitron: squared ReLU without a gate, zero-centered LayerNorm, partial rotary "
+        "embedding",
+    ),
 )  # fmt: skip

@@ -120,9 +120,19 @@ _SEPARATELY = _names({**_SEPARATE, "z": HfPlace("linear_attn.in_proj_z"), "beta"
 FAMILIES = (
     Family("qwen3_next", "Qwen3NextForCausalLM", (
         *_NEXT, *_EXPERTS, same("moe", normalize=("norm_topk_prob", True)), _SPARSE_LAYERS,
-    ), like_llama(EXPERT_NAMES, _names(_FUSED | _GATES)), moe=True),
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _NEXT, like_llama(_SEPARATELY)),
+    ), like_llama(EXPERT_NAMES, _names(_FUSED | _GATES)), moe=True,
+        about="Qwen3-Next: Gated DeltaNet, and attention with an output gate in every fourth layer or as in "
+        "`layer_types`; a shared expert, experts except in `mlp_only_layers`. Multi-token prediction is not "
+        "read",
+    ),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _NEXT, like_llama(_SEPARATELY),
+        about="Qwen3.5's dense language models: like `qwen3_next`, without experts. `qwen3_5`, with images, is "
+        "refused",
+    ),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (
         *_NEXT, *_EXPERTS, always("moe", normalize=True),
-    ), like_llama(EXPERT_NAMES, _SEPARATELY), moe=True),
+    ), like_llama(EXPERT_NAMES, _SEPARATELY), moe=True,
+        about="Qwen3.5's language models with experts in all layers: like `qwen3_next`. `qwen3_5_moe`, with images, "
+        "is refused",
+    ),
 )  # fmt: skip

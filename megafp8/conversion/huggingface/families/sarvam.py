@@ -16,7 +16,18 @@ from megafp8.conversion.huggingface.names import (
     usual,
 )
 from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, rope, write_rope
-from megafp8.conversion.keys import Fields, HfConfig, Trait, always, check, only, same, unread, with_second_names
+from megafp8.conversion.keys import (
+    Fields,
+    HfConfig,
+    Trait,
+    always,
+    check,
+    only,
+    same,
+    switch,
+    unread,
+    with_second_names,
+)
 
 
 def _read_rope(hf: HfConfig) -> Fields:
@@ -45,7 +56,7 @@ _WIDTHS = {
 FAMILIES = (
     Family("sarvam_moe", "Glm4MoeForCausalLM", with_second_names(
         _SECOND_NAMES, *traits.llama_like(4, 64, rope=rope(8e6, partial=1.0)), *traits.NO_WINDOW, traits.NO_PADDING,
-        same(qkv_bias=("attention_bias", False), qk_norm=("use_qk_norm", True)), *_MOE,
+        same(qkv_bias=("attention_bias", False)), switch("qk_norm", "use_qk_norm", default=True), *_MOE,
         same("moe", top_k=("num_experts_per_tok", 6), ffn_hidden_size=("moe_intermediate_size", 1024)),
         only(written=False, use_bias=False), unread("max_window_layers"),
     ), TensorNames({
@@ -54,7 +65,9 @@ FAMILIES = (
             "attention.proj": "attention.dense", "attention.q_norm": "attention.query_layernorm",
             "attention.k_norm": "attention.key_layernorm", "mlp.router.bias": "mlp.gate.expert_bias",
         }),
-    }), also="SarvamMoEForCausalLM", moe=True, rank=4),
+    }), also="SarvamMoEForCausalLM", moe=True, rank=6,
+        about="Sarvam MoE: norms of query and key heads, sigmoid scores, a shared expert, the first layers dense",
+    ),
     Family("sarvam_mla", "DeepseekV3ForCausalLM", with_second_names(
         _SECOND_NAMES, *LATENT_LAYERS, *_MOE, Trait(ROPE_KEYS, _read_rope, write_rope), only(rope_interleave=True),
         latent_widths(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
@@ -63,5 +76,7 @@ FAMILIES = (
         check(lambda hf: check_derived_widths(hf, _WIDTHS), *_WIDTHS), unread("head_dim", "q_head_dim"),
         only(written=False, use_qk_norm=True),
     ), like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION), also="SarvamMLAForCausalLM", moe=True,
-        latent=True, rank=4),
+        latent=True, rank=6,
+        about="Sarvam MLA: latent attention, sigmoid scores, a shared expert, the first layers dense",
+    ),
 )  # fmt: skip

@@ -26,5 +26,7 @@ FAMILIES = (
     Family("seed_oss", "SeedOssForCausalLM", (
         *traits.llama_like(8, 128), Trait(_BIASES, _read_biases, _write_biases), *traits.NO_WINDOW,
         same(attention_dropout=("attention_dropout", 0.1)), unread(residual_dropout=0.0),
-    ), rank=4),
+    ), rank=4,
+        about="Seed-OSS: `llama` with biases on queries, keys and values, on all linear layers, or on none",
+    ),
 )  # fmt: skip

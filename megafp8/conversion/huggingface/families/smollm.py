@@ -35,5 +35,7 @@ FAMILIES = (
         *traits.llama_like(4, rope=rope(2e6)), traits.LINEAR_BIASES, traits.TIED, _NO_ROPE, traits.NO_PADDING,
         Trait(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows),
         traits.HEADS_DIVIDE,
-    ), rank=4),
+    ), rank=4,
+        about="SmolLM3: layers without positions (`no_rope_layers`), with or without windows; biases as in `llama`",
+    ),
 )  # fmt: skip

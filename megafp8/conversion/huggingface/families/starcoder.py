@@ -29,7 +29,9 @@ FAMILIES = (
         **in_layers("transformer.h.*", _LINEARS, fused("attn.c_attn", qkv_by_group, QKV), {
             "attention_norm": "ln_1", "attention.proj": "attn.c_proj", "mlp_norm": "ln_2",
         }),
-    }), rank=5),
+    }), rank=5,
+        about="StarCoder and SantaCoder: GPT-2 with one key-value head, or one for each head",
+    ),
     Family("starcoder2", "Starcoder2ForCausalLM", (
         traits.SIZES, traits.POSITIONS, traits.TIED, traits.INIT_STD, rope(1e4), traits.window_of_all(None),
         traits.activation(default="gelu_pytorch_tanh", gated=False), always(normalization="layernorm"),
@@ -41,5 +43,7 @@ FAMILIES = (
         Trait(("embedding_dropout",), write=lambda ours: {"embedding_dropout": ours["hidden_dropout"]}),
         # Keys of the program that trained it; transformers does not read them.
         unread(*_IN_FP32, "activation_function", "layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights"),
-    ), like_llama(_LINEARS), rank=5),
+    ), like_llama(_LINEARS), rank=5,
+        about="StarCoder2: LayerNorm, MLP without a gate; sliding window; biases on all linear layers or none",
+    ),
 )  # fmt: skip

@@ -70,5 +70,7 @@ FAMILIES = (
             "decoder.*.mlp.up": "decoder.block.*.layer.2.DenseReluDense.wi",
         },
         copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
-    ), kind="t5"),
+    ), kind="t5",
+        about="T5 1.0 and 1.1, Flan-T5: `relu` or `gated-gelu`",
+    ),
 )  # fmt: skip
