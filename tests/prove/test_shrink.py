@@ -128,8 +128,10 @@ def test_layers_whose_indexers_others_use_stay() -> None:
         "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6},
         "layer_kinds": {"own": {}, "shared": {"mixer": shared}}, "pattern": ["own * 5", "shared"],
     }  # fmt: skip
-    assert keep_layers(config(model=model, parallel={"pipeline": 2}), 2).layers == [4, 5, 10, 11]
-    assert shrink(config(model=model)).config.spec.sources
+    whole = config(model=model)
+    kept = keep_layers(whole, 1).layers
+    assert 0 < len({source for reader, source in whole.spec.sources.items() if reader in kept} & {*kept})
+    assert shrink(whole).config.spec.sources
 
 
 def test_numbers_in_patterns() -> None:
