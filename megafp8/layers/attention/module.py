@@ -320,7 +320,7 @@ class Attention(Mixer):
         after += v * (read and not record.value_norm)
         statistics = (q + k) * normed + k * record.value_norm + 2 * projection
         packed = (by_torch and not rotated_first) or projection or not changed or record.output_gate
-        packed = packed or (v > 0 and (record.value_norm or not read))
+        packed = bool(packed or (v > 0 and (record.value_norm or not read)))
         return {
             "q, k, v, gate": m * sum(self.split.values()) * e * packed,
             "heads before and after norms": m * ((before + after) * self.d * e + statistics * batch.statistic),

@@ -139,7 +139,7 @@ class LayerNormPart(Norm):
     """LayerNorm: `(x - mean) / √(variance + eps) · weight + bias`."""
 
     statistics = 2
-    bias_kind = "learned"
+    bias_kind: ClassVar[Literal["learned", "zero"] | None] = "learned"
 
     def _by_torch(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
