@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights
-from megafp8.layers.recompute import recomputed
 
 SEGMENT = 128
 """Tokens of a segment, of which backward holds all states."""
@@ -44,7 +44,9 @@ def selective_scan(
     segments = [x.split(SEGMENT) for x in tokens]
     starts = [None] * len(segments[0]) if starts_sb is None else starts_sb.split(SEGMENT)
     for *segment, starts_of_segment in zip(*segments, starts, strict=True):
-        y_sbn, state_bnd = recomputed(_segment, *segment, *weights, state_bnd, starts_of_segment)
+        y_sbn, state_bnd = checkpoint(
+            _segment, *segment, *weights, state_bnd, starts_of_segment, use_reentrant=False, preserve_rng_state=False
+        )
         outputs.append(y_sbn)
     return torch.cat(outputs), state_bnd
 
