@@ -93,7 +93,7 @@ DRAWN: dict[str, Family] = {
         "layer_types": (["conv", "full_attention", "conv"], ["full_attention"] * 3, ["conv", "conv", "full_attention"]),
         "num_hidden_layers": (3,), "conv_L_cache": (2, 3, 5), "block_auto_adjust_ff_dim": (False, True),
         "block_multiple_of": (8, 32), "block_ffn_dim_multiplier": (1.0, 1.5), "norm_eps": (1e-5, 1e-3),
-        "hidden_size": (32, 40),
+        "hidden_size": (24, 32),
     }),
     "lfm3": Family("Lfm3", LFM2_DENSE, SIZES | {
         "layer_types": (
