@@ -33,6 +33,109 @@ MODELS = 10
 """Number of random models of a family."""
 
 
+class Family(NamedTuple):
+    """Small models of a family.
+
+    Attributes:
+        kind: Name of the classes in `transformers` without ForCausalLM and Config.
+        keys: Keys of config.json that all models have.
+        choices: Values of further keys, one of which is drawn for each model. A choice of several keys together has
+            their names, separated by spaces, and tuples of their values.
+        norms: Mean of the weights of norms: 0 if a norm multiplies by its weight plus one.
+    """
+
+    kind: str
+    keys: dict[str, Any]
+    choices: dict[str, tuple[Any, ...]]
+    norms: float = 1.0
+
+
+SIZES: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2, 3, 4), "hidden_size": (32, 48), "intermediate_size": (48, 40),
+    "num_key_value_heads": (1, 2, 4), "tie_word_embeddings": (False, True),
+}  # fmt: skip
+"""Choices of most families."""
+ROPE = {"rope_parameters": ({"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 1e4})}
+LFM2_DENSE = {key: x for key, x in LLAMA.items() if key != "rms_norm_eps"}
+MINICPM3 = {key: DEEPSEEK[key] for key in (*LLAMA, "kv_lora_rank", "qk_nope_head_dim")}
+AXK1 = {key: x for key, x in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_nextn_predict_layers")}
+DRAWN: dict[str, Family] = {
+    "glm4": Family("Glm4", LLAMA | {"head_dim": 8}, SIZES | {"attention_bias": (False, True)}),
+    "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
+        "attention_bias mlp_bias": ((False, False), (True, True)), "head_dim": (8, 16), "rms_norm_eps": (1e-5, 1e-3),
+        "hidden_act": ("silu", "gelu"), "rope_parameters": (*ROPE["rope_parameters"], YARN_ROPE),
+        "hidden_size": (32, 40),
+    }),
+    "flex_olmo": Family("FlexOlmo", LLAMA, SIZES | ROPE | {
+        "num_experts": (4, 7), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3),
+    }),
+    "hy_v3": Family("HYV3", EXPERTS, SIZES | ROPE | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "num_shared_experts": (1, 2),
+        "router_scaling_factor": (1.0, 2.8), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "num_hidden_layers": (3,), "enable_moe_fp32_combine": (False, True), "rms_norm_eps": (1e-5, 1e-3),
+    }),
+    "mellum": Family("Mellum", EXPERTS, SIZES | {
+        "head_dim": (8, 12), "num_experts": (4, 8), "num_experts_per_tok": (1, 3), "norm_topk_prob": (False, True),
+        "num_hidden_layers": (4,), "sliding_window": (5, 8), "mlp_layer_types": (None, ["sparse", "dense"] * 2),
+        "layer_types": (
+            None, ["sliding_attention"] * 4, ["sliding_attention", "full_attention"] * 2,
+            ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+        "rope_parameters": (
+            None, {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+            {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+    }),
+    "lfm2": Family("Lfm2", LFM2_DENSE, SIZES | ROPE | {
+        "layer_types": (["conv", "full_attention", "conv"], ["full_attention"] * 3, ["conv", "conv", "full_attention"]),
+        "num_hidden_layers": (3,), "conv_L_cache": (2, 3, 5), "block_auto_adjust_ff_dim": (False, True),
+        "block_multiple_of": (8, 32), "block_ffn_dim_multiplier": (1.0, 1.5), "norm_eps": (1e-5, 1e-3),
+        "hidden_size": (24, 32),
+    }),
+    "lfm3": Family("Lfm3", LFM2_DENSE, SIZES | {
+        "layer_types": (
+            None, ["conv", "sliding_attention", "full_attention", "conv"], ["full_attention", "sliding_attention"] * 2,
+        ),
+        "num_hidden_layers": (4,), "conv_L_cache": (2, 7), "sliding_window": (5, 8), "head_dim": (8, 16),
+        "use_sandwich_norm": (False, True), "use_attention_gate": (False, True), "norm_eps": (1e-5, 1e-3),
+        "rope_parameters": (
+            None, {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+                "sliding_attention": YARN_ROPE,
+            },
+        ),
+    }),
+    "axk1": Family("AXK1", AXK1, SIZES | {
+        "num_key_value_heads": (4,), "num_hidden_layers": (3,), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
+        "norm_topk_prob": (False, True), "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5),
+        "v_head_dim": (6, 12), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+    "sarvam_moe": Family("SarvamMoE", GLM4_MOE, SIZES | ROPE | {
+        "head_dim": (8, 16), "n_routed_experts": (4, 8), "n_shared_experts": (1, 2), "use_qk_norm": (False, True),
+        "attention_bias": (False, True), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "partial_rotary_factor": (0.5, 1.0), "n_group": (1, 2), "routed_scaling_factor": (1.0, 1.5),
+        "num_hidden_layers": (2, 3),
+    }),
+    "sarvam_mla": Family("SarvamMLA", DEEPSEEK, SIZES | {
+        "num_key_value_heads": (None,), "q_lora_rank": (None, 20), "n_group topk_group": ((1, 1), (4, 2)),
+        "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1), "norm_topk_prob": (False, True),
+        "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5), "v_head_dim": (6, 12),
+        "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+    "minicpm3": Family("MiniCPM3", MINICPM3, SIZES | {
+        "q_lora_rank": (None, 20), "v_head_dim": (None, 6), "qk_rope_head_dim": (4, 8), "scale_emb": (1, 12),
+        "num_key_value_heads": (4,), "scale_depth": (None, 1.4), "dim_model_base": (None, 16),
+        "rms_norm_eps": (1e-5, 1e-3), "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
+    }),
+}  # fmt: skip
+"""Families by model_type."""
+
+
 def drawn_keys(name: str, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a random model of a family."""
     random, family = Random(f"{name} {seed}"), DRAWN[name]
