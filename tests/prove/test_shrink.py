@@ -130,7 +130,7 @@ def test_layers_whose_indexers_others_use_stay() -> None:
     }  # fmt: skip
     whole = config(model=model)
     kept = keep_layers(whole, 1).layers
-    assert 0 < len({source for reader, source in whole.spec.sources.items() if reader in kept} & {*kept})
+    assert len({source for reader, source in whole.spec.sources.items() if reader in kept} & {*kept}) > 0
     assert shrink(whole).config.spec.sources
 
 
