@@ -325,8 +325,8 @@ def test_parts_say_what_they_cost(world2: World, name: str, precision: str) -> N
             assert costs.kept.total() == costs.said.total(), f"{mode}: {words}\nkept {costs.kept}\nsaid {costs.said}"
         if mode == "plain" and "fp32" in precision:
             assert costs.products == pytest.approx(costs.expected), words
-            # On a CPU, every operation writes its result, and attention and FP8 casts count: up to 51 times the bytes.
-            assert costs.work <= costs.moved <= 64 * costs.work, (costs.work, costs.moved, words)
+            # On a CPU, every operation writes its result, and attention and FP8 casts count: up to 94 times the bytes.
+            assert costs.work <= costs.moved <= 128 * costs.work, (costs.work, costs.moved, words)
             assert all(actual == said for actual, said in costs.sent), (costs.sent, words)
             for counted, said in costs.token:  # products among a chunk's tokens are counted too, here of one
                 assert said <= counted <= 1.25 * said, words

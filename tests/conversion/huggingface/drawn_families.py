@@ -75,7 +75,6 @@ SCALED_YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 4,
     "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
-HALF_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 ROUTED: dict[str, tuple[Any, ...]] = {
     "num_experts_per_tok": (2, 3), "n_group": (1, 2), "topk_group": (1,), "norm_topk_prob": (False, True),
     "routed_scaling_factor": (1.0, 1.5), "moe_intermediate_size": (24, 16),
@@ -308,25 +307,6 @@ DRAWN: dict[str, Family] = {
             "mup_enabled": (False, True),
             "num_experts_per_tok": (2, 3),
             "moe_intermediate_size": (24, 16),
-        },
-    ),
-    "laguna": Family(
-        "Laguna",
-        LLAMA | {"num_experts": 8, "head_dim": 8},
-        SIZES
-        | {
-            "num_hidden_layers": (3,),
-            "num_key_value_heads": (1, 2),
-            "num_attention_heads_per_layer": (None, [4, 6, 2]),
-            "gating": (True, "per-head", "per-element"),
-            "layer_types": (None, ["full_attention", "sliding_attention", "full_attention"]),
-            "sliding_window": (3, 5),
-            "mlp_layer_types": (None, ["sparse", "dense", "sparse"]),
-            "moe_intermediate_size": (24, 16),
-            "shared_expert_intermediate_size": (24, 40),
-            "moe_routed_scaling_factor": (1.0, 1.5),
-            "num_experts_per_tok": (2, 3),
-            "rope_parameters": (None, {"full_attention": YARN_ROPE, "sliding_attention": HALF_ROPE}),
         },
     ),
     "iquestcoder": Family("IQuestCoder", LLAMA, SIZES | {
