@@ -114,7 +114,8 @@ class LayerTail(nn.Module):
         """Return the bytes saved by `PerLayerEmbedding` for this layer, even if the layer is recomputed."""
         if not self.width:
             return {}
-        return {"per-layer embedding": batch.own_tokens * (3 * self.width * batch.element + batch.statistic)}
+        widths = 2 if self.norm.zero_centered else 3  # PyTorch's norm also keeps its result before the weights
+        return {"per-layer embedding": batch.own_tokens * (widths * self.width * batch.element + batch.statistic)}
 
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the work of passes over the residual stream and, if used, over the per-layer embedding."""
