@@ -98,7 +98,8 @@ class SparseLatentAttention(LatentAttention):
         index = int(name.split(".")[1])
         self.source, self.is_read = model.sources.get(index), model.layers[index].is_read
         self.sparse: SparseLatentMixerConfig = record if self.source is None else model.layers[self.source].mixer
-        h, loss = model.hidden_size, None
+        loss: IndexLoss | None = None
+        h = model.hidden_size
         init, group = Init("normal", model.hidden_init_std), context.tensor
         shape = record.num_attention_heads * (self.n + self.v), record.kv_rank
         up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())

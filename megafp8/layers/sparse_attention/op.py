@@ -115,6 +115,7 @@ class _SparseAttention(Function):
         if call.indexer is not None and options.top_k is not None:
             chosen_bsk = own_bsk = call.indexer.choose(call.blocks(), options.top_k)
             ctx.mark_non_differentiable(own_bsk)
+        ctx.set_materialize_grads(False)  # else backward would receive zeros as wide as the choice
         for rows in call.blocks():
             o_bsac, _ = call.attend(call.absorbed(rows), call.keys(rows, chosen_bsk))
             o_sbav[rows] = torch.einsum("bsac,avc->sbav", o_bsac, call.values)
@@ -124,7 +125,7 @@ class _SparseAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_sbav: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do_sbav: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         q_sbad, kv_tbc, *index, up, first_bs, stop_bs, chosen_bsk = ctx.saved_tensors
         call = _Call(q_sbad, kv_tbc, index, up, first_bs, stop_bs, ctx.options)
         dtype = wide(q_sbad)
