@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from megafp8.layers.mamba1.op import CHUNK, SEGMENT, selective_scan, steps
 from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.norm.module import RMSNormPart, normalized
+from megafp8.layers.norm.module import Norm, RMSNormPart, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.module import RecurrentMixer, short_convolution
 from megafp8.layers.recurrent.op import State, Transition
@@ -138,7 +138,7 @@ class Mamba1(RecurrentMixer):
         selected = self.selection(convolved_sbn)
         if self.norms:
             parts = zip(self.norms, selected.split(self._selected, dim=-1), strict=True)
-            selected = torch.cat([normalized(norm, part.contiguous()) for norm, part in parts], dim=-1)
+            selected = torch.cat([normalized(cast(Norm, norm), part.contiguous()) for norm, part in parts], dim=-1)
         dt, b_sbd, c_sbd = self.shared(selected).split(self._selected, dim=-1)
         step_sbn = linear(dt, self.up, self.up_state)
         return self.proj(self.run(inputs, x_sbn, convolved_sbn, step_sbn, z_sbn, b_sbd, c_sbd))

@@ -6,7 +6,7 @@ from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import num_layers
 from megafp8.conversion.huggingface.names import HfPlace, like_llama
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, same, unread
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, same, switch, unread
 
 _LAYER_KEYS = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 
@@ -33,7 +33,7 @@ def _write_layers(ours: Fields) -> Keys:
 FAMILIES = (
     Family("ernie4_5", "Ernie4_5ForCausalLM", (
         *traits.llama_like(2, 128, 1e-5, rope(5e5)), traits.TIED, *traits.NO_WINDOW, traits.NO_PADDING,
-        same(linear_bias=("use_bias", False)),
+        switch("linear_bias", "use_bias"),
     ), like_llama(rotation="neighbors"), rank=5,
         about="ERNIE 4.5 without experts: interleaved rotary embedding; biases on all linear layers or none",
     ),

@@ -5,7 +5,7 @@ from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.gpt2 import gpt2_like
 from megafp8.conversion.huggingface.names import QKV, TensorNames, fused, in_layers, like_llama, qkv_by_group
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Trait, always, flag, only, same, unread
+from megafp8.conversion.keys import Fields, HfConfig, Trait, always, flag, only, same, switch, unread
 
 
 def _read_groups(hf: HfConfig) -> Fields:
@@ -36,10 +36,11 @@ FAMILIES = (
         traits.SIZES, traits.POSITIONS, traits.TIED, traits.INIT_STD, rope(1e4), traits.window_of_all(None),
         traits.activation(default="gelu_pytorch_tanh", gated=False), always(normalization="layernorm"),
         same(
-            num_query_groups=("num_key_value_heads", 2), head_dim=("head_dim", None), linear_bias=("use_bias", True),
+            num_query_groups=("num_key_value_heads", 2), head_dim=("head_dim", None),
             norm_eps=("norm_epsilon", 1e-5), attention_dropout=("attention_dropout", 0.0),
             hidden_dropout=("residual_dropout", 0.0),
         ),
+        switch("linear_bias", "use_bias", default=True),
         Trait(("embedding_dropout",), write=lambda ours: {"embedding_dropout": ours["hidden_dropout"]}),
         # Keys of the program that trained it; transformers does not read them.
         unread(*_IN_FP32, "activation_function", "layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights"),
