@@ -301,6 +301,8 @@ FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load("""
   - &delta {kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4, key_head_dim: 32, value_head_dim: 24}
 rwkv7: {layer_kinds: {a: {mixer: {kind: rwkv7, num_heads: 2, head_dim: 8, decay_rank: 4, rate_rank: 4, gate_rank: 4}}},
   pattern: [a]}
+mamba1: {layer_kinds: {a: {mixer: {kind: mamba1, inner_size: 48, step_rank: 4, state_size: 6}, ffn: none}},
+  pattern: [a]}
 no-layer-has-experts: {moe: {num_experts: 4}, layer_kinds: {a: {ffn: {kind: mlp}}}, pattern: [a]}
 qwen3-next: {qk_norm: true, output_gate: true, zero_centered_gamma: true, partial_rotary_factor: 0.5, head_dim: 8,
   layer_kinds: {linear: {mixer: *delta}, full: {}}, pattern: [linear, full], moe: {num_experts: 6,

@@ -51,75 +51,53 @@ class Mamba1(RecurrentMixer):
     """Selective state space model with a decay per channel, state number and token."""
 
     def __init__(
-        self,
-        name: str,
-        record: Mamba1Config,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
+        self, name: str, record: Mamba1Config, model: ModelSpec, context: BuildContext, *, input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         t, rank, h, inner = context.tensor.size(), context.tensor.rank(), model.hidden_size, record.inner_size
         self.context, self.channels, self.d, self.rank = context, inner // t, record.state_size, record.step_rank
         common, init = context.linear_options(), Init("normal", model.hidden_init_std)
         self.projection = ColumnParallelLinear(
-            f"{name}.xz",
-            h,
-            2 * inner,
-            parts={f"{name}.x": inner, f"{name}.z": inner},
-            bias=record.proj_bias,
-            init=init,
+            f"{name}.xz", h, 2 * inner, parts={f"{name}.x": inner, f"{name}.z": inner}, bias=record.proj_bias,
             site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and input.fuses != "none"),
-            **common,
-        )
+            init=init, **common,
+        )  # fmt: skip
         self.selection = RowParallelLinear(
-            f"{name}.selection",
-            inner,
-            sum(self._selected),
-            init=init,
-            high_precision=_REASON,
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+            f"{name}.selection", inner, sum(self._selected), init=init, high_precision=_REASON,
+            site=context.site(before=ATTENTION), **common,
+        )  # fmt: skip
         self.norms = nn.ModuleList()
         if record.norms != "none":
-            options: dict[str, Any] = {"eps": record.norm_eps, "sees_a_slice": context.sequence_sharded}
-            for part, size in zip(("step", "b", "c"), self._selected):
-                weighted = record.norms == "weighted"
-                self.norms.append(RMSNormPart(f"{name}.{part}_norm", size, context, weighted=weighted, **options))
+            options: dict[str, Any] = {"eps": record.norm_eps, "weighted": record.norms == "weighted"}
+            options["sees_a_slice"] = context.sequence_sharded
+            names = (f"{name}.{part}_norm" for part in ("step", "b", "c"))
+            self.norms.extend(RMSNormPart(part, n, context, **options) for part, n in zip(names, self._selected))
         rank_spec: dict[str, Any] = {"replicated_over_tp": False, "weight_decay": False}
 
-        def sharded(which: str, *shape: int) -> Any:
+        def shard(which: str, *shape: int) -> Any:
             return [shard_dim(f"{name}.{which}", shape, 0, rank, t)]
 
         # Initial values as in the paper's code.
         self.up = new_parameter(
-            context, sharded("step.weight", inner, self.rank), Init("normal", (3 * self.rank) ** -0.5), matrix=True,
+            context, shard("step.weight", inner, self.rank), Init("normal", (3 * self.rank) ** -0.5), matrix=True,
             replicated_over_tp=False,
         )  # fmt: skip
-        site = LinearSite(f"{name}.step", self.rank, self.channels, high_precision=_REASON)
-        self.up_state = context.fp8.linear(site)
+        self.up_state = context.fp8.linear(
+            LinearSite(f"{name}.step", self.rank, self.channels, high_precision=_REASON)
+        )  # fmt: skip
         step_bias = Init("inverse_softplus", low=1e-3, high=0.1)
-        self.step_bias = new_parameter(context, sharded("step.bias", inner), step_bias, **rank_spec)
-        self.log_rate = new_parameter(
-            context, sharded("log_rate.weight", inner, self.d), Init("log_range"), **rank_spec
-        )
-        self.skip = new_parameter(context, sharded("skip.weight", inner), Init("ones"), **rank_spec)
+        self.step_bias = new_parameter(context, shard("step.bias", inner), step_bias, **rank_spec)
+        self.log_rate = new_parameter(context, shard("log_rate.weight", inner, self.d), Init("log_range"), **rank_spec)
+        self.skip = new_parameter(context, shard("skip.weight", inner), Init("ones"), **rank_spec)
         self.convolution = short_convolution(name, context, {"x": inner}, record.conv_kernel_size)
         self.convolution_bias: nn.Parameter | None = None
         if record.conv_bias:
-            self.convolution_bias = new_parameter(context, sharded("x_conv.bias", inner), Init("zeros"), **rank_spec)
+            self.convolution_bias = new_parameter(context, shard("x_conv.bias", inner), Init("zeros"), **rank_spec)
         self.proj = RowParallelLinear(
-            f"{name}.proj",
-            inner,
-            h,
-            bias=record.proj_bias,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+            f"{name}.proj", inner, h, bias=record.proj_bias, init=Init("normal", model.output_init_std),
+            site=context.site(before=ATTENTION), **common,
+        )  # fmt: skip
 
     @property
     def _selected(self) -> list[int]:

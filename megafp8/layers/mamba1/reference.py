@@ -19,29 +19,21 @@ from torch.nn import functional as F
 
 
 class SelectiveTokens(NamedTuple):
-    """Tensors that each token contributes to the recurrence."""
+    """Tensors of the tokens: x, the steps before bias and softplus, the gates before SiLU, b, and c."""
 
     x_sbn: Tensor
-    """Inputs, the outputs of the convolution."""
     step_sbn: Tensor
-    """Steps before the bias and softplus."""
     z_sbn: Tensor
-    """Output gates before SiLU."""
     b_sbd: Tensor
-    """Vectors with which tokens write to the states."""
     c_sbd: Tensor
-    """Vectors with which tokens read the states."""
 
 
 class SelectiveWeights(NamedTuple):
-    """Parameters of the recurrence."""
+    """Parameters: the bias of the steps, the logarithms of the decay rates, and the weights of x in the outputs."""
 
     step_bias_n: Tensor
-    """Bias of the steps."""
     log_rate_nd: Tensor
-    """Logarithms of the decay rates."""
     skip_n: Tensor
-    """Weights of the inputs in the outputs."""
 
 
 def recurrence(

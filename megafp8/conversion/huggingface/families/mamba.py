@@ -138,7 +138,7 @@ FAMILIES = (
                  ffn_hidden_size="intermediate_size"),
         ),
         aliases(num_local_experts="num_experts"), only(written=False, mamba_inner_layernorms=True, sliding_window=None),
-        traits.HEADS_DIVIDE, traits.NO_PADDING, unread("calc_logits_for_entire_prompt", "num_logits_to_keep"),
+        traits.NO_PADDING, unread("calc_logits_for_entire_prompt", "num_logits_to_keep"),
     ), TensorNames({
         **LLAMA, "final_norm": "model.final_layernorm",
         **in_layers("model.layers.*", _names("mamba"), _MLPS, {
