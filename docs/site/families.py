@@ -1,4 +1,4 @@
-"""Write the table of Hugging Face families in docs/huggingface.md: `python docs/site/families.py`."""
+"""Write the list of Hugging Face families in docs/huggingface.md: `python docs/site/families.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from megafp8.conversion.huggingface.config import FAMILIES
 
 PAGE = Path(__file__).resolve().parent.parent / "huggingface.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
-EXPERTS = {True: "yes", False: "no", None: "optional"}
 
 
 def file_of(name: str) -> Path:
@@ -18,20 +17,12 @@ def file_of(name: str) -> Path:
     return next(path for path in files if f'Family("{name}", ' in path.read_text())
 
 
-def table() -> str:
-    """Return the table in Markdown, with a row for each family."""
-    rows = ["| `model_type` | models and options | experts | generates | file |", "|---|---|---|---|---|"]
-    for name, family in sorted(FAMILIES.items()):
-        generates = "yes" if family.kind == "gpt" else "no"
-        rows.append(f"| `{name}` | {family.about} | {EXPERTS[family.moe]} | {generates} | `{file_of(name).name}` |")
-    return "\n".join(rows) + "\n"
-
-
-def page_with_table(page: str) -> str:
-    """Return the text of the page with the current table."""
+def page_with_families(page: str) -> str:
+    """Return the text of the page with the current list."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    items = "\n".join(f"- `{name}`: {family.about}" for name, family in sorted(FAMILIES.items()))
+    return f"{before}{BEGIN}\n{items}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_table(PAGE.read_text()))
+    PAGE.write_text(page_with_families(PAGE.read_text()))

@@ -336,7 +336,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "dims": _header({"x": ONE | {"shape": [1] * 200_000}}, "the entry of x in its header is {'dtype'"),
     "shared bytes": _header({"a": ONE, "b": ONE}, "a and b share bytes"),
     "depth": _header("[" * 100_000, "nested too deeply"),
-    "unsupported": _set("{folder}/config.json: attention_bias = True", attention_bias=True),
+    "unsupported": _set("{folder}/config.json: sliding_window = 5", sliding_window=5),
 } | {
     damage.__name__: damage
     for damage in (_unlisted, _two_models, _truncate, _remove, _empty, _swap, _no_weights, _only_bin, _no_config,

@@ -3,7 +3,7 @@
 To add a family, add a file to this folder that defines `FAMILIES`, a tuple of records. `huggingface.config` finds it. A
 record defines how config.json is translated to our model and back, and what is refused (by traits, from `keys`, and
 from `huggingface.traits` for properties that several families share). It also has the names of the tensors, as far as
-they differ from Llama's (`huggingface.names`). `python docs/site/families.py` then updates the table of families, and
+they differ from Llama's (`huggingface.names`). `python docs/site/families.py` then updates the list of families, and
 `tests/conversion/huggingface/drawn.py` compares random models of the family with `transformers`.
 """
 
@@ -30,7 +30,7 @@ class Family(NamedTuple):
         hyper: Whether layers have hyper-connections.
         kind: `ModelSpec.architecture` of its models.
         rank: Preference among the families that can express a model; the lowest rank is written.
-        about: Models and options that are supported, a row of the table in docs/huggingface.md.
+        about: Models and options that are supported, for docs/huggingface.md.
     """
 
     model_type: str

@@ -89,7 +89,7 @@ FAMILIES = (
               _write_indexers),
         only(written=False, rope_interleave=True, indexer_rope_interleave=True),
     ), _NAMES, moe=True, latent=True, sparse=True,
-        about="GLM-5: like `deepseek_v32`; the indexer rotates adjacent channels; `indexer_types` `full` in all "
-        "layers",
+        about="GLM-5 and GLM-5.2: like `deepseek_v32`; the indexer rotates adjacent channels; layers may share the "
+        "indexer of an earlier layer",
     ),
 )  # fmt: skip
