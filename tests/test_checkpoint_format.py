@@ -35,10 +35,14 @@ CONDITIONS = {
     "`normalization: layernorm` unless `norm_position: post`": lambda m: (
         m.norm_position != "post" and m.normalization == "layernorm"
     ),
-    "`norm_position: pre`, `both` or `post`": lambda m: m.norm_position != "output",
+    "`norm_position: pre`, `both` or `post`": lambda m: m.norm_position != "output" and m.parallel_block is False,
+    "`parallel_block: shared_norm`, instead of both norms": lambda m: m.parallel_block == "shared_norm",
+    "`parallel_block: shared_norm` with `normalization: layernorm`": lambda m: (
+        m.parallel_block == "shared_norm" and m.normalization == "layernorm"
+    ),
     "`norm_position: output` or `both`": lambda m: m.norm_position in ("output", "both"),
     "`norm_position: pre`, `both` or `post` with `normalization: layernorm`": lambda m: (
-        m.norm_position != "output" and m.normalization == "layernorm"
+        m.norm_position != "output" and m.parallel_block is False and m.normalization == "layernorm"
     ),
     "`norm_position: output` or `both` with `normalization: layernorm`": lambda m: (
         m.norm_position in ("output", "both") and m.normalization == "layernorm"
@@ -46,6 +50,8 @@ CONDITIONS = {
     "`linear_bias` or `qkv_bias`": lambda m: m.linear_bias or m.qkv_bias,
     "`qk_norm: true`": lambda m: m.qk_norm,
     "`attention_sinks`": lambda m: m.attention_sinks,
+    "`linear_bias` or `proj_bias`": lambda m: m.linear_bias or m.proj_bias,
+    "`output_bias`": lambda m: m.output_bias,
     "`linear_bias`": lambda m: m.linear_bias,
     "gated `activation`": lambda m: m.activation in ("swiglu", "geglu_tanh"),
     "gated `activation` with `linear_bias`": lambda m: m.activation in ("swiglu", "geglu_tanh") and m.linear_bias,
@@ -69,6 +75,7 @@ MODELS = [
     },
     {"normalization": "layernorm", "norm_position": "post"},
     {"activation": "geglu_tanh", "linear_bias": True, "tie_embeddings": True, "vocab_multiple": 64},
+    {"parallel_block": "shared_norm", "normalization": "layernorm", "proj_bias": True, "output_bias": True},
 ]
 
 

@@ -212,7 +212,7 @@ DRAWN: dict[str, Family] = {
         ),
     }),
     "internlm3": Family("InternLM3", LLAMA, BLOCKS | ROPE | {
-        "head_dim": (8, 16), "": BIASES,
+        "hidden_size": (32,), "head_dim": (8, 16), "": BIASES,
     }),
     "granite_swa": Family("GraniteSWA", LLAMA, BLOCKS | ROPE | SOME_WINDOWS | {
         "layer_rope_theta": (None, [500.0, 0, 1e4], [0, 0, 300.0]), "embedding_multiplier": (1.0, 3.0),
