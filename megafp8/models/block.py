@@ -233,7 +233,7 @@ class SequentialBlock(Block):
 class ParallelBlock(Block):
     """Block in which the mixer and the feed-forward network read the same sum and both add to it (GPT-J, PaLM).
 
-    Both parts are present. They have a norm each, or share `attention_norm`.
+    Both parts are present. Each has a norm, or both read the output of `attention_norm`.
     """
 
     @property

@@ -25,8 +25,8 @@ from tests.quickstart_data import ROOT
 
 TOKEN = "a token of tests, not of users"
 SLOW_SECONDS = 6.0
-"""How much longer a step takes on a rank that has got SIGRTMIN, from the sixth step on; one second more in each step
-until then. A fixed second is not slow beside other ranks whose steps take half of one on a busy machine."""
+"""Longest delay of a step on a rank that received SIGRTMIN. The delay grows by one second per step, because one second
+alone is not slow compared with ranks whose steps take half a second on a busy machine."""
 CHECK_INTERVAL = 5
 """Steps between comparisons of replicas."""
 SMALL = [
