@@ -187,11 +187,11 @@ def either(field: str, key: str, other: str) -> Trait:
     return Trait((key, other), read, lambda ours: {key: ours[field]})
 
 
-def switch(field: str, key: str, on: Any = True, *, default: bool = False) -> Trait:
-    """Return a trait for a boolean key: true stands for the value `on` of a field, and false for false."""
+def switch(field: str, key: str, on: Any = True, off: Any = False, *, default: bool = False) -> Trait:
+    """Return a trait for a boolean key: true stands for the value `on` of a field, and false for `off`."""
     return Trait(
         (key,),
-        lambda hf: {field: on if flag(hf, key, default) else False},
+        lambda hf: {field: on if flag(hf, key, default) else off},
         lambda ours: {key: ours[field] == on},
     )
 

@@ -1,12 +1,11 @@
 """LFM2, with and without experts, and LFM3. Layers have gated short convolutions, and some have attention."""
 
 from collections.abc import Callable
-from typing import Any
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.layers import FULL, SLIDING, layer_list, num_layers
+from megafp8.conversion.huggingface.layers import FULL, SLIDING, layer_list, num_layers, sparse_layers
 from megafp8.conversion.huggingface.names import LLAMA, TensorNames, equal_parts, fused, in_layers
 from megafp8.conversion.huggingface.rope import rope, ropes_of_types
 from megafp8.conversion.keys import (
@@ -19,6 +18,7 @@ from megafp8.conversion.keys import (
     flag,
     only,
     same,
+    switch,
     unread,
     with_second_names,
 )
@@ -77,14 +77,6 @@ def _read_width(hf: HfConfig) -> Fields:
     return {"ffn_hidden_size": width}
 
 
-def _read_ffns(hf: HfConfig) -> Fields:
-    return {"ffn.kind": ["mlp" if i < hf.get("num_dense_layers", 2) else "moe" for i in range(num_layers(hf))]}
-
-
-def _write_ffns(ours: Fields) -> Keys:
-    return {"num_dense_layers": [*ours["ffn.kind"], "moe"].index("moe")}
-
-
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
@@ -97,13 +89,6 @@ _LFM2 = (
     *_LAYERS, rope(1e6), same(num_query_groups=("num_key_value_heads", 8), head_dim=("head_dim", None)),
     _mixers(_types, 3),
 )  # fmt: skip
-
-
-def _switch(field: str, key: str, on: Any, off: Any) -> Trait:
-    """Return a trait for a key that is true by default and chooses between two values of a field."""
-    return Trait((key,), lambda hf: {field: on if flag(hf, key, True) else off}, lambda ours: {key: ours[field] == on})
-
-
 _SECOND_NAMES = {"tie_embedding": "tie_word_embeddings"}
 _NAMES = {
     **LLAMA, "final_norm": "model.embedding_norm",
@@ -134,7 +119,7 @@ FAMILIES = (
         about="LFM2 without experts: gated short convolutions with some layers of attention",
     ),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", (
-        *with_second_names(_SECOND_NAMES, *_LFM2), Trait(("num_dense_layers",), _read_ffns, _write_ffns),
+        *with_second_names(_SECOND_NAMES, *_LFM2), sparse_layers(2, "num_dense_layers", listed=False),
         *traits.ROUTER, always("moe", score="sigmoid"),
         same(
             "moe", num_experts=("num_experts", 32), ffn_hidden_size=("moe_intermediate_size", 1792),
@@ -149,8 +134,8 @@ FAMILIES = (
         *with_second_names({"rms_norm_eps": "norm_eps"}, *_LAYERS), ropes_of_types(_windowed_types, _ROPES),
         _mixers(_windowed_types, 7, 256), same(num_query_groups=("num_key_value_heads", 4), head_dim=("head_dim", 128)),
         always(position_embedding="rope"), only(attention_bias=False),
-        _switch("norm_position", "use_sandwich_norm", "both", "pre"),
-        _switch("output_gate", "use_attention_gate", "head", False),
+        switch("norm_position", "use_sandwich_norm", "both", "pre", default=True),
+        switch("output_gate", "use_attention_gate", "head", default=True),
     ), TensorNames({**_NAMES, **in_layers("model.layers.*", {
         "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
         "attention.gate": "self_attn.gate_proj",
