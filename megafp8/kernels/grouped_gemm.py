@@ -7,9 +7,8 @@ One operand contains the rows of all experts, one expert after the other. There 
 
 Sums are fp32. FP8 operands have one scale per expert, or one for each row of each expert, and the final sums are
 multiplied by the scales. With scales for blocks of 128 summands, each block's product is multiplied before it is added.
-On Hopper, separate kernels are faster: in CUDA for block scales (`megafp8.kernels.grouped_gemm_cuda`), if their
-compiler is installed, and in Gluon for one scale per expert (`megafp8.kernels.grouped_gemm_hopper`). Operands with one
-scale per row always use the kernels of this file.
+On Hopper, kernels in CUDA (`megafp8.kernels.grouped_gemm_cuda`) are faster for block scales and for one scale per
+expert, if their compiler is installed. Operands with one scale per row always use the kernels of this file.
 
 Operands are read through tensor descriptors by the GPU's copy engine for tiles (TMA). A descriptor covers the rows of
 all experts, so a tile that reaches beyond the rows of its expert reads rows of the next expert. In products of rows,
@@ -41,7 +40,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megafp8.kernels import grouped_gemm_cuda as cuda
-from megafp8.kernels import grouped_gemm_hopper as hopper
 from megafp8.kernels.arithmetic import INTERPRETED, ceil_div, next_power_of_2
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, ScaledTensor
 
@@ -282,11 +280,8 @@ def rows_times_matrices(
         b = b._replace(scale_inv=b.scale_inv.repeat_interleave(n).unsqueeze(1), granularity=ROW)
     _check(a_mk, b, n, k)
     row_step, column_step = (0, b.data.shape[1] // experts) if columnwise else (n, 0)
-    if a_mk.granularity is BLOCK_1X128 and out_dtype in cuda.ROWS_RESULTS and cuda.takes(out_mn.device):
-        cuda.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step)
-        return out_mn
-    if a_mk.granularity is TENSOR and hopper.takes(out_mn.device):
-        hopper.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step, fast=fast)
+    if a_mk.granularity is not ROW and out_dtype in cuda.ROWS_RESULTS and cuda.takes(out_mn.device):
+        cuda.rows_times_matrices(a_mk, b, ends_e, out_mn, row_step, column_step, fast=fast)
         return out_mn
     tile, tile_k, constants = _launched(a_mk.data.dtype, a_mk.granularity.name, fast=fast)
     most = (m // tile.rows + experts) * ceil_div(n, tile.columns)
@@ -353,12 +348,10 @@ def sums_over_rows(
         assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
-        if a.granularity is BLOCK_1X128 and out_epq.dtype in cuda.SUMS_RESULTS and cuda.takes(out_epq.device):
-            cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier)
-            return
-        on_hopper = a.granularity is TENSOR and p % 128 == 0  # otherwise a tile would contain rows of two experts
-        if on_hopper and hopper.takes(out_epq.device):
-            hopper.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, earlier=earlier, fast=fast)
+        whole = p % 128 == 0  # otherwise a tile would contain rows of two experts
+        on_hopper = a.granularity is not ROW and whole and out_epq.dtype in cuda.SUMS_RESULTS
+        if on_hopper and cuda.takes(out_epq.device):
+            cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, fast=fast, earlier=earlier)
             return
     tile, tile_k, constants = _launched(a_data.dtype, scales, fast=fast)
     shapes = [[tile_k, size] if scales == "none" else [size, tile_k] for size in tile[:2]]

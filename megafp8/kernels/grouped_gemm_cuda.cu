@@ -1,21 +1,25 @@
-// Products of rows with the matrix of their expert, with scales of blocks, for Hopper (sm_90a).
+// Products of rows with the matrix of their expert, for Hopper (sm_90a).
 //
 //     out[i, j] = sum over blocks of 128 summands of (a[i, block] · b[j, block]) · a_scale_inv · b_scale_inv
 //
-// a contains the FP8 rows `[m, k]` of all experts, one expert after the other, with a scale for each block of 1 × 128.
-// b contains the experts' FP8 matrices `[n, k]`, with a scale for each block of 128 × 128. Sums are fp32, and results
-// are bf16 or fp16. n and k are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this
-// file, after `hopper.cuh`. Macros contain the parameters of a launch (asserted below).
+// a contains the FP8 rows `[m, k]` of all experts, one expert after the other. b contains the experts' FP8 matrices
+// `[n, k]`. Sums are fp32, and results are bf16 or fp16. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches
+// this file, after `hopper.cuh`. Macros contain the parameters of a launch (asserted below).
 //
-// The problem: Hopper's tensor cores add FP8 products in 14 bits, so threads must scale each block's product and add it
-// to fp32 sums. Registers hold both, which limits a tile to 128 × 192, and a tile reads 40 KB for each block of
-// summands.
+// With BLOCK_SCALES, a has a scale for each block of 1 × 128 and b for each block of 128 × 128, and n and k are
+// multiples of 128. Otherwise, each expert has one scale for its rows and one for its matrix, which multiply the sums.
+// n and k are then multiples of 16: tiles may reach beyond n, where nothing is stored, and blocks beyond k, where the
+// copy engine reads zeros from a.
+//
+// The problem: Hopper's tensor cores add FP8 products in 14 bits, so threads must add each block's product to fp32 sums
+// unless FAST_SUMS is set. Registers hold both, which limits a tile to 128 × 192, and a tile reads 40 KB for each block
+// of summands. Fast sums have the same tiles, because a tile's results are stored during the next tile's first block.
 //
 // *Roles.* A program has a multiprocessor for itself and computes one tile after another:
 //
 //     producer    one warp: finds the next tile, copies operands and scales of rows to shared memory while there is
 //                 room, and leaves a note about the tile next to its first block
-//     consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales and adds, the tensor cores
+//     consumers   two warpgroups, each with 64 of a tile's 128 rows: while one scales or adds, the tensor cores
 //                 compute for the other; each stores a tile's results while the tensor cores compute the first block
 //                 of its next tile
 //
@@ -29,7 +33,7 @@
 struct Sizes {
     int n, k, experts;
     int row_step, column_step;  // the matrix of expert i begins at row i · row_step and column i · column_step of b
-    int a_stride, b_stride;     // strides of scales: along blocks of summands of a; along blocks of 128 rows of b
+    int a_stride, b_stride;     // strides of scales: along blocks of summands of a and of 128 rows of b, or of experts
 };
 
 constexpr int BLOCK = 128;        // summands that share a scale, read at once; rows of a tile
@@ -44,7 +48,7 @@ constexpr int CLUSTER = 2;        // multiprocessors in a cluster
 constexpr int CONSUMER_WARPS = 8;
 constexpr int THREADS = 384;      // three warpgroups, because registers are assigned per warpgroup; the last produces
 
-constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, SCALE_BYTES = BLOCK * 4;
+constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, SCALE_BYTES = BLOCK_SCALES ? BLOCK * 4 : 0;
 constexpr int STORE_STRIDE = STORE * 2 + 16;    // an odd multiple of 16 bytes, so that 8 rows are in different banks
 constexpr int STORE_BYTES = 16 * STORE_STRIDE;  // bytes of a warp
 
@@ -55,7 +59,8 @@ constexpr int STORE_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int NOTES_AT = STORE_AT + CONSUMER_WARPS * STORE_BYTES;
 constexpr int FULL_AT = NOTES_AT + STAGES * 16;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
-static_assert(EMPTY_AT + STAGES * 8 == LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
+static_assert(EMPTY_AT + STAGES * 8 <= LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
+static_assert(!BLOCK_SCALES || !FAST_SUMS, "");
 static_assert(THREADS == LAUNCHED_THREADS && SIDE == A_BOX_ROWS && HALF == B_BOX_ROWS, "");
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ using Ring = RingOf<STAGES>;
 __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* b, const float* a_scale_inv,
                                            const int* ends_e, const Sizes& sizes, u32 memory) {
     const u32 rank = cluster_rank();
-    const int blocks = sizes.k / BLOCK;
+    const int blocks = (sizes.k + BLOCK - 1) / BLOCK;
     Walk at(ends_e, sizes.experts, sizes.n, gridDim.x / CLUSTER, blockIdx.x / CLUSTER, rank);
     Ring ring = {0, 1};  // the first round of stages is free
     while (at.next()) {
@@ -131,14 +136,14 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
         const int b_row = at.expert * sizes.row_step + at.column;
         int b_column = at.expert * sizes.column_step;
         const float* scales = a_scale_inv + at.padded_row;
-        const int b_scale = b_row / BLOCK * sizes.b_stride + b_column / BLOCK;
+        const int scale = BLOCK_SCALES ? b_row / BLOCK * sizes.b_stride + b_column / BLOCK : at.expert;
         for (int i = 0; i < blocks; ++i) {
             const u32 full = memory + FULL_AT + ring.stage * 8;
             wait(memory + EMPTY_AT + ring.stage * 8, ring.parity);
             if (elected()) {
                 if (i == 0)
                     store_note(memory + NOTES_AT + ring.stage * 16, at.idle ? at.end : at.row, at.end, at.column,
-                               b_scale);
+                               scale);
                 arrive_and_expect(full, bytes);
             }
             if (!at.idle && elected()) {
@@ -156,7 +161,8 @@ __device__ __forceinline__ void copy_tiles(const TensorMap* a, const TensorMap* 
                     copy_box(b, b_to, b_column, b_row, full);
                     copy_box(b, b_to + B_BYTES / 2, b_column, b_row + HALF, full);
                 }
-                copy_scales(memory + SCALES_AT + ring.stage * SCALE_BYTES, scales, SCALE_BYTES, full);
+                if (BLOCK_SCALES)
+                    copy_scales(memory + SCALES_AT + ring.stage * SCALE_BYTES, scales, SCALE_BYTES, full);
             }
             b_column += BLOCK;
             scales += sizes.a_stride;
@@ -186,14 +192,17 @@ struct Consumer {
     // `n`, and `columns` columns are inside the matrix.
     unsigned short* out;
     int n, rows, columns;
+    float a_scale, b_scale;  // the previous tile's, if each expert has one scale
 
     __device__ __forceinline__ void wait_full() { wait(memory + FULL_AT + ring.stage * 8, ring.parity); }
 
-    // Signals that the warp has read its part of the stage.
-    __device__ __forceinline__ void release() {
-        if (lane < CLUSTER) arrive_at(memory + EMPTY_AT + ring.stage * 8, lane);
-        ring.next();
+    // Signals that the warp has read its part of a stage.
+    __device__ __forceinline__ void release(u32 stage) {
+        if (lane < CLUSTER) arrive_at(memory + EMPTY_AT + stage * 8, lane);
     }
+
+    __device__ __forceinline__ u64 stage_of_a() { return operand(a + ring.stage * (A_BYTES / 16)); }
+    __device__ __forceinline__ u64 stage_of_b() { return operand(b + ring.stage * (B_BYTES / 16)); }
 
     // Adds product · scales of one block to the sums. A thread has sums of two rows, the second 8 below the first. The
     // first FORMER columns use the scale of b at `b_scale`. The others use the scale of the next 128 rows of b, which
@@ -205,11 +214,12 @@ struct Consumer {
         wait_full();
         const u32 a_scale = scales + ring.stage * SCALE_BYTES;
         const float low = load_float(a_scale), high = load_float(a_scale + 8 * 4);
-        begin_product(product, operand(a + ring.stage * (A_BYTES / 16)), operand(b + ring.stage * (B_BYTES / 16)));
+        begin_product(product, stage_of_a(), stage_of_b());
         if (FIRST) store(sums);
         wait_product();
         computed(product);
-        release();
+        release(ring.stage);
+        ring.next();
         const float low_left = __fmul_rn(low, left), high_left = __fmul_rn(high, left);
         const float low_right = __fmul_rn(low, right), high_right = __fmul_rn(high, right);
 #pragma unroll
@@ -229,9 +239,57 @@ struct Consumer {
         for (int i = 1; i < blocks; ++i) add_block<FORMER, false>(sums, b_scales + i, second);
     }
 
+    // Adds the product of one block to the sums.
+    template <bool FIRST>
+    __device__ __forceinline__ void add_block(float (&sums)[SUMS]) {
+        float product[SUMS];
+        wait_full();
+        begin_product(product, stage_of_a(), stage_of_b());
+        if (FIRST) store(sums);
+        wait_product();
+        computed(product);
+        release(ring.stage);
+        ring.next();
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = __fadd_rn(product[i], sums[i]);
+    }
+
+    __device__ __forceinline__ void multiply(float (&sums)[SUMS], int blocks) {
+        add_block<true>(sums);
+#pragma unroll 1
+        for (int i = 1; i < blocks; ++i) add_block<false>(sums);
+    }
+
+    // Keeps the sums in the tensor cores. A product is started before the one before it ends.
+    __device__ __forceinline__ void multiply_fast(float (&sums)[SUMS], int blocks) {
+        float product[SUMS];
+        wait_full();
+        begin_product(product, stage_of_a(), stage_of_b());
+        store(sums);
+#pragma unroll 1
+        for (int i = 1; i < blocks; ++i) {
+            const u32 previous = ring.stage;
+            ring.next();
+            wait_full();
+            add_product(product, stage_of_a(), stage_of_b());
+            wait_product<1>();
+            release(previous);
+        }
+        wait_product();
+        computed(product);
+        release(ring.stage);
+        ring.next();
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = product[i];
+    }
+
     // Stores the previous tile's sums and sets them to zero. They pass through the warp's part of shared memory, so
     // that 16 bytes of a row are stored at once. Nothing is stored if there was no tile.
     __device__ __forceinline__ void store(float (&sums)[SUMS]) {
+        if (!BLOCK_SCALES) {
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = __fmul_rn(__fmul_rn(sums[i], a_scale), b_scale);
+        }
         const u32 part = memory + STORE_AT + warp * STORE_BYTES;
         const u32 to = part + lane % 16 * STORE_STRIDE + lane / 16 * 16;
         constexpr int CHUNKS = STORE / 8;  // chunks of 16 bytes per row
@@ -256,36 +314,48 @@ struct Consumer {
         for (int i = 0; i < blocks; ++i) {
             wait_full();
             __syncwarp();  // wait until all lanes have seen the stage full
-            release();
+            release(ring.stage);
+            ring.next();
         }
     }
 };
 
-__device__ __forceinline__ void multiply_tiles(unsigned short* out, const float* b_scale_inv, const Sizes& sizes,
-                                               u32 memory) {
+__device__ __forceinline__ void multiply_tiles(unsigned short* out, const float* a_scale_inv, const float* b_scale_inv,
+                                               const Sizes& sizes, u32 memory) {
     const int warp = same(threadIdx.x / 32), lane = threadIdx.x % 32, index = warp / 4;
-    const int n = sizes.n, blocks = sizes.k / BLOCK;
+    const int n = sizes.n, blocks = (sizes.k + BLOCK - 1) / BLOCK;
     // kept in registers of the warp, because the compiler would compute them again for each block
     const u32 a = same(operand_at(memory + index * (A_BYTES / 2))), b = same(operand_at(memory + B_AT));
     const u32 scales = memory + SCALES_AT + (warp * 16 + lane / 4) * 4;
-    Consumer self = {memory, warp, lane, a, b, scales, {0, 0}, out, n, 0, 0};
+    Consumer self = {memory, warp, lane, a, b, scales, {0, 0}, out, n, 0, 0, 0.f, 0.f};
     float sums[SUMS];
     clear(sums);
     while (true) {
         self.wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + self.ring.stage * 16);
         const int first = note.x, rows = note.y - first, column = note.z;
-        const float* b_scales = b_scale_inv + note.w;
         if (first < 0) break;
         if (rows <= index * SIDE) {
             self.skip(blocks);
             continue;
         }
-        const int second = column / BLOCK + 1 < n / BLOCK ? sizes.b_stride : 0;
-        if (column % BLOCK == 0)
-            self.multiply<128>(sums, b_scales, second, blocks);
-        else
-            self.multiply<64>(sums, b_scales, second, blocks);
+        if (BLOCK_SCALES) {
+            const float* b_scales = b_scale_inv + note.w;
+            const int second = column / BLOCK + 1 < n / BLOCK ? sizes.b_stride : 0;
+            if (column % BLOCK == 0)
+                self.multiply<128>(sums, b_scales, second, blocks);
+            else
+                self.multiply<64>(sums, b_scales, second, blocks);
+        } else {
+            const float a_scale = load_scale(a_scale_inv + note.w * sizes.a_stride);
+            const float b_scale = load_scale(b_scale_inv + note.w * sizes.b_stride);
+            if (FAST_SUMS)
+                self.multiply_fast(sums, blocks);
+            else
+                self.multiply(sums, blocks);
+            self.a_scale = a_scale;
+            self.b_scale = b_scale;
+        }
         self.out = out + (long long)(first + warp * 16) * n + column;
         self.rows = rows - warp * 16;
         self.columns = n - column;
@@ -306,7 +376,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             copy_tiles(&a, &b, a_scale_inv, ends_e, sizes, memory);
     } else {
         many_registers();
-        multiply_tiles(out, b_scale_inv, sizes, memory);
+        multiply_tiles(out, a_scale_inv, b_scale_inv, sizes, memory);
     }
     cluster_sync();  // wait until the peer's copies and arrivals are over
 }

@@ -1,12 +1,13 @@
-"""Compilation and launch of the CUDA kernels for grouped GEMMs with block scales on Hopper.
+"""Compilation and launch of the CUDA kernels for grouped GEMMs on Hopper.
 
 The kernels are rows times matrices (`grouped_gemm_cuda.cu`) and sums over rows (`grouped_sums_cuda.cu`). They are
 written in CUDA because Triton and Gluon have no tensor-core products with 192 columns and no copies to two
-multiprocessors at once. NVRTC compiles each kernel at its first use in a process, which takes about 3 s for each pair
-of FP8 formats. As with Triton's kernels, a product must therefore be computed once before it is captured in a CUDA
-graph. `cuda.bindings` (extra `gpu`) calls NVRTC and the driver.
+multiprocessors at once. NVRTC compiles each `Variant` of a kernel at its first use in a process, which takes about 3 s.
+As with Triton's kernels, a product must therefore be computed once before it is captured in a CUDA graph.
+`cuda.bindings` (extra `gpu`) calls NVRTC and the driver.
 
-Shapes: as in `kernels.grouped_gemm`; n, k, p and q are multiples of 128.
+Shapes: as in `kernels.grouped_gemm`; p is a multiple of 128. n, k and q are multiples of 128 with block scales, and of
+16 with one scale per expert.
 """
 
 from __future__ import annotations
@@ -22,13 +23,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.numerics.tensor import ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, ScaledTensor
 
 logger = logging.getLogger(__name__)
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 ROWS_RESULTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 SUMS_RESULTS = {torch.float32: "f32", **ROWS_RESULTS}
+
+
+class Variant(NamedTuple):
+    """Variant of a kernel: the formats of its operands and results, the kind of scales, and where sums are kept.
+
+    Without `block_scales`, each expert has one scale for each operand. `fast` sums stay in the tensor cores.
+    """
+
+    a: str
+    b: str
+    result: str
+    block_scales: bool
+    fast: bool = False
 
 
 class CudaKernel(NamedTuple):
@@ -47,8 +61,9 @@ def _source(name: str) -> str:
 
 ROWS = CudaKernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 96)
 SUMS = CudaKernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
-NARROW_SUMS = SUMS._replace(shared_bytes=202_944, b_box_rows=64)
-_FEW_ROWS = 1536  # padded rows per expert below which narrow tiles are faster; measured with 512 to 8,192
+NARROW_SUMS = SUMS._replace(shared_bytes=229_600, b_box_rows=64)
+_FEW_ROWS = {"blocks": 1536, "experts": 3072}
+"""By what has a scale: padded rows per expert below which narrow tiles are faster; measured with 512 to 8,192."""
 _CLUSTER, _THREADS = 2, 384
 _ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # boxes of results
 
@@ -67,7 +82,7 @@ def takes(device: torch.device) -> bool:
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         logger.info(
-            "blockwise experts: using Triton's kernel instead of the faster CUDA kernel, as NVRTC cannot be used: %s",
+            "FP8 experts: using Triton's kernels instead of the faster CUDA kernels, as NVRTC cannot be used: %s",
             reason,
         )
         return False
@@ -83,14 +98,15 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def compiled(kernel: CudaKernel, a: str, b: str, result: str) -> tuple[bytes, str]:
-    """Compile a kernel for the formats a, b and result; return the machine code for sm_90a and the compiler's log."""
+def compiled(kernel: CudaKernel, variant: Variant) -> tuple[bytes, str]:
+    """Compile a variant of a kernel; return the machine code for sm_90a and the compiler's log."""
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(kernel.source.encode(), f"{kernel.name}.cu".encode(), 0, [], []))
     macros = {
-        "A_TYPE": f'"{a}"', "B_TYPE": f'"{b}"', "RESULT_TYPE": f'"{result}"',
-        "RESULT_BYTES": 4 if result == "f32" else 2, "LAUNCHED_CLUSTER": _CLUSTER, "LAUNCHED_THREADS": _THREADS,
+        "A_TYPE": f'"{variant.a}"', "B_TYPE": f'"{variant.b}"', "RESULT_TYPE": f'"{variant.result}"',
+        "RESULT_BYTES": 4 if variant.result == "f32" else 2, "BLOCK_SCALES": int(variant.block_scales),
+        "FAST_SUMS": int(variant.fast), "LAUNCHED_CLUSTER": _CLUSTER, "LAUNCHED_THREADS": _THREADS,
         "LAUNCHED_SHARED_BYTES": kernel.shared_bytes, "A_BOX_ROWS": kernel.a_box_rows, "B_BOX_ROWS": kernel.b_box_rows,
         "ADDED_BOX_ROWS": _ADDED_BOX_ROWS, "STORED_BOX_ROWS": _STORED_BOX_ROWS, "BOX_COLUMNS": _BOX_COLUMNS,
     }  # fmt: skip
@@ -132,11 +148,11 @@ def _on(device: int) -> Iterator[None]:
 
 
 @cache
-def _loaded(kernel: CudaKernel, a: str, b: str, result: str, device: int) -> tuple[Any, Any]:
+def _loaded(kernel: CudaKernel, variant: Variant, device: int) -> tuple[Any, Any]:
     """Load a kernel on the current device; return the kernel and its module, which must live as long as the kernel."""
     from cuda.bindings import driver
 
-    module = _checked(driver.cuModuleLoadData(compiled(kernel, a, b, result)[0]))
+    module = _checked(driver.cuModuleLoadData(compiled(kernel, variant)[0]))
     function = _checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, attribute, kernel.shared_bytes))
@@ -209,74 +225,91 @@ def _programs(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER * _CLUSTER
 
 
-def _launch(kernel: CudaKernel, formats: tuple[str, str, str], device: int, *arguments: Any) -> None:
-    """Launch a kernel. `arguments` are ctypes values in the order of the kernel's parameters."""
+def _launch(kernel: CudaKernel, variant: Variant, device: int, *arguments: Any) -> None:
+    """Launch a variant of a kernel. `arguments` are ctypes values in the order of the kernel's parameters."""
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     with _on(device):
         _checked(
             driver.cuLaunchKernel(
-                _loaded(kernel, *formats, device)[0], _programs(device), 1, 1, _THREADS, 1, 1, kernel.shared_bytes,
+                _loaded(kernel, variant, device)[0], _programs(device), 1, 1, _THREADS, 1, 1, kernel.shared_bytes,
                 torch.cuda.current_stream().cuda_stream, ctypes.addressof(addresses), 0,
             )
         )  # fmt: skip
 
 
 def rows_times_matrices(
-    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int
+    a_mk: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_mn: Tensor, row_step: int, column_step: int, *, fast: bool
 ) -> None:
     """Multiply rows by the transpose of their expert's matrix, and store the products in `out_mn` (bf16 or fp16).
 
-    The matrix of expert i begins at row i·row_step and column i·column_step of b.
+    The matrix of expert i begins at row i·row_step and column i·column_step of b. With `fast`, sums stay in the tensor
+    cores, unless blocks have scales.
     """
-    a_scale_km = _scales_by_block(a_mk)
-    assert b.scale_inv.stride(1) == 1 and out_mn.is_contiguous() and out_mn.data_ptr() % 16 == 0  # noqa: PT018
+    block_scales = a_mk.granularity is BLOCK_1X128
+    a_scales, a_stride = _scales(a_mk)
+    b_stride = b.scale_inv.stride(0 if block_scales else -1)
+    assert out_mn.is_contiguous() and out_mn.data_ptr() % 16 == 0  # noqa: PT018
     assert ends_e.dtype == torch.int32
-    formats = FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], ROWS_RESULTS[out_mn.dtype]
+    variant = Variant(
+        FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], ROWS_RESULTS[out_mn.dtype], block_scales,
+        fast and not block_scales,
+    )  # fmt: skip
     k, n = a_mk.data.shape[1], out_mn.shape[1]
     maps = _map_of(a_mk.data, ROWS.a_box_rows), _map_of(b.data, ROWS.b_box_rows)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a_scale_km, out_mn, b.scale_inv, ends_e)]
-    sizes = _RowsSizes(n, k, len(ends_e), row_step, column_step, a_scale_km.stride(0), b.scale_inv.stride(0))
-    _launch(ROWS, formats, out_mn.device.index, *maps, *pointers, sizes)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a_scales, out_mn, b.scale_inv, ends_e)]
+    sizes = _RowsSizes(n, k, len(ends_e), row_step, column_step, a_stride, b_stride)
+    _launch(ROWS, variant, out_mn.device.index, *maps, *pointers, sizes)
 
 
 def sums_over_rows(
-    a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool,
+    a: ScaledTensor, b: ScaledTensor, ends_e: Tensor, out_epq: Tensor, *, accumulate: bool, fast: bool,
     earlier: tuple[ScaledTensor, ScaledTensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """Sum outer products over each expert's rows, including the rows of `earlier`, into `out_epq`.
 
-    With `accumulate`, the sums are added to `out_epq`, which must be fp32. Otherwise it may also be bf16 or fp16.
+    With `accumulate`, the sums are added to `out_epq`, which must be fp32. Otherwise it may also be bf16 or fp16. With
+    `fast`, sums stay in the tensor cores, unless blocks have scales.
     """
     experts, p, q = out_epq.shape
     assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
-    formats = FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype]
+    block_scales = a.granularity is BLOCK_1X128
+    variant = Variant(
+        FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype], block_scales,
+        fast and not block_scales,
+    )  # fmt: skip
     rows = a.data.shape[1]
     if earlier is not None:
         assert (earlier[0].data.dtype, earlier[1].data.dtype) == (a.data.dtype, b.data.dtype)
         rows += earlier[0].data.shape[1]
-    kernel = NARROW_SUMS if rows < _FEW_ROWS * experts else SUMS
+    few = _FEW_ROWS["blocks" if block_scales else "experts"] * experts
+    kernel = NARROW_SUMS if rows < few or q % 128 else SUMS
     now, before = _operands(kernel, a, b, ends_e), _Operands()
     if earlier is not None:
         before = _operands(kernel, *earlier)
     results = out_epq.flatten(0, 1)
     maps = _map_of(results, _STORED_BOX_ROWS), _map_of(results, _ADDED_BOX_ROWS)
     sizes = _SumsSizes(p, q, experts, int(accumulate))
-    _launch(kernel, formats, out_epq.device.index, before, now, *maps, sizes)
+    _launch(kernel, variant, out_epq.device.index, before, now, *maps, sizes)
 
 
-def _scales_by_block(x: ScaledTensor) -> Tensor:
-    """Return the scales of `x` transposed, so that the scales of a block of summands are contiguous for TMA."""
+def _scales(x: ScaledTensor) -> tuple[Tensor, int]:
+    """Return the scales of `x`, and their stride along experts or along blocks of summands.
+
+    The scales of blocks are transposed, so that the scales of a block of summands are contiguous for TMA.
+    """
+    if x.granularity is not BLOCK_1X128:
+        return x.scale_inv, x.scale_inv.stride(-1)
     scale_inv = x.scale_inv.t()
     assert scale_inv.stride(1) == 1 and scale_inv.stride(0) % 4 == 0 and scale_inv.data_ptr() % 16 == 0  # noqa: PT018
-    return scale_inv
+    return scale_inv, scale_inv.stride(0)
 
 
 def _operands(kernel: CudaKernel, a: ScaledTensor, b: ScaledTensor, ends_e: Tensor) -> _Operands:
     assert ends_e.dtype == torch.int32
-    a_scale_inv, b_scale_inv = _scales_by_block(a), _scales_by_block(b)
+    (a_scales, a_stride), (b_scales, b_stride) = _scales(a), _scales(b)
     return _Operands(
-        _map_of(a.data, kernel.a_box_rows), _map_of(b.data, kernel.b_box_rows), a_scale_inv.data_ptr(),
-        b_scale_inv.data_ptr(), ends_e.data_ptr(), a_scale_inv.stride(0), b_scale_inv.stride(0),
+        _map_of(a.data, kernel.a_box_rows), _map_of(b.data, kernel.b_box_rows), a_scales.data_ptr(),
+        b_scales.data_ptr(), ends_e.data_ptr(), a_stride, b_stride,
     )  # fmt: skip

@@ -1,20 +1,25 @@
-// Sums over each expert's rows of outer products, with scales of blocks, for Hopper (sm_90a): weight gradients.
+// Sums over each expert's rows of outer products, for Hopper (sm_90a): weight gradients.
 //
 //     out[i, j] = sum over blocks of 128 rows of (a[i, block] · b[j, block]) · b_scale_inv · a_scale_inv  (+ out[i, j])
 //
 // a `[p, rows]` and b `[q, rows]` are FP8. They contain the rows of all experts side by side, each expert's rows padded
-// with zeros to a multiple of 128, with a scale for each block of 1 × 128. out `[e·p, q]` contains one expert after the
-// other, in fp32, or in bf16 or fp16 if nothing is added to it. The rows of an earlier micro-batch, which has separate
-// operands, come first. p and q are multiples of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this
-// file, after `hopper.cuh`. Macros: RESULT_BYTES is 4 or 2; B_BOX_ROWS is half of the columns of a tile; the others are
-// the parameters of a launch (asserted below).
+// with zeros to a multiple of 128. out `[e·p, q]` contains one expert after the other, in fp32, or in bf16 or fp16 if
+// nothing is added to it. The rows of an earlier micro-batch, which has separate operands, come first. p is a multiple
+// of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this file, after `hopper.cuh`. Macros:
+// RESULT_BYTES is 4 or 2; B_BOX_ROWS is half of the columns of a tile; the others are the parameters of a launch
+// (asserted below).
 //
-// The problem is the same as in `grouped_gemm_cuda.cu`. In addition, each column of a tile has a separate scale, which
-// threads read from shared memory. If experts have few rows, reading and writing fp32 sums takes longer than products.
+// With BLOCK_SCALES, each block of 1 × 128 has a scale, and q is a multiple of 128. Otherwise, each expert has one scale
+// for a and one for b, which multiply the sums. q is then a multiple of 16: tiles may reach beyond q, where the copy
+// engine reads zeros and stores nothing. Sums of the earlier micro-batch are converted to the scales of the other one.
+//
+// The problem is the same as in `grouped_gemm_cuda.cu`. In addition, each column of a tile may have a separate scale,
+// which threads read from shared memory. If experts have few rows, reading and writing fp32 sums takes longer than
+// products.
 //
 // *Roles*, *clusters* and *units* are the same as in `grouped_gemm_cuda.cu`. Tiles are 128 × 192, or 128 × 128 for
-// experts with few rows: results then take 2 of 6 stages instead of 3 of 5, which leaves 4 stages instead of 2 for
-// operands of the next tile. A consumer has half of the rows and all columns of a tile. With half of the columns and
+// experts with few rows: results then take 2 of 6 stages (7 without scales of blocks) instead of 3 of 5, which leaves 4
+// (5) stages instead of 2 for operands of the next tile. A consumer has half of the rows and all columns of a tile. With half of the columns and
 // all rows, it would read half the number of scales, but products would be half as wide, so that both consumers would
 // read all of a. A block of 128 × 192 takes the tensor cores 768 cycles. In these they would read shared memory for 640
 // cycles instead of 512, while copies write to it for 330. That was 4 to 16% slower. Reads of scales wait for free
@@ -30,15 +35,17 @@ constexpr int SIDE = 64;          // rows of a product
 constexpr int HALF = B_BOX_ROWS;  // columns that one multiprocessor copies for both
 constexpr int WIDTH = 2 * HALF;   // columns of a tile
 constexpr int PART = 64;          // columns of results in a stage
+constexpr int WIDTH_STEP = WIDTH > 128 ? PART : WIDTH;  // widths of tiles are multiples of it
 constexpr int BOX = 32;           // columns of results that are copied at once
-constexpr int STAGES = WIDTH > 128 ? 5 : 6;  // blocks or parts of results in shared memory
+constexpr int STAGES = WIDTH > 128 ? 5 : BLOCK_SCALES ? 6 : 7;  // blocks or parts of results in shared memory
+constexpr int MOST_PARTS = 4;     // more than the parts of a tile
 constexpr int GROUP = 8;          // units computed down a column before the next column, for the L2 cache
 constexpr int CLUSTER = 2;        // multiprocessors in a cluster
 constexpr int CONSUMER_WARPS = 8;
 constexpr int THREADS = 384;      // three warpgroups, because registers are assigned per warpgroup; the last produces
 
 constexpr int A_BYTES = BLOCK * BLOCK, B_BYTES = WIDTH * BLOCK, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int A_SCALE_BYTES = BLOCK * 4, SCALE_BYTES = A_SCALE_BYTES + WIDTH * 4;
+constexpr int A_SCALE_BYTES = BLOCK_SCALES ? BLOCK * 4 : 0, SCALE_BYTES = BLOCK_SCALES ? A_SCALE_BYTES + WIDTH * 4 : 0;
 constexpr int BOX_BYTES = SIDE * BOX * 4;  // half of the rows, in fp32; a stage has two boxes for each consumer
 static_assert(4 * BOX_BYTES <= STAGE_BYTES && WIDTH / PART < STAGES, "");
 
@@ -47,7 +54,8 @@ constexpr int SCALES_AT = STAGES * STAGE_BYTES;
 constexpr int NOTES_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int FULL_AT = NOTES_AT + STAGES * 16;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
-static_assert(EMPTY_AT + STAGES * 8 == LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
+static_assert(EMPTY_AT + STAGES * 8 <= LAUNCHED_SHARED_BYTES && CLUSTER == LAUNCHED_CLUSTER, "");
+static_assert(!BLOCK_SCALES || !FAST_SUMS, "");
 static_assert(THREADS == LAUNCHED_THREADS && BLOCK == A_BOX_ROWS, "");
 static_assert(SIDE == ADDED_BOX_ROWS && SIDE / 4 == STORED_BOX_ROWS && BOX == BOX_COLUMNS, "");
 
@@ -56,7 +64,7 @@ struct Operands {
     TensorMap a, b;
     const float *a_scale_inv, *b_scale_inv;
     const int* ends_e;       // ends of the experts' rows, or null if there is no such micro-batch
-    int a_stride, b_stride;  // strides of scales along blocks of rows
+    int a_stride, b_stride;  // strides of scales along blocks of rows, or along experts
 };
 
 struct Sizes { int p, q, experts, accumulate; };
@@ -90,7 +98,8 @@ struct Walk {
           left(sizes.p / BLOCK % 2), expert(-1), first(0), stop(0), earlier_first(0), earlier_stop(0), whole_stop(0),
           whole_next(cluster), small_stop(0), small_next(clusters - 1 - cluster) {}
 
-    __device__ int blocks() const { return stop - first + earlier_stop - earlier_first; }
+    __device__ int earlier_blocks() const { return earlier_stop - earlier_first; }
+    __device__ int blocks() const { return stop - first + earlier_blocks(); }
 
     __device__ void next_expert() {
         first = stop;
@@ -125,7 +134,7 @@ struct Walk {
     __device__ void place(int i, int j, bool of_b, bool none) {
         row = i * BLOCK;
         column = j * WIDTH;
-        width = min(sizes.q - column, WIDTH);
+        width = min((sizes.q - column + WIDTH_STEP - 1) / WIDTH_STEP * WIDTH_STEP, WIDTH);
         parts = width / PART;
         shared = of_b;
         idle = none;
@@ -166,7 +175,7 @@ struct Producer {
         if (elected()) {
             if (noted)
                 store_note(memory + NOTES_AT + ring.stage * 16, at.expert * at.sizes.p + at.row,
-                           at.idle ? -1 : at.column, at.blocks(), at.parts);
+                           at.idle ? -1 : at.column, at.blocks(), at.earlier_blocks() * MOST_PARTS + at.parts);
             arrive_and_expect(full, bytes);
         }
         return full;
@@ -175,7 +184,7 @@ struct Producer {
     // Copies the blocks of rows from `start` to `end`; notes the tile at the first block if `noted`.
     __device__ __forceinline__ void copy_blocks(const Walk& at, const Operands* x, int start, int end, bool noted) {
         const bool second_b = at.width > HALF;
-        const u32 b_bytes = second_b ? B_BYTES : B_BYTES / 2, b_scale_bytes = at.width * 4;
+        const u32 b_bytes = second_b ? B_BYTES : B_BYTES / 2, b_scale_bytes = BLOCK_SCALES ? at.width * 4 : 0;
         const u32 bytes = at.idle ? 0 : A_BYTES + b_bytes + A_SCALE_BYTES + b_scale_bytes;
         const float* a_scales = x->a_scale_inv + (long long)start * x->a_stride + at.row;
         const float* b_scales = x->b_scale_inv + (long long)start * x->b_stride + at.column;
@@ -193,8 +202,10 @@ struct Producer {
                     copy_box(&x->b, b_to, i * BLOCK, at.column, full);
                     if (second_b) copy_box(&x->b, b_to + B_BYTES / 2, i * BLOCK, at.column + HALF, full);
                 }
-                copy_scales(scales_to, a_scales, A_SCALE_BYTES, full);
-                copy_scales(scales_to + A_SCALE_BYTES, b_scales, b_scale_bytes, full);
+                if (BLOCK_SCALES) {
+                    copy_scales(scales_to, a_scales, A_SCALE_BYTES, full);
+                    copy_scales(scales_to + A_SCALE_BYTES, b_scales, b_scale_bytes, full);
+                }
             }
             a_scales += x->a_stride;
             b_scales += x->b_stride;
@@ -223,7 +234,7 @@ struct Producer {
         Walk at(now->ends_e, earlier->ends_e, sizes, gridDim.x / CLUSTER, blockIdx.x / CLUSTER, rank);
         while (at.next()) {
             copy_blocks(at, earlier, at.earlier_first, at.earlier_stop, true);
-            copy_blocks(at, now, at.first, at.stop, at.earlier_first == at.earlier_stop);
+            copy_blocks(at, now, at.first, at.stop, at.earlier_blocks() == 0);
             copy_added(at);
         }
         wait(memory + EMPTY_AT + ring.stage * 8, ring.parity);
@@ -282,6 +293,12 @@ struct Consumer {
         }
     }
 
+    template <int SIZE>
+    __device__ __forceinline__ void multiply_by(float (&sums)[SIZE], float scale) {
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) sums[i] = __fmul_rn(sums[i], scale);
+    }
+
     // Adds product · scales of one block to the sums. a and b are the consumer's operands in the first stage. row and
     // column are the first ones in which the thread has sums.
     template <int COLUMNS>
@@ -315,10 +332,33 @@ struct Consumer {
         ring.next();
     }
 
-    // Adds a warp's 16 × 32 results to a box. The box has swizzled rows of 128 bytes: the number of a chunk of 16 bytes
+    // Adds the product of one block to the sums, without scales.
+    template <int SIZE>
+    __device__ __forceinline__ void add_unscaled(float (&sums)[SIZE], u32 a, u32 b) {
+        float product[SIZE];
+        wait_full();
+        const u32 at = ring.stage * (STAGE_BYTES / 16);
+        if constexpr (FAST_SUMS)
+            add_product(sums, operand(a + at), operand(b + at));
+        else
+            begin_product(product, operand(a + at), operand(b + at));
+        if (storing > 0) release_stored();
+        wait_product();
+        if constexpr (FAST_SUMS) {
+            computed(sums);
+        } else {
+            computed(product);
+#pragma unroll
+            for (int i = 0; i < SIZE; ++i) sums[i] = __fadd_rn(product[i], sums[i]);
+        }
+        release();
+        ring.next();
+    }
+
+    // Adds a warp's 16 × 32 sums, multiplied by `scale`, to a box. The box has swizzled rows of 128 bytes: the number of a chunk of 16 bytes
     // is XORed with the number of its row. Odd rows begin with the second half of the columns; otherwise two rows would
     // conflict in a bank.
-    __device__ __forceinline__ void add_or_write(u32 box, const float* sums) {
+    __device__ __forceinline__ void add_or_write(u32 box, const float* sums, float scale) {
         const int lane = own_lane(), row = lane / 4, odd = row % 2, pair = lane % 4;
         const u32 to = box + (warp * 16 + row) * 128 + pair % 2 * 8;
         const u32 swizzle = (u32)(odd * 4 ^ pair / 2 ^ row) * 16;
@@ -336,10 +376,13 @@ struct Consumer {
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[j] = odd ? sums[(i ^ 2) * 4 + j] : sums[i * 4 + j];
             if (accumulate) {
-                x[0] = __fadd_rn(x[0], low[i].x);
-                x[1] = __fadd_rn(x[1], low[i].y);
-                x[2] = __fadd_rn(x[2], high[i].x);
-                x[3] = __fadd_rn(x[3], high[i].y);
+                x[0] = __fmaf_rn(x[0], scale, low[i].x);
+                x[1] = __fmaf_rn(x[1], scale, low[i].y);
+                x[2] = __fmaf_rn(x[2], scale, high[i].x);
+                x[3] = __fmaf_rn(x[3], scale, high[i].y);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[j] = __fmul_rn(x[j], scale);
             }
             store_floats(to + (i * 32 ^ swizzle), x[0], x[1]);
             store_floats(to + (i * 32 ^ swizzle) + 8 * 128, x[2], x[3]);
@@ -348,21 +391,24 @@ struct Consumer {
 
     // Writes the same results as 16-bit numbers. Rows have 64 bytes: the number of a chunk of 16 bytes is XORed with
     // half the number of its row.
-    __device__ __forceinline__ void write_16_bits(u32 box, const float* sums) {
+    __device__ __forceinline__ void write_16_bits(u32 box, const float* sums, float scale) {
         const int lane = own_lane(), row = lane % 16;
         const u32 to = box + warp * (BOX_BYTES / 4) + row * 64, chunk = (lane / 16 ^ row / 2 % 4) * 16;
-        store_results(to + chunk, sums);
-        store_results(to + (chunk ^ 32), sums + 8);
+        float x[BOX / 2];
+#pragma unroll
+        for (int i = 0; i < BOX / 2; ++i) x[i] = __fmul_rn(sums[i], scale);
+        store_results(to + chunk, x);
+        store_results(to + (chunk ^ 32), x + 8);
     }
 
-    // Passes the consumer's results through the stages for results.
+    // Passes the consumer's sums, multiplied by `scale`, through the stages for results.
     template <int COLUMNS>
-    __device__ __forceinline__ void store(const float (&sums)[COLUMNS / 2]) {
+    __device__ __forceinline__ void store(const float (&sums)[COLUMNS / 2], float scale) {
         while (storing > 0) release_stored();
         stored = ring.stage;
         wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
-        const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y), parts = same(note.w);
+        const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y), parts = same(note.w) % MOST_PARTS;
 #pragma unroll
         for (int part = 0; part < COLUMNS / PART; ++part) {
             wait_full();
@@ -371,9 +417,9 @@ struct Consumer {
             for (int box = 0; box < 2; ++box) {
                 const float* of_box = &sums[part * (PART / 2) + box * (BOX / 2)];
                 if constexpr (RESULT_BYTES == 4)
-                    add_or_write(boxes + box * BOX_BYTES, of_box);
+                    add_or_write(boxes + box * BOX_BYTES, of_box, scale);
                 else
-                    write_16_bits(boxes + box * BOX_BYTES, of_box);
+                    write_16_bits(boxes + box * BOX_BYTES, of_box, scale);
             }
             fence_written();
             __syncwarp();
@@ -394,15 +440,34 @@ struct Consumer {
         }
     }
 
+    // Computes a tile. `expert` is the number of its expert, whose scales `earlier` and `now` contain.
     template <int COLUMNS>
-    __device__ __forceinline__ void tile(u32 a, u32 b, int blocks) {
+    __device__ __forceinline__ void tile(u32 a, u32 b, int blocks, int earlier_blocks, int expert,
+                                         const Operands& earlier, const Operands& now) {
         float sums[COLUMNS / 2];
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.f;
-        const int row = index * SIDE + warp * 16 + lane / 4, column = lane % 4 * 2;
+        if constexpr (BLOCK_SCALES) {
+            const int row = index * SIDE + warp * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll 1
-        for (int i = 0; i < blocks; ++i) add_block<COLUMNS>(sums, a, b, row, column);
-        store<COLUMNS>(sums);
+            for (int i = 0; i < blocks; ++i) add_block<COLUMNS>(sums, a, b, row, column);
+            store<COLUMNS>(sums, 1.f);
+        } else {
+            const float a_scale = load_scale(now.a_scale_inv + expert * now.a_stride);
+            const float b_scale = load_scale(now.b_scale_inv + expert * now.b_stride);
+            if (earlier_blocks > 0) {
+                const float a_ratio = quotient(load_scale(earlier.a_scale_inv + expert * earlier.a_stride), a_scale);
+                const float b_ratio = quotient(load_scale(earlier.b_scale_inv + expert * earlier.b_stride), b_scale);
+#pragma unroll 1
+                for (int i = 0; i < earlier_blocks; ++i) add_unscaled(sums, a, b);
+                multiply_by(sums, a_ratio);
+                multiply_by(sums, b_ratio);
+            }
+#pragma unroll 1
+            for (int i = earlier_blocks; i < blocks; ++i) add_unscaled(sums, a, b);
+            multiply_by(sums, a_scale);
+            store<COLUMNS>(sums, b_scale);
+        }
     }
 
     // Skips stages that contain nothing for this consumer.
@@ -415,24 +480,25 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void multiply_tiles(int q) {
+    __device__ __forceinline__ void multiply_tiles(const Operands& earlier, const Operands& now, const Sizes& sizes) {
         // kept in registers of the warp, because the compiler would compute them again for each block
         const u32 a = same(operand_at(memory + index * (A_BYTES / 2)));
         const u32 b = same(operand_at(memory + A_BYTES));
         while (true) {
             wait_full();
             const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
-            const int row = same(note.x), column = same(note.y), blocks = same(note.z), parts = same(note.w);
+            const int row = same(note.x), column = same(note.y), blocks = same(note.z), counts = same(note.w);
             if (row < 0) break;
+            const int earlier_blocks = counts / MOST_PARTS, expert = row / sizes.p, width = sizes.q - column;
             if (column < 0) {
                 while (storing > 0) release_stored();
-                skip(blocks + parts);
-            } else if (WIDTH > 128 && q - column == 64) {
-                tile<64>(a, b, blocks);
-            } else if (WIDTH > 128 && q - column == 128) {
-                tile<128>(a, b, blocks);
+                skip(blocks + counts % MOST_PARTS);
+            } else if (WIDTH > 128 && width <= 64) {
+                tile<64>(a, b, blocks, earlier_blocks, expert, earlier, now);
+            } else if (WIDTH > 128 && width <= 128) {
+                tile<128>(a, b, blocks, earlier_blocks, expert, earlier, now);
             } else {
-                tile<WIDTH>(a, b, blocks);
+                tile<WIDTH>(a, b, blocks, earlier_blocks, expert, earlier, now);
             }
         }
         wait_stores_read();  // shared memory must exist until then
@@ -459,7 +525,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         many_registers();
         const int lane = threadIdx.x % 32;
         Consumer consumer = {&out, memory, lane, warp % 4, warp / 4, sizes.accumulate != 0, {0, 0}, 0, 0};
-        consumer.multiply_tiles(sizes.q);
+        consumer.multiply_tiles(earlier, now, sizes);
     }
     cluster_sync();  // wait until the peer's copies and arrivals are over
 }

@@ -1,6 +1,7 @@
 // Instructions for Hopper (sm_90a) that CUDA C++ does not expose. `megafp8/kernels/grouped_gemm_cuda.py` puts this file
 // before the source of each kernel. Macros: A_TYPE and B_TYPE are the formats of the tensor cores' operands, "e4m3" or
-// "e5m2"; RESULT_TYPE is "bf16", "f16" or, for sums over rows, "f32".
+// "e5m2"; RESULT_TYPE is "bf16", "f16" or, for sums over rows, "f32". BLOCK_SCALES is 1 if blocks of operands have
+// scales, and 0 if each expert has one; FAST_SUMS is 1 if sums stay in the tensor cores, which needs one scale.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -150,6 +151,13 @@ __device__ __forceinline__ float load_scale(const float* p) {
     return x;
 }
 
+// Returns x / y as Triton divides, with an error of up to 2 units in the last place.
+__device__ __forceinline__ float quotient(float x, float y) {
+    float q;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(y));
+    return q;
+}
+
 // Returns where an operand of the tensor cores begins, in units of 16 bytes. The upper bits of an address in the
 // cluster contain the multiprocessor's rank and are removed.
 __device__ __forceinline__ u32 operand_at(u32 address) { return (address & 0x3ffff) >> 4; }
@@ -158,7 +166,8 @@ __device__ __forceinline__ u32 operand_at(u32 address) { return (address & 0x3ff
 __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | at; }
 
 // begin_product(product, x, y) starts x · yᵀ for 64 rows of a and 2 · (size of product) rows of b, with 128 summands.
-// An instruction multiplies 32 summands; the next 32 summands are 32 bytes further.
+// add_product(product, x, y) starts the same product and adds it to `product` in the tensor cores. An instruction
+// multiplies 32 summands; the next 32 summands are 32 bytes further.
 #define PLACES_64                                                                                                      \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -170,28 +179,32 @@ __device__ __forceinline__ u64 operand(u32 at) { return 0x4000004000010000ull | 
     PLACES_128                                                                                                         \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                               \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define OUT4(i) "=f"(product[i]), "=f"(product[i + 1]), "=f"(product[i + 2]), "=f"(product[i + 3])
-#define OUT16(i) OUT4(i), OUT4(i + 4), OUT4(i + 8), OUT4(i + 12)
-#define OUT_64 OUT16(0), OUT16(16)
-#define OUT_128 OUT_64, OUT16(32), OUT16(48)
-#define OUT_192 OUT_128, OUT16(64), OUT16(80)
+#define SUMS4(HOW, i) HOW "f"(product[i]), HOW "f"(product[i + 1]), HOW "f"(product[i + 2]), HOW "f"(product[i + 3])
+#define SUMS16(HOW, i) SUMS4(HOW, i), SUMS4(HOW, i + 4), SUMS4(HOW, i + 8), SUMS4(HOW, i + 12)
+#define SUMS_64(HOW) SUMS16(HOW, 0), SUMS16(HOW, 16)
+#define SUMS_128(HOW) SUMS_64(HOW), SUMS16(HOW, 32), SUMS16(HOW, 48)
+#define SUMS_192(HOW) SUMS_128(HOW), SUMS16(HOW, 64), SUMS16(HOW, 80)
 #define MULTIPLY(COLUMNS, ADD)                                                                                         \
     "setp.ne.b32 add, " ADD ", 0;\n"                                                                                   \
     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." A_TYPE "." B_TYPE " {" PLACES_##COLUMNS                    \
     "}, x, y, add, 1, 1;\n"
 #define STEP "add.s64 x, x, 2;\nadd.s64 y, y, 2;\n"
-// X and Y are the operand numbers of x and y, which follow the operands of the product
-#define BEGIN_PRODUCT(COLUMNS, X, Y)                                                                                   \
-    __device__ __forceinline__ void begin_product(float (&product)[COLUMNS / 2], u64 x, u64 y) {                       \
+// HOW is "=" if the product is only written; FIRST is whether the first instruction adds. X and Y are the operand
+// numbers of x and y, which follow the operands of the product.
+#define PRODUCT(NAME, HOW, FIRST, COLUMNS, X, Y)                                                                       \
+    __device__ __forceinline__ void NAME(float (&product)[COLUMNS / 2], u64 x, u64 y) {                                \
         asm volatile(                                                                                                  \
             "{\n.reg .pred add;\n.reg .b64 x, y;\nwgmma.fence.sync.aligned;\nmov.b64 x, %" #X ";\nmov.b64 y, %" #Y     \
-            ";\n" MULTIPLY(COLUMNS, "0") STEP MULTIPLY(COLUMNS, "1") STEP MULTIPLY(COLUMNS, "1")                       \
+            ";\n" MULTIPLY(COLUMNS, FIRST) STEP MULTIPLY(COLUMNS, "1") STEP MULTIPLY(COLUMNS, "1")                     \
             STEP MULTIPLY(COLUMNS, "1") "wgmma.commit_group.sync.aligned;\n}"                                          \
-            : OUT_##COLUMNS : "l"(x), "l"(y) : "memory");                                                              \
+            : SUMS_##COLUMNS(HOW) : "l"(x), "l"(y) : "memory");                                                        \
     }
-BEGIN_PRODUCT(64, 32, 33)
-BEGIN_PRODUCT(128, 64, 65)
-BEGIN_PRODUCT(192, 96, 97)
+#define PRODUCTS(COLUMNS, X, Y)                                                                                        \
+    PRODUCT(begin_product, "=", "0", COLUMNS, X, Y)                                                                    \
+    PRODUCT(add_product, "+", "1", COLUMNS, X, Y)
+PRODUCTS(64, 32, 33)
+PRODUCTS(128, 64, 65)
+PRODUCTS(192, 96, 97)
 
 // Waits until all started products are computed, except for the last LEFT.
 template <int LEFT = 0>
