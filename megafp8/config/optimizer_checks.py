@@ -90,7 +90,7 @@ _LEAST_DECAY = {
 def state_storage(config: Config) -> Iterator[Problem]:
     """Check the limits of optimizer state that is stored in less than fp32."""
     o, dtype = config.optimizer, config.optimizer.moments_dtype
-    for path, beta in o.chosen.decay_rates.items():
+    for path, beta in {**o.update(hidden_matrix=False).decay_rates, **o.chosen.decay_rates}.items():
         least, why = _LEAST_DECAY.get(dtype, (0.0, ""))
         if 1 - beta < least:
             rule = f"optimizer.moments_dtype is {dtype}, which {why.format(1 - beta)}"
@@ -112,7 +112,7 @@ def state_storage(config: Config) -> Iterator[Problem]:
 
 
 def chosen(config: Config) -> Iterator[Problem]:
-    """Check that only the chosen optimizer has options, and that a matrix optimizer gets whole matrices in fp32."""
+    """Check that only the chosen optimizer has options, and that a matrix optimizer has state that it can store."""
     o, adamw = config.optimizer, "or optimizer.name=adamw"
     for name, field in type(o).model_fields.items():
         options = getattr(o, name)
@@ -123,15 +123,12 @@ def chosen(config: Config) -> Iterator[Problem]:
             )
     if not isinstance(o.chosen, MatrixUpdate):
         return
-    if o.moments_dtype != "fp32":
-        rule = f"optimizer.name is {o.name}, which stores its state in fp32"
-        yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try fp32, {adamw}")
+    if o.moments_dtype == "fp8":
+        rule = f"optimizer.name is {o.name}, which stores its momentum in fp32 or bf16"
+        yield Problem("optimizer.moments_dtype", o.moments_dtype, rule, f"try bf16, {adamw}")
     if o.store_param_remainders:
         rule = f"optimizer.name is {o.name}, which stores fp32 masters"
         yield Problem("optimizer.store_param_remainders", True, rule, f"try false, {adamw}")
-    if config.lora is not None:
-        rule = f"lora trains factors of matrices, but {o.name} is for whole matrices"
-        yield Problem("optimizer.name", o.name, rule, "try adamw")
 
 
 def mup(config: Config) -> Iterator[Problem]:

@@ -33,9 +33,9 @@ def momentum_kernel(momentum_n, gradient_n, direction_n, skip, n, decay, NESTERO
     """Update M ← M + (1 - decay)(G - M), and store M in `direction_n`; with NESTEROV, M + (1 - decay)(G - M)."""
     at, inside = _elements(skip, n, ELEMENTS)
     gradient = tl.load(gradient_n + at, mask=inside, other=0.0)
-    momentum = tl.load(momentum_n + at, mask=inside, other=0.0)
+    momentum = tl.load(momentum_n + at, mask=inside, other=0.0).to(tl.float32)
     momentum += (1.0 - decay) * (gradient - momentum)
-    tl.store(momentum_n + at, momentum, mask=inside)
+    tl.store(momentum_n + at, momentum.to(momentum_n.dtype.element_ty), mask=inside)
     if direction_n is not None:
         if NESTEROV:
             momentum += (1.0 - decay) * (gradient - momentum)
@@ -62,7 +62,7 @@ def accumulate(
     """Update the momentum in place, and store the direction of the update. All tensors are flat and contiguous.
 
     Args:
-        momentum_n: Momentum, fp32.
+        momentum_n: Momentum, fp32 or bf16. It is rounded when it is stored; the direction has the value before.
         gradient_n: Gradient, fp32.
         direction_n: Output for the direction, which the optimizer then transforms, of any dtype; or None.
         decay: Decay rate of the momentum.

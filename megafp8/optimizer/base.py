@@ -75,7 +75,7 @@ class Update(Section):
 
 
 class MatrixUpdate(Update):
-    """Update of whole hidden matrices by a function of their momentum (`matrices`), with fp32 state.
+    """Update of whole hidden matrices by a function of their momentum (`matrices`), which is fp32 or bf16.
 
     AdamW updates all weights that are not hidden matrices (`param_groups.is_hidden_matrix`).
     """
@@ -83,6 +83,9 @@ class MatrixUpdate(Update):
     moments: ClassVar[Mapping[str, bool]] = {"momentum_buffer": True}
     momentum: Decay = 0.95
     """Decay rate of the momentum."""
+    per_head: bool = False
+    """Update the query, key and value weights of each head of softmax or latent attention as separate matrices (Muon
+    Split of GLM-5, arXiv:2602.15763). Otherwise a matrix has the rows of all heads."""
 
     def exchange_dtype(self, master: torch.dtype) -> torch.dtype:
         """Return the dtype of momentum and results in communication, given the dtype of the masters."""
@@ -94,7 +97,7 @@ class MatrixUpdate(Update):
         """Update the momentum in place, and write the direction of the update.
 
         Args:
-            momentum_n: Flat momentum.
+            momentum_n: Flat momentum. The update computes in the gradient's dtype.
             gradient_n: Flat gradient.
             direction_n: Output for the elementwise direction that `transform` takes; None if it is not needed.
             skip: Bool scalar on the device. If true, the momentum does not change.

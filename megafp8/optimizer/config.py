@@ -63,8 +63,9 @@ class OptimizerConfig(Section):
     """Dtype of gradients in communication between data-parallel ranks. bf16 halves the traffic; sums over ranks are
     then rounded to 8 bits, while sums over a rank's micro-batches stay fp32."""
     moments_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Storage dtype of Adam's two moments. bf16 saves 4 bytes per parameter; fp8 saves 6, with a scale per
-    block of 128 and stochastic rounding. A resumed run can change it only between bf16 and fp8."""
+    """Storage dtype of moments: two of Adam, one of Lion and Muon. bf16 saves 2 bytes per moment and parameter; fp8
+    saves 3, with a scale per block of 128 and stochastic rounding (not with muon). A resumed run can change it only
+    between bf16 and fp8."""
     store_param_remainders: bool = False
     """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks. This saves 2 bytes per parameter
     without loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
@@ -87,7 +88,7 @@ class OptimizerConfig(Section):
         update = cls.model_fields[chosen].default if chosen in cls.model_fields else None  # adamw has no section
         chosen_options = () if update is None else (chosen,)
         return (
-            chosen_options
+            (*chosen_options, "moments_dtype")
             if isinstance(update, MatrixUpdate)
             else (*chosen_options, "moments_dtype", "store_param_remainders")
         )

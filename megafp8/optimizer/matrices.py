@@ -2,7 +2,7 @@
 
 *Matrices.* A matrix is one tensor of a checkpoint. The q, k and v of a fused weight are three matrices, gate and up are
 two, and each expert has separate matrices. If q and v were transformed as one matrix, they would share one spectrum,
-and the result would depend on how they are fused.
+and the result would depend on how they are fused. With `per_head`, so has each attention head.
 
 *Sharded matrices.* Unlike Adam's update, this update is not elementwise. It needs the whole matrix, but a rank may hold
 only some rows (FSDP), some columns (tensor parallelism), or a flat range (ZeRO). So each matrix has one *owner* among
@@ -13,15 +13,15 @@ holders receive the result, so copies stay bitwise equal.
 
 *Cost.* The momentum is rounded to the dtype of the exchange before it is used (for Muon bf16, as in PyTorch and in the
 authors' code), and the result has this dtype. So ranks send parts in it without further loss. With ZeRO or FSDP, a rank
-sends and receives 2 bytes per element of its shards, twice. Memory is 4 bytes per element for the momentum, in addition
-to the master, and the buffers of one batch during a step. Matrices of the same shape in a batch are transformed
-together.
+sends and receives 2 bytes per element of its shards, twice. Memory is 2 or 4 bytes per element for the momentum, in
+addition to the master, and the buffers of one batch during a step. Matrices of the same shape in a batch are
+transformed together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from megafp8.optimizer.base import MatrixUpdate
 from megafp8.optimizer.layer_norms import Watch
 from megafp8.parallel import collectives
-from megafp8.parallel.sharding import FlatShard, Shape, boxes_of
+from megafp8.parallel.sharding import Box, FlatShard, Shape, boxes_of
 
 BATCH = 1 << 26
 """Number of matrix elements that a rank transforms between two exchanges. A larger matrix is one batch."""
@@ -72,6 +72,20 @@ class OwnedMatrix(NamedTuple):
         """Return the rank that sends a part to the owner: the owner itself if it holds the part."""
         ranks = self.holders[part]
         return self.owner if self.owner in ranks else ranks[self.owner % len(ranks)]
+
+
+def matrix_parts(box: Box, *, per_head: bool) -> Iterator[tuple[MatrixPart, Shape, int]]:
+    """Yield the parts of matrices that make up a box.
+
+    Each comes with the shape of the whole matrix and its first element in the flat shard.
+    """
+    piece, first = box.piece, box.offset[0]
+    for rows in piece.matrix_rows(per_head=per_head):
+        low, high = max(rows.start, first), min(rows.stop, first + box.shape[0])
+        if low < high:
+            name = piece.name if len(rows) == piece.global_shape[0] else f"{piece.name}[{rows.start}:{rows.stop}]"
+            part = MatrixPart(name, (low - rows.start, *box.offset[1:]), (high - low, *box.shape[1:]))
+            yield part, (len(rows), *piece.global_shape[1:]), box.start + (low - first) * math.prod(box.shape[1:])
 
 
 Held = Sequence[tuple[MatrixPart, Shape]]
@@ -180,7 +194,7 @@ class MatrixOptimizer(Optimizer):
 
         M ← μ M + (1 - μ) G        W ← (1 - lr · weight_decay) W - lr · scale · transform(direction of M and G)
 
-    The state of a master is `MOMENTUM`, fp32 and flat; the caller sets it before the first step.
+    The state of a master is `MOMENTUM`, fp32 or bf16 and flat; the caller sets it before the first step.
 
     Args:
         update: Update rule.
@@ -214,10 +228,10 @@ class MatrixOptimizer(Optimizer):
         for param_group in self.param_groups:
             for master in param_group["params"]:
                 for box in boxes_of(shards[master]):
-                    part, shape = MatrixPart(box.piece.name, box.offset, box.shape), box.piece.global_shape
-                    scale = update.scale(shape)
-                    self._places[part] = _Place(shards[master], master, box.start, box.end, param_group, scale)
-                    parts_held.append((part, shape))
+                    for part, shape, start in matrix_parts(box, per_head=update.per_head):
+                        end, scale = start + part.numel, update.scale(shape)
+                        self._places[part] = _Place(shards[master], master, start, end, param_group, scale)
+                        parts_held.append((part, shape))
         masters = {master.dtype for master in shards}
         gathered = collectives.all_gather_objects((parts_held, masters), group)
         self.matrices = assign_owners([parts for parts, _ in gathered], update.flops)

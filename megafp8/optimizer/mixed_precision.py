@@ -165,8 +165,9 @@ class MixedPrecisionOptimizer:
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
         stored = {update: fits and update.updates_stored(device) for update in by_update}
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
-        self._loads_state = in_less and not all(stored.values())
-        assert not (in_less and isinstance(config.chosen, MatrixUpdate))
+        matrix_updates = {update for update in by_update if isinstance(update, MatrixUpdate)}
+        assert not (matrix_updates and (config.store_param_remainders or config.moments_dtype == "fp8"))
+        self._loads_state = in_less and not all(stored[update] for update in by_update if update not in matrix_updates)
         self._rounded = {self._masters[shard.param]: shard.view(shard.param.detach()) for shard in rounded}
         rates = partial(
             rates_of,
@@ -176,7 +177,8 @@ class MixedPrecisionOptimizer:
         )
         self._optimizers: list[tuple[Update, TensorOptimizer]] = []
         for update, chosen in by_update.items():
-            for batch in _batches(chosen, BATCH) if self._loads_state else [chosen]:
+            loads_state = self._loads_state and update not in matrix_updates
+            for batch in _batches(chosen, BATCH) if loads_state else [chosen]:
                 shard_by_master = {self._masters[shard.param]: shard for shard in batch}
                 groups = self._param_groups(batch, rates)
                 optimizer = (
@@ -185,10 +187,12 @@ class MixedPrecisionOptimizer:
                     else update.make(groups, device, stored=stored[update])
                 )
                 for master in shard_by_master:
-                    if stored[update]:
+                    if update in matrix_updates:
+                        optimizer.state[master] = self._live_moments(master, update)
+                    elif stored[update]:
                         optimizer.state[master] = self._stored_state(master, update)
-                    else:  # each step loads it if `_loads_state`
-                        optimizer.state[master] = {} if self._loads_state else self._load_moments(master, update)
+                    else:  # each step loads it if `loads_state`
+                        optimizer.state[master] = {} if loads_state else self._load_moments(master, update)
                 self._optimizers.append((update, optimizer))
         by_others = [shard for update, chosen in by_update.items() if not stored[update] for shard in chosen]
         left = {self._masters[shard.param] for shard in by_others}
@@ -391,13 +395,15 @@ class MixedPrecisionOptimizer:
 
     def _stored_state(self, master: Tensor, update: Update) -> dict[str, Tensor]:
         """Return the live tensors that `FusedAdamW` updates."""
-        storage = self.storage[master]
-        state = {key: storage[key].tensors[0] for key in update.moments}
-        remainder = storage.get("master")
+        state, remainder = self._live_moments(master, update), self.storage[master].get("master")
         if isinstance(remainder, RemainderStorage):
             shard = self._shard_of[master]
             return state | {PARAM: shard.view(shard.param.detach()), REMAINDER: remainder.tensors[0]}
         return state | ({PARAM: self._rounded[master]} if master in self._rounded else {})
+
+    def _live_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
+        """Return the live tensors of moments that are stored as one tensor."""
+        return {key: self.storage[master][key].tensors[0] for key in update.moments}
 
     def _load_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
         return {key: self.storage[master][key].load().to(master.dtype) for key in update.moments}

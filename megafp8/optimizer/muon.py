@@ -29,6 +29,8 @@ from megafp8.optimizer.base import MatrixUpdate
 from megafp8.section import PositiveFloat
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
@@ -68,19 +70,26 @@ class Muon(MatrixUpdate):
 
         return state_dtype(self.newton_schulz_dtype, master)
 
+    @property
+    def decay_rates(self) -> Mapping[str, float]:
+        """Decay rate of the momentum, by config key."""
+        return {"optimizer.muon.momentum": self.momentum}
+
     def accumulate(
         self, momentum_n: Tensor, gradient_n: Tensor, direction_n: Tensor | None, skip: Tensor | None
     ) -> None:
         """Update the momentum in place, and write the (Nesterov) momentum to `direction_n`."""
-        if momentum_n.is_cuda and momentum_n.itemsize == 4:
+        if gradient_n.is_cuda and gradient_n.itemsize == 4:
             from megafp8.kernels import momentum  # needs Triton, which comes with torch's CUDA builds
 
             momentum.accumulate(momentum_n, gradient_n, direction_n, self.momentum, nesterov=self.nesterov, skip=skip)
             return
+        average_n = momentum_n.to(gradient_n)
         if skip is None or not skip:
-            momentum_n.lerp_(gradient_n, 1 - self.momentum)
+            average_n = average_n.lerp(gradient_n, 1 - self.momentum)
+            momentum_n.copy_(average_n)
         if direction_n is not None:
-            direction_n.copy_(gradient_n.lerp(momentum_n, self.momentum) if self.nesterov else momentum_n)
+            direction_n.copy_(gradient_n.lerp(average_n, self.momentum) if self.nesterov else average_n)
 
     def transform(self, x_bnm: Tensor) -> Tensor:
         """Orthogonalize each matrix."""

@@ -45,17 +45,31 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Rectangle of a global tensor, and the row of the local parameter where it starts."""
+    """Rectangle of a global tensor, and the row of the local parameter where it starts.
+
+    `heads` are the numbers of rows of the matrices of an attention head, which repeat along dim 0 of the global tensor.
+    It is empty if the rows do not belong to heads.
+    """
 
     name: str
     global_shape: Shape
     offset: Shape
     shape: Shape
     row: int = 0
+    heads: tuple[int, ...] = ()
 
     def view(self, local: Tensor) -> Tensor:
         """Return the rows of `local` (shaped like the parameter) that hold this shard."""
         return local.narrow(0, self.row, self.shape[0])
+
+    def matrix_rows(self, *, per_head: bool) -> list[range]:
+        """Return the rows of each matrix in the global tensor. With `per_head`, heads have separate matrices."""
+        rows = self.global_shape[0]
+        if not (per_head and self.heads):
+            return [range(rows)]
+        assert rows % sum(self.heads) == 0, f"{self.name}: heads of {self.heads} rows do not divide {rows}"
+        sizes = self.heads * (rows // sum(self.heads))
+        return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from megafp8.layers.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.linear.group_state import states_of
 from megafp8.models.block import Block, PredictionLayer
 from megafp8.models.build import build_layer, build_stage
+from megafp8.optimizer.base import MatrixUpdate
 from megafp8.optimizer.param_groups import is_hidden_matrix
-from megafp8.parallel.sharding import Shape, spec_of
+from megafp8.parallel.sharding import ParamSpec, Shape, spec_of
 from megafp8.parallel.tensor.lora import freeze
 from megafp8.plan import LinearPlan, LinearSite
 from megafp8.planner.stages import stages_of
@@ -265,9 +266,18 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
             yield layer_prefix + site.name.removeprefix(prefix), site
 
 
+def _matrices(config: Config, spec: ParamSpec) -> tuple[Shape, ...]:
+    """Return the shapes of the matrices that the optimizer updates as a whole, if it updates whole matrices."""
+    update = config.optimizer.chosen
+    per_head = isinstance(update, MatrixUpdate) and update.per_head
+    return tuple(
+        (len(rows), *shard.global_shape[1:]) for shard in spec.shards for rows in shard.matrix_rows(per_head=per_head)
+    )
+
+
 def _parameter(config: Config, param: nn.Parameter, *, only_fp8: bool = False, shared: bool = False) -> Parameter:
     spec, shapes = spec_of(param), tuple(shard.global_shape for shard in spec_of(param).shards)
     ranks = config.parallel.expert if spec.expert else 1  # each rank has different experts
     in_model = 0 if spec.is_copy else ranks * sum(map(math.prod, shapes))
-    matrices = shapes if is_hidden_matrix(spec) else ()
+    matrices = _matrices(config, spec) if is_hidden_matrix(spec) else ()
     return Parameter(param.numel(), in_model, spec.expert, param.requires_grad, only_fp8, shared, matrices)

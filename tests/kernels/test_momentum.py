@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels import DEVICE, noise
 
-DIRECTION = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter rounds to bf16 in another way
+# The interpreter rounds to bf16 in another way.
+DIRECTION, MOMENTUM = (torch.bfloat16 if DEVICE == "cuda" else dtype for dtype in (torch.float32, torch.float16))
 
 
 @pytest.mark.parametrize("n", [5, 2048, 4099])
@@ -17,6 +18,7 @@ def test_as_torch_does(n: int, nesterov: bool, skip: bool | None) -> None:
     from megafp8.kernels import momentum  # once Triton knows where its kernels run
 
     m, g, w, update = (noise(n, seed=i) for i in range(4))
+    in_bf16 = m.bfloat16().to(MOMENTUM)
     found, x = m.clone(), w.clone()
     direction = torch.zeros(n, dtype=DIRECTION, device=DEVICE)
     flag = None if skip is None else torch.tensor(skip, device=DEVICE)
@@ -32,3 +34,7 @@ def test_as_torch_does(n: int, nesterov: bool, skip: bool | None) -> None:
     torch.testing.assert_close(x, w * 0.9 - 0.25 * update.to(DIRECTION).float())
     momentum.accumulate(found, g, None, 0.95, nesterov=nesterov, skip=flag)
     torch.testing.assert_close(found, expected.lerp(g, 0.05))
+    expected = in_bf16.float().lerp(g, 0.05)
+    momentum.accumulate(in_bf16, g, direction, 0.95, nesterov=nesterov, skip=flag)
+    torch.testing.assert_close(in_bf16, expected.to(MOMENTUM))
+    torch.testing.assert_close(direction, (g.lerp(expected, 0.95) if nesterov else expected).to(DIRECTION))

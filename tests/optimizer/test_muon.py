@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tests.tiny_model import CPU
 from tests.world import World
 
 DECAY, BETAS, EPS = 0.1, (0.9, 0.95), 1e-8
+STORED = {"fp32": torch.float64, "bf16": torch.bfloat16}
 SHAPES = {
     "layers.0.attention.q.weight": (16, 12),
     "layers.0.attention.k.weight": (8, 12),
@@ -39,6 +41,8 @@ SHAPES = {
     "embedding.word.weight": (20, 12),
     "output.weight": (20, 12),
 }
+HEADS = {f"layers.0.attention.{x}.weight": rows for x, rows in (("q", (4,)), ("k", (4,)), ("v", (3, 1)))}
+"""Rows of the matrices of a head; that of v has two."""
 FUSED = [
     ["embedding.word.weight"],
     ["layers.0.attention.q.weight", "layers.0.attention.k.weight", "layers.0.attention.v.weight"],
@@ -90,7 +94,8 @@ def _params(dtype: torch.dtype, cut: Any = whole) -> dict[str, nn.Parameter]:
     """The model's parameters with initial values and a gradient buffer; `cut`: gives the shards of a tensor."""
     params = {}
     for names in FUSED:
-        pieces = stack_rows([shard for name in names for shard in cut(name, SHAPES[name])])
+        cuts = [replace(shard, heads=HEADS.get(name, ())) for name in names for shard in cut(name, SHAPES[name])]
+        pieces = stack_rows(cuts)
         if not pieces:
             continue
         local = torch.cat([_part(piece, _values(piece.name, 0)) for piece in pieces])
@@ -113,10 +118,13 @@ def _set_gradients(params: dict[str, nn.Parameter], step: int) -> None:
             piece.view(main_grad_of(param)).copy_(_part(piece, _values(piece.name, step)))
 
 
-def _optimizer(shards: list[FlatShard], muon: Muon, **options: Any) -> MixedPrecisionOptimizer:
+def _optimizer(
+    shards: list[FlatShard], muon: Muon, moments: Literal["fp32", "bf16"] = "fp32", **options: Any
+) -> MixedPrecisionOptimizer:
     config = OptimizerConfig(
-        name="muon", muon=muon, learning_rate=1.0, weight_decay=DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS
-    )
+        name="muon", muon=muon, learning_rate=1.0, weight_decay=DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+        moments_dtype=moments,
+    )  # fmt: skip
     return MixedPrecisionOptimizer(shards, config, device=CPU, **options)
 
 
@@ -188,10 +196,13 @@ def _initial() -> dict[str, Tensor]:
     return {name: _values(name, 0) for names in FUSED for name in names}
 
 
-def test_equals_the_formulas_in_float64() -> None:
+@pytest.mark.parametrize(("per_head", "moments"), [(False, "fp32"), (True, "fp32"), (False, "bf16")])
+def test_equals_the_formulas_in_float64(per_head: bool, moments: Literal["fp32", "bf16"]) -> None:
     """Nesterov momentum, decay and scale by hand, the orthogonalization by a singular value decomposition."""
     params = _params(torch.float32)
-    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], Muon(newton_schulz_dtype="fp32"))
+    muon = Muon(newton_schulz_dtype="fp32", per_head=per_head)
+    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], muon, moments)
+    starts = {"q": [4, 8, 12], "k": [4], "v": [3, 4, 7]} if per_head else {}
     names = [name for name in SHAPES if name.startswith("layers.0") and "norm" not in name]
     w = {name: _values(name, 0).double().numpy() for name in names}
     m = {name: np.zeros(SHAPES[name]) for name in names}
@@ -201,8 +212,10 @@ def test_equals_the_formulas_in_float64() -> None:
         for name in names:
             g = _values(name, step).double().numpy()
             m[name] = 0.95 * m[name] + 0.05 * g
-            update = _polynomial_of_singular_values(0.05 * g + 0.95 * m[name])
-            w[name] = (1 - lr * DECAY) * w[name] - lr * 0.2 * math.sqrt(max(SHAPES[name])) * update
+            matrices = np.split(0.05 * g + 0.95 * m[name], starts.get(name.split(".")[-2], []))
+            update = np.concatenate([math.sqrt(max(x.shape)) * _polynomial_of_singular_values(x) for x in matrices])
+            w[name] = (1 - lr * DECAY) * w[name] - lr * 0.2 * update
+            m[name] = torch.from_numpy(m[name]).to(STORED[moments]).double().numpy()
     for name, master in _pieces(optimizer, params, "master").items():
         if name in names:
             np.testing.assert_allclose(master.double().numpy(), w[name], rtol=2e-5, atol=2e-6, err_msg=name)
@@ -249,14 +262,16 @@ def _flat_shards(params: dict[str, nn.Parameter], data: int) -> list[FlatShard]:
     return found
 
 
-def _train_in_parts(layout: str, sharded: bool, batch: int) -> list[tuple[str, tuple[int, ...], Tensor, Tensor]]:
+def _train_in_parts(
+    layout: str, sharded: bool, muon: Muon, batch: int
+) -> list[tuple[str, tuple[int, ...], Tensor, Tensor]]:
     """On one of 2 × 2 ranks: what it holds after three steps, with the indices in the whole tensors."""
     matrix_optimizer.BATCH = batch
     rank = dist.get_rank()
     data, tensor = divmod(rank, 2)
     params = _params(torch.bfloat16, _cut(layout, tensor))
     shards = _flat_shards(params, data) if sharded else [FlatShard(p, 0, p.numel()) for p in params.values()]
-    optimizer = _optimizer(shards, Muon(), matrix_group=dist.group.WORLD)
+    optimizer = _optimizer(shards, muon, matrix_group=dist.group.WORLD)
     for step in range(1, 4):
         _set_gradients(params, step)
         optimizer.step(0.02)
@@ -277,15 +292,16 @@ def _train_in_parts(layout: str, sharded: bool, batch: int) -> list[tuple[str, t
 
 
 @pytest.mark.parametrize(
-    ("layout", "sharded"),
+    ("layout", "sharded", "per_head"),
     slow_but(
-        itertools.product(["", "tensor", "expert"], [False, True]), ("", True), ("tensor", False), ("expert", True)
+        itertools.product(["", "tensor", "expert"], [False, True], [False, True]),
+        ("", True, True), ("tensor", False, True), ("expert", True, False),
     ),
-)
-def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: bool) -> None:
+)  # fmt: skip
+def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: bool, per_head: bool) -> None:
     """Bit for bit: the same matrix is orthogonalized, wherever its parts are."""
-    params = _params(torch.bfloat16)
-    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], Muon())
+    params, muon = _params(torch.bfloat16), Muon(per_head=per_head)
+    optimizer = _optimizer([FlatShard(p, 0, p.numel()) for p in params.values()], muon)
     for step in range(1, 4):
         _set_gradients(params, step)
         optimizer.step(0.02)
@@ -296,7 +312,7 @@ def test_parts_are_updated_as_the_whole(world4: World, layout: str, sharded: boo
     }
     seen = {name: torch.zeros(x.numel(), dtype=torch.bool) for name, x in expected.items()}
     batch = 400 if sharded else matrix_optimizer.BATCH  # some matrices are larger, some are two in a batch
-    for rank, found in enumerate(world4.run(_train_in_parts, layout, sharded, batch)):
+    for rank, found in enumerate(world4.run(_train_in_parts, layout, sharded, muon, batch)):
         for name, _, index, values in found:
             assert torch.equal(values, expected[name].flatten()[index]), f"{name} on rank {rank}"
             seen[name][index] = True

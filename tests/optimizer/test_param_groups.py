@@ -128,6 +128,12 @@ BY_MUON = {
     *(f"mlp.{x}.lora_{y}" for x in ("gate", "up", "down") for y in "ab"),
 }
 """Names of tensors in blocks."""
+PER_HEAD = {
+    **{f"{kind}.{x}.weight": 1 for kind in ("attention", "cross_attention") for x in "qkv"},
+    "attention.q_up.weight": 1,
+    "attention.kv_up.weight": 2,
+}
+"""Tensors whose heads may have separate matrices, and how many a head has."""
 BY_ADAMW = {
     *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
     *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
@@ -142,6 +148,7 @@ BY_ADAMW = {
 def test_what_updates_each_parameter_of_all_kinds_of_layers() -> None:
     """Muon updates the weights of linear layers in blocks; a new parameter must be in one of the tables."""
     muon, parts, found = OptimizerConfig(name="muon", learning_rate=1e-3), set(), dict[str, bool]()
+    per_head = dict[str, int]()  # matrices of a head
     for preset in MODELS:
         config = config_of(preset)
         parts |= {type(part) for spec in config.spec.distinct_layers for part in (spec.mixer, spec.ffn)}
@@ -153,6 +160,10 @@ def test_what_updates_each_parameter_of_all_kinds_of_layers() -> None:
                 assert in_block or not by_muon, piece.name
                 if in_block:
                     assert found.setdefault(name, by_muon) == by_muon, piece.name
+                    if piece.heads:
+                        assert sum(map(len, piece.matrix_rows(per_head=True))) == piece.global_shape[0]
+                        per_head[name] = len(piece.heads)
     assert parts == {*PARTS}
     assert {name for name in found if found[name]} == BY_MUON
     assert {name for name in found if not found[name]} == BY_ADAMW
+    assert per_head == PER_HEAD

@@ -169,6 +169,7 @@ class Attention(Mixer):
             model.hidden_size,
             sum(parts.values()),
             parts={f"{name}.{part}": width for part, width in parts.items()},
+            heads={f"{name}.{part}": (d,) for part in "qkv"},
             bias=model.attention_bias or record.qkv_bias,
             init=Init("normal", model.hidden_init_std),
             site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),

@@ -102,10 +102,10 @@ class LatentAttention(Mixer):
         self.q_norm = None if record.q_rank is None else RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
         self.kv_norm = RMSNormPart(f"{name}.kv_norm", record.kv_rank, context, **norm)
 
-        def up(layer: str, norm: Neighbor, rank: int, width: int) -> ColumnParallelLinear:
-            fused = norm.fuses != "none"
+        def up(layer: str, norm: Neighbor, rank: int, *widths: int) -> ColumnParallelLinear:
+            layer, fused, rows = f"{name}.{layer}", norm.fuses != "none", heads * sum(widths)
             site = context.site(before=norm, after=ATTENTION, recompute_input=memory.norms and fused)
-            return ColumnParallelLinear(f"{name}.{layer}", rank, heads * width, init=init, site=site, **common)
+            return ColumnParallelLinear(layer, rank, rows, heads={layer: widths}, init=init, site=site, **common)
 
         q_norm = Neighbor("q_norm", "none", self.reads_latents) if self.reads_latents else Neighbor("q_norm", "any")
 
@@ -115,7 +115,7 @@ class LatentAttention(Mixer):
         else:
             self.q_up = up("q_up", q_norm, record.q_rank, self.n + self.r)
         if not self.reads_latents:
-            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), record.kv_rank, self.n + self.v)
+            self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), record.kv_rank, self.n, self.v)
         self.proj = RowParallelLinear(
             f"{name}.proj",
             heads * self.v,

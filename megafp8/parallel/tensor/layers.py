@@ -20,7 +20,9 @@ Shapes: s sequence, b micro-batch, h hidden, k inputs, n outputs; t tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: Return `(y, bias)` instead of adding the bias.
         parts: Names and sizes of the projections stacked in the output; by default one part called `name`. With tensor
             parallelism, a rank's output holds its slice of each part in order.
+        heads: Rows of the matrices of an attention head, by part (`ParamShard.heads`).
         high_precision: Reason why the layer must not run in FP8; empty if it may.
         weight: Parameter to use (tied embedding) instead of a new one.
         tp_overlap: Overlap that gathers x and reduces dx; by default one collective each.
@@ -90,6 +93,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         parts: dict[str, int] | None = None,
+        heads: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         high_precision: str = "",
         weight: nn.Parameter | None = None,
         tp_overlap: TPOverlap | None = None,
@@ -118,7 +122,8 @@ class ColumnParallelLinear(nn.Module):
         site = site if lora is None else _adapted(site)
         self.state = fp8.linear(site, tp_group=group)
         if weight is None:
-            shards = [shard_dim(f"{p}.weight", (n, input_size), 0, rank, t) for p, n in parts.items()]
+            whole = {part: shard_dim(f"{part}.weight", (n, input_size), 0, rank, t) for part, n in parts.items()}
+            shards = [replace(shard, heads=heads.get(part, ())) for part, shard in whole.items()]
             weight = empty_parameter(shards, init, dtype, device, replicated_over_tp=False, matrix=True)
         self.weight = weight
         self.bias: nn.Parameter | None = None
