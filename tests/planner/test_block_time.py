@@ -93,6 +93,17 @@ def test_experts_compute_their_tokens() -> None:
     assert costs_of(config, FLOPS_ONLY)["experts"].total * RATE == pytest.approx(6 * rows * weights)
 
 
+@pytest.mark.parametrize(("dispatch", "copies"), [("all_gather", 3.0), ("all_to_all", 2 * 3 / 4)])
+def test_experts_exchange_tokens(dispatch: str, copies: float) -> None:
+    """Four ranks send all tokens to all others, or two copies of each token, of which every fourth stays; and back."""
+    exchange = f"parallel.expert_dispatch={dispatch}", "parallel.overlap_tensor=none"
+    config, gpu = config_of(EXPERTS, "parallel.expert=4", *exchange), replace(FLOPS_ONLY, nvlink=1e9)
+    values = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size * 2
+    costs = block_costs(model_outline(config, build_fp8(config, None)), Cluster(gpu, 4), 1, KEEP_ALL)
+    assert costs["expert"].forward == pytest.approx(2 * copies * values / 1e9)
+    assert "expert" not in costs_of(config_of(EXPERTS), gpu)
+
+
 def test_full_recompute_runs_forward_again() -> None:
     config, gpu = config_of(), GPUS["h200-141gb"]
     outline = model_outline(config, build_fp8(config, None))
