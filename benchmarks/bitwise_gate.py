@@ -889,7 +889,6 @@ def _serve(pipe: Connection, folder: str) -> None:
 
     Figure.savefig = lambda *_, **__: None  # of loss.png, which takes as long as a step
     os._exit = sys.exit  # type: ignore[assignment]  # so that what a failing command prints is kept
-    torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read without it
@@ -899,6 +898,7 @@ def _serve(pipe: Connection, folder: str) -> None:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)  # a case that generates texts may have changed it
         try:
             pipe.send((True, function(*arguments)))
         except BaseException:
