@@ -9,9 +9,10 @@
 // RESULT_BYTES is 4 or 2; B_BOX_ROWS is half of the columns of a tile; the others are the parameters of a launch
 // (asserted below).
 //
-// With BLOCK_SCALES, each block of 1 × 128 has a scale, and q is a multiple of 128. Otherwise, each expert has one scale
-// for a and one for b, which multiply the sums. q is then a multiple of 16: tiles may reach beyond q, where the copy
-// engine reads zeros and stores nothing. Sums of the earlier micro-batch are converted to the scales of the other one.
+// With BLOCK_SCALES, each block of 1 × 128 has a scale, and q is a multiple of 128. Otherwise, each expert has one
+// scale for a and one for b, which multiply the sums. q is then a multiple of 16: tiles may reach beyond q, where the
+// copy engine reads zeros and stores nothing. Sums of the earlier micro-batch are converted to the scales of the other
+// one.
 //
 // The problem is the same as in `grouped_gemm_cuda.cu`. In addition, each column of a tile may have a separate scale,
 // which threads read from shared memory. If experts have few rows, reading and writing fp32 sums takes longer than
@@ -19,11 +20,11 @@
 //
 // *Roles*, *clusters* and *units* are the same as in `grouped_gemm_cuda.cu`. Tiles are 128 × 192, or 128 × 128 for
 // experts with few rows: results then take 2 of 6 stages (7 without scales of blocks) instead of 3 of 5, which leaves 4
-// (5) stages instead of 2 for operands of the next tile. A consumer has half of the rows and all columns of a tile. With half of the columns and
-// all rows, it would read half the number of scales, but products would be half as wide, so that both consumers would
-// read all of a. A block of 128 × 192 takes the tensor cores 768 cycles. In these they would read shared memory for 640
-// cycles instead of 512, while copies write to it for 330. That was 4 to 16% slower. Reads of scales wait for free
-// cycles, while the other consumer's products run.
+// (5) stages instead of 2 for operands of the next tile. A consumer has half of the rows and all columns of a tile.
+// With half of the columns and all rows, it would read half the number of scales, but products would be half as wide,
+// so that both consumers would read all of a. A block of 128 × 192 takes the tensor cores 768 cycles. In these they
+// would read shared memory for 640 cycles instead of 512, while copies write to it for 330. That was 4 to 16% slower.
+// Reads of scales wait for free cycles, while the other consumer's products run.
 //
 // *Results* pass through stages of the ring. After a tile's last block, the producer hands out a stage for each 64
 // columns of the tile, and copies the old sums into it. Consumers add their sums there, the copy engine stores them
@@ -355,9 +356,9 @@ struct Consumer {
         ring.next();
     }
 
-    // Adds a warp's 16 × 32 sums, multiplied by `scale`, to a box. The box has swizzled rows of 128 bytes: the number of a chunk of 16 bytes
-    // is XORed with the number of its row. Odd rows begin with the second half of the columns; otherwise two rows would
-    // conflict in a bank.
+    // Adds a warp's 16 × 32 sums, multiplied by `scale`, to a box. The box has swizzled rows of 128 bytes: the number
+    // of a chunk of 16 bytes is XORed with the number of its row. Odd rows begin with the second half of the columns;
+    // otherwise two rows would conflict in a bank.
     __device__ __forceinline__ void add_or_write(u32 box, const float* sums, float scale) {
         const int lane = own_lane(), row = lane / 4, odd = row % 2, pair = lane % 4;
         const u32 to = box + (warp * 16 + row) * 128 + pair % 2 * 8;
@@ -408,7 +409,8 @@ struct Consumer {
         stored = ring.stage;
         wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
-        const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y), parts = same(note.w) % MOST_PARTS;
+        const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y);
+        const int parts = same(note.w) % MOST_PARTS;
 #pragma unroll
         for (int part = 0; part < COLUMNS / PART; ++part) {
             wait_full();
