@@ -42,9 +42,9 @@ CASES = {
     ),
     "a whole section": Case({"fp8": DELAYED}, ["fp8={recipe: current}"], []),
     "optimizer": Case(
-        {"optimizer": {**RATES, "name": "lion", "lion": {"beta1": 0.8}, "moments_dtype": "bf16"}},
+        {"optimizer": {**RATES, "name": "lion", "lion": {"beta1": 0.8}, "store_param_remainders": True}},
         ["optimizer.name=muon"],
-        ["optimizer.lion", "optimizer.moments_dtype"],
+        ["optimizer.lion", "optimizer.store_param_remainders"],
     ),
     "schedule": Case(
         {"optimizer": {**RATES, "schedule": "wsd", "decay_steps": 2, "decay_until": 9}},
