@@ -63,7 +63,7 @@ ROWS = CudaKernel("rows_kernel", _source("grouped_gemm_cuda.cu"), 225_952, 64, 9
 SUMS = CudaKernel("sums_kernel", _source("grouped_sums_cuda.cu"), 211_360, 128, 96)
 NARROW_SUMS = SUMS._replace(shared_bytes=229_600, b_box_rows=64)
 _FEW_ROWS = {"blocks": 1536, "experts": 3072}
-"""By what has a scale: padded rows per expert below which narrow tiles are faster; measured with 512 to 8,192."""
+"""Padded rows per expert below which narrow tiles are faster, by what has a scale. Measured with 512 to 8,192 rows."""
 _CLUSTER, _THREADS = 2, 384
 _ADDED_BOX_ROWS, _STORED_BOX_ROWS, _BOX_COLUMNS = 64, 16, 32  # boxes of results
 
@@ -247,15 +247,11 @@ def rows_times_matrices(
     The matrix of expert i begins at row i·row_step and column i·column_step of b. With `fast`, sums stay in the tensor
     cores, unless blocks have scales.
     """
-    block_scales = a_mk.granularity is BLOCK_1X128
     a_scales, a_stride = _scales(a_mk)
-    b_stride = b.scale_inv.stride(0 if block_scales else -1)
+    b_stride = b.scale_inv.stride(0 if a_mk.granularity is BLOCK_1X128 else -1)
     assert out_mn.is_contiguous() and out_mn.data_ptr() % 16 == 0  # noqa: PT018
     assert ends_e.dtype == torch.int32
-    variant = Variant(
-        FORMATS[a_mk.data.dtype], FORMATS[b.data.dtype], ROWS_RESULTS[out_mn.dtype], block_scales,
-        fast and not block_scales,
-    )  # fmt: skip
+    variant = _variant(a_mk, b, ROWS_RESULTS[out_mn.dtype], fast=fast)
     k, n = a_mk.data.shape[1], out_mn.shape[1]
     maps = _map_of(a_mk.data, ROWS.a_box_rows), _map_of(b.data, ROWS.b_box_rows)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a_scales, out_mn, b.scale_inv, ends_e)]
@@ -274,16 +270,12 @@ def sums_over_rows(
     """
     experts, p, q = out_epq.shape
     assert out_epq.is_contiguous() and (out_epq.dtype == torch.float32 or not accumulate)  # noqa: PT018
-    block_scales = a.granularity is BLOCK_1X128
-    variant = Variant(
-        FORMATS[a.data.dtype], FORMATS[b.data.dtype], SUMS_RESULTS[out_epq.dtype], block_scales,
-        fast and not block_scales,
-    )  # fmt: skip
+    variant = _variant(a, b, SUMS_RESULTS[out_epq.dtype], fast=fast)
     rows = a.data.shape[1]
     if earlier is not None:
         assert (earlier[0].data.dtype, earlier[1].data.dtype) == (a.data.dtype, b.data.dtype)
         rows += earlier[0].data.shape[1]
-    few = _FEW_ROWS["blocks" if block_scales else "experts"] * experts
+    few = _FEW_ROWS["blocks" if variant.block_scales else "experts"] * experts
     kernel = NARROW_SUMS if rows < few or q % 128 else SUMS
     now, before = _operands(kernel, a, b, ends_e), _Operands()
     if earlier is not None:
@@ -292,6 +284,12 @@ def sums_over_rows(
     maps = _map_of(results, _STORED_BOX_ROWS), _map_of(results, _ADDED_BOX_ROWS)
     sizes = _SumsSizes(p, q, experts, int(accumulate))
     _launch(kernel, variant, out_epq.device.index, before, now, *maps, sizes)
+
+
+def _variant(a: ScaledTensor, b: ScaledTensor, result: str, *, fast: bool) -> Variant:
+    """Return the variant of a kernel for two operands. Sums are never fast if blocks have scales."""
+    block_scales = a.granularity is BLOCK_1X128
+    return Variant(FORMATS[a.data.dtype], FORMATS[b.data.dtype], result, block_scales, fast and not block_scales)
 
 
 def _scales(x: ScaledTensor) -> tuple[Tensor, int]:

@@ -65,10 +65,9 @@ class ParamShard:
     def matrix_rows(self, *, per_head: bool) -> list[range]:
         """Return the rows of each matrix in the global tensor. With `per_head`, heads have separate matrices."""
         rows = self.global_shape[0]
-        if not (per_head and self.heads):
-            return [range(rows)]
-        assert rows % sum(self.heads) == 0, f"{self.name}: heads of {self.heads} rows do not divide {rows}"
-        sizes = self.heads * (rows // sum(self.heads))
+        pattern = self.heads if per_head and self.heads else (rows,)
+        assert rows % sum(pattern) == 0, f"{self.name}: heads of {pattern} rows do not divide {rows}"
+        sizes = pattern * (rows // sum(pattern))
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
 
 

@@ -166,7 +166,7 @@ def _by_triton(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Te
 
 
 def _set_tiles(monkeypatch: pytest.MonkeyPatch, *, narrow: bool) -> None:
-    """Sums over rows take narrow or wide tiles, whatever the number of rows."""
+    """Choose narrow or wide tiles for sums over rows, whatever the number of rows."""
     monkeypatch.setattr(grouped_gemm_cuda, "_FEW_ROWS", dict.fromkeys(("blocks", "experts"), 1 << 30 if narrow else 0))
 
 
