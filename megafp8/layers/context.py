@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from megafp8.layers.experts.own_rows import RowBound
 from megafp8.parallel.data.plan import plan_type
 from megafp8.parallel.sharding import Init, ParamShard, empty_parameter
 from megafp8.parallel.tensor.lora import Lora
+from megafp8.parallel.tensor.mappings import nothing
 from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap
 from megafp8.plan import LinearSite, WeightStorage
 
@@ -45,6 +46,7 @@ class BuildContext:
         whole_experts: Whether FSDP leaves the weights of experts whole, because no other rank has a shard of them.
         gathers_tokens: Whether tokens reach their experts by an all-gather, instead of an all-to-all.
         expert_overlap: Overlap of the communication of tokens to experts with GEMMs.
+        during_exchange: Function that backward calls while it gathers or reduces gradients of tokens for experts.
         row_bound: Limit on the number of rows for which a rank's expert buffers have room.
         sequence_group: Ranks that hold slices of the same sequences between tensor-parallel regions.
         global_batch: Number of sequences in a step.
@@ -76,6 +78,7 @@ class BuildContext:
     whole_experts: bool = False
     gathers_tokens: bool = True
     expert_overlap: TPOverlap = NO_COMM
+    during_exchange: Callable[[], None] = nothing
     row_bound: RowBound | None = None
     sequence_group: ProcessGroup | None = None
     global_batch: int = 1

@@ -9,6 +9,11 @@ A deferred gradient takes two calls: begin and finish. Under sequence parallelis
 data over the tensor-parallel ranks. `run` begins the next gradient before it finishes the current one, so the gather
 overlaps with a GEMM. All tensor-parallel ranks run the same schedule, so their gathers match.
 
+*Exchanges.* A rank with some of the experts waits in each layer's backward, once for the gradients of its experts'
+outputs and once for the gradients of its tokens. A store can be opened for exchanges: each exchange, once it is under
+way, calls `compute_during_exchange`, and the gradients that were deferred before it are computed while it runs. These
+are the gradients of the layers between two exchanges, so few operands are held.
+
 *Pairs.* Adding a gradient to an fp32 sum reads and writes the whole sum. For experts with few rows, this takes longer
 than the product itself. A `WgradPair` keeps the operands of one micro-batch until the next micro-batch's gradient, and
 one kernel adds both. The cost is the memory of the operands.
@@ -32,6 +37,7 @@ class WgradStore:
 
     def __init__(self) -> None:
         self._open: deque[Wgrad] | None = None
+        self._for_exchanges = False
 
     @property
     def is_open(self) -> bool:
@@ -39,14 +45,24 @@ class WgradStore:
         return self._open is not None
 
     @contextmanager
-    def collect(self) -> Iterator[deque[Wgrad]]:
-        """Open the store, and yield the weight gradients that backward passes inside the context defer, for `run`."""
+    def collect(self, *, for_exchanges: bool = False) -> Iterator[deque[Wgrad]]:
+        """Open the store, and yield the weight gradients that backward passes inside the context defer, for `run`.
+
+        If the store is opened `for_exchanges`, they are only those that no exchange has computed.
+        """
         assert self._open is None, "the store is open already"
         self._open = wgrads = deque[Wgrad]()
+        self._for_exchanges = for_exchanges
         try:
             yield wgrads
         finally:
-            self._open = None
+            self._open, self._for_exchanges = None, False
+
+    def compute_during_exchange(self) -> None:
+        """Compute the gradients deferred so far if the store is open for exchanges. Call this when one is under way."""
+        if self._for_exchanges:
+            assert self._open is not None
+            run(self._open)
 
     def put(self, wgrad: Wgrad) -> None:
         """Defer a weight gradient."""

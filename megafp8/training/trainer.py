@@ -126,6 +126,7 @@ class RankTrainer:
         self.row_bound = RowBound(parallel.device)
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         self.auxiliary_loss_grad = torch.ones((), device=parallel.device)
+        wgrads = WgradStore()
         context = BuildContext(
             parallel.tensor.group,
             self.fp8,
@@ -145,6 +146,7 @@ class RankTrainer:
             whole_experts=experts_are_whole(config, parallel),
             gathers_tokens=config.gathers_tokens,
             expert_overlap=build_expert_overlap(config, parallel, os.environ),
+            during_exchange=wgrads.compute_during_exchange,
             row_bound=self.row_bound,
             sequence_group=parallel.tensor_context.group,
             global_batch=t.global_batch_size,
@@ -181,7 +183,6 @@ class RankTrainer:
         threshold = config.optimizer.qk_clip
         self.qk_clip = None if threshold is None else QkClip(mixers, threshold, parallel)
         self.max_attention_logit: float | None = None
-        wgrads = WgradStore()
         self.strategy = build_data_parallel(config, parallel, self.model, wgrads, os.environ)
         self.update = self._build_update()
         self.optimizer = self.update.optimizer
@@ -196,6 +197,7 @@ class RankTrainer:
             dtype,
             parallel.device,
             wgrads,
+            fills_exchanges=self._fills_exchanges(),
         )
         self.timeline: Timeline | None = None
         self._room = 0  # documents per sample that batches have room for
@@ -213,6 +215,15 @@ class RankTrainer:
         if self.loss is not None and config.data.compares:
             self.compared = config if self.frozen is None else self.frozen.config
         self.known_reference: Callable[[Batch], Tensor] | None = None
+
+    def _fills_exchanges(self) -> bool:
+        """Return whether backward computes weight gradients while gradients travel between tokens and experts.
+
+        Tensor-parallel layers compute theirs while their own gradients travel. The kernels of an all-to-all would take
+        multiprocessors from weight gradients that run at the same time: Mixtral's steps became 3% slower.
+        """
+        gathers = self.config.spec.has_experts and self.config.gathers_tokens
+        return gathers and self.parallel.expert.size > 1 and self.parallel.tensor.size == 1
 
     def _step_loss(self) -> StepLoss:
         """Return the loss that a step minimizes and reports."""

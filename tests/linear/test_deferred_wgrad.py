@@ -77,6 +77,22 @@ def test_a_deferred_gradient_is_the_same_and_later(name: str) -> None:
     torch.testing.assert_close(main_grad_of(later.weight), main_grad_of(now.weight), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("for_exchanges", [True, False])
+def test_only_a_store_for_exchanges_computes_during_one(for_exchanges: bool) -> None:
+    now, layer = Layer(RECIPES["delayed"]), Layer(RECIPES["delayed"])
+    for x, same in zip(inputs(2), inputs(2)):
+        loss(now(x)).backward()
+        before = main_grad_of(layer.weight).clone()
+        with layer.store.collect(for_exchanges=for_exchanges) as left:
+            loss(layer(same)).backward()
+            assert torch.equal(main_grad_of(layer.weight), before)
+            layer.store.compute_during_exchange()
+            assert len(left) == (not for_exchanges)
+        run(left)
+        assert torch.equal(main_grad_of(layer.weight), main_grad_of(now.weight))
+    layer.store.compute_during_exchange()  # nothing to do
+
+
 def test_outside_of_collect_gradients_are_computed_at_once() -> None:
     layer = Layer(None)
     with layer.store.collect() as wgrads:

@@ -457,12 +457,14 @@ def compare(
     state = initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
+    exchanges: list[None] = []
     context = BuildContext(
         state.tensor.group, Fp8Manager(None, amax_group=None), torch.float64, state.device,
         sequence_parallel=sequence_parallel, context_parallel=state.context.group if cp > 1 else None,
         expert=state.expert.group,
         expert_tensor=state.expert_tensor.group, gathers_tokens=gathers_tokens,
         expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
+        during_exchange=lambda: exchanges.append(None),
         sequence_group=state.tensor_context.group, global_batch=B, global_tokens=B * s, seed=SEED,
     )  # fmt: skip
     stages, whole, size = list[GPTStage](), dict[str, Tensor](), config.num_layers // pp
@@ -503,6 +505,7 @@ def compare(
         state.context.rank, cp, cuts_documents=config.spec.cuts_documents
     )
     losses = _forward_and_backward(stage, shard, state.pipeline)
+    assert len(exchanges) == 2 * len(stage.routers) * (ep * etp > 1 and gathers_tokens)
     if pp > 1 and stage.shared_weight is not None:
         assert state.embedding is not None
         assert stage.shared_weight.grad is not None

@@ -301,7 +301,7 @@ class MoE(FeedForward):
         self.drops = record.capacity_factor is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
         self.parts = collectives.size(context.expert_tensor)
-        self.overlap = context.expert_overlap
+        self.overlap, self.during_exchange = context.expert_overlap, context.during_exchange
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
         init = Init("normal", model.init_std)
         self.router = Router(
@@ -496,7 +496,7 @@ class MoE(FeedForward):
         Returns:
             Function that waits for the sum and returns the experts' outputs for this rank's tokens, `[n, l]`.
         """
-        gathered = start_gather_from_sequence_parallel(x_nl, self.overlap)
+        gathered = start_gather_from_sequence_parallel(x_nl, self.overlap, self.during_exchange)
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
         chosen = collectives.all_gather(routing.experts, self.group)
         x = gathered()
@@ -514,7 +514,7 @@ class MoE(FeedForward):
         else:
             rows_ml = expert_input(x, permutation, self.experts.input_format(x, groups))
         y = combine(self.experts(rows_ml, groups, handoff), weights, permutation, handoff)
-        return start_reduce_scatter_to_sequence_parallel(y, self.overlap)
+        return start_reduce_scatter_to_sequence_parallel(y, self.overlap, self.during_exchange)
 
     @staticmethod
     def _scaled(x_nl: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:

@@ -78,8 +78,9 @@ class PipelineEngine:
     """Engine that runs schedules over one pipeline.
 
     Every activation has the same `shape` and `dtype` and is on `device`. `wgrads` is the store for the operands of
-    weight gradients, which schedules with WEIGHT actions need. The constructor is collective over the pipeline: it
-    opens the connections between neighbors.
+    weight gradients, which schedules with WEIGHT actions need. With `fills_exchanges`, backward passes that are not
+    split compute weight gradients while tokens or their gradients travel (`megafp8.linear.deferred_wgrad`). The
+    constructor is collective over the pipeline: it opens the connections between neighbors.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class PipelineEngine:
         dtype: torch.dtype,
         device: torch.device,
         wgrads: deferred.WgradStore | None = None,
+        *,
+        fills_exchanges: bool = False,
     ) -> None:
         assert pipeline.ranks == pipeline_backward.ranks
         assert placement.num_ranks == pipeline.size
@@ -98,7 +101,7 @@ class PipelineEngine:
         self.rank = pipeline.rank
         self.placement = placement
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.wgrads = wgrads
+        self.wgrads, self.fills_exchanges = wgrads, fills_exchanges
         for direction in self.groups:
             self._connect(direction)
 
@@ -203,10 +206,15 @@ class _Run:
             return
         # Stay in this thread: in autograd's thread, on another core, the Python code of Functions is a fifth slower.
         with torch.autograd.set_multithreading_enabled(False):
+            store = self.engine.wgrads
             if key in self.split:
-                assert self.engine.wgrads is not None
-                with self.engine.wgrads.collect() as self.wgrads[key]:
+                assert store is not None
+                with store.collect() as self.wgrads[key]:
                     torch.autograd.backward(root, gradient)
+            elif store is not None and self.engine.fills_exchanges:
+                with store.collect(for_exchanges=True) as left:
+                    torch.autograd.backward(root, gradient)
+                deferred.run(left)
             else:
                 torch.autograd.backward(root, gradient)
         if key in self.inputs:

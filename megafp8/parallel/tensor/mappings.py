@@ -15,7 +15,8 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
 The layers of `megafp8.parallel.tensor.layers` overlap the first four with their GEMMs (`megafp8.parallel.tp_overlap`);
 these functions are for all other modules. Functions named `start_...` return a function that waits for the result.
 Operations in between overlap with the collective. In backward, which autograd runs in reverse order, their backward
-overlaps with the collective's backward.
+overlaps with the collective's backward. So does the function `during_backward`, which backward calls when its
+collective is under way.
 
 The sequence is dim 0 (`[s, b, h]`), so its collectives need no copy. `scatter_to_sequence_parallel` is correct only if
 every rank computed the same whole tensor and its gradient is the union of the slices.
@@ -41,6 +42,10 @@ from megafp8.parallel.tp_overlap import AllGatherHandle, Product, TPOverlap
 _Collective = Callable[[Tensor, ProcessGroup], Tensor]
 _Start = Callable[[Tensor], Callable[[], Tensor]]
 """Function that starts a collective, and returns a function that waits for its result."""
+
+
+def nothing() -> None:
+    """Do nothing while a collective is under way."""
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -93,8 +98,8 @@ def _map(x: Tensor, group: ProcessGroup | None, forward: _Collective, backward: 
 class _Split:
     """Mapping that is split into a start and a wait. `forward` and `backward` start its collectives."""
 
-    def __init__(self, forward: _Start, backward: _Start) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: _Start, backward: _Start, during_backward: Callable[[], None]) -> None:
+        self.forward, self.backward, self.during_backward = forward, backward, during_backward
         self._wait: Callable[[], Tensor] | None = None  # waits for the running collective
 
     def start(self, start: _Start, x: Tensor) -> None:
@@ -135,13 +140,15 @@ class _Finished(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (started,) = ctx.saved_tensors  # may recompute a block with its exchanges, so it comes before the exchange here
         ctx.split.start(ctx.split.backward, dy)
-        return ctx.saved_tensors[0], None
+        ctx.split.during_backward()
+        return started, None
 
 
-def _start(x: Tensor, forward: _Start, backward: _Start) -> Callable[[], Tensor]:
+def _start(x: Tensor, forward: _Start, backward: _Start, during_backward: Callable[[], None]) -> Callable[[], Tensor]:
     """Start the mapping of `x`, and return a function that finishes it."""
-    split = _Split(forward, backward)
+    split = _Split(forward, backward, during_backward)
     started = _Started.apply(x, split)
     return partial(_Finished.apply, started, split)
 
@@ -162,18 +169,22 @@ def _start_sum(overlap: TPOverlap, x: Tensor) -> Callable[[], Tensor]:
     return overlap.sum(Product(whole, x.shape[1], x.dtype, rows)).wait
 
 
-def start_gather_from_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+def start_gather_from_sequence_parallel(
+    x_mn: Tensor, overlap: TPOverlap, during_backward: Callable[[], None] = nothing
+) -> Callable[[], Tensor]:
     """Start `gather_from_sequence_parallel` of a matrix with `overlap`; return a function that waits for it."""
     if overlap.group is None:
         return lambda: x_mn
-    return _start(x_mn, partial(_start_gather, overlap), partial(_start_sum, overlap))
+    return _start(x_mn, partial(_start_gather, overlap), partial(_start_sum, overlap), during_backward)
 
 
-def start_reduce_scatter_to_sequence_parallel(x_mn: Tensor, overlap: TPOverlap) -> Callable[[], Tensor]:
+def start_reduce_scatter_to_sequence_parallel(
+    x_mn: Tensor, overlap: TPOverlap, during_backward: Callable[[], None] = nothing
+) -> Callable[[], Tensor]:
     """Start `reduce_scatter_to_sequence_parallel` of a matrix with `overlap`; return a function that waits for it."""
     if overlap.group is None:
         return lambda: x_mn
-    return _start(x_mn, partial(_start_sum, overlap), partial(_start_gather, overlap))
+    return _start(x_mn, partial(_start_sum, overlap), partial(_start_gather, overlap), during_backward)
 
 
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from megafp8.parallel.collectives import all_gather, all_reduce
+from megafp8.parallel.collectives import WaitFunction, all_gather, all_reduce
 from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.parallel.tensor import mappings
-from megafp8.parallel.tp_overlap import default_overlap
+from megafp8.parallel.tp_overlap import AllGatherHandle, Product, ReduceHandle, default_overlap
 from tests.marks import slow_but
 from tests.world import World
 
@@ -67,3 +73,46 @@ def _case(name: str) -> None:
 @pytest.mark.parametrize("ranks", slow_but([1, 2, 4], 4))
 def test_forward_and_its_adjoint(world4: World, name: str, ranks: int) -> None:
     world4.run(_case, name, ranks=ranks)
+
+
+class OneAtATime:
+    """Overlap of one rank, which logs its exchanges and fails if one begins before the last one was waited for."""
+
+    group: Any = "a group"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def _begin(self, name: str) -> WaitFunction:
+        assert not self.log or self.log[-1].startswith("end"), f"{name} begins after {self.log}"
+        self.log.append(name)
+        return WaitFunction(partial(self.log.append, f"end of {name}"))
+
+    def gather(self, shards: Sequence[Tensor]) -> AllGatherHandle:
+        return AllGatherHandle([x.clone() for x in shards], [(slice(0, len(shards[0])), self._begin("gather").wait)])
+
+    def sum(self, product: Product) -> ReduceHandle:
+        return ReduceHandle(self._begin("sum"), product.compute().clone)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_backward_works_during_an_exchange_and_a_recomputed_block_has_its_own(recomputed: bool) -> None:
+    overlap = OneAtATime()
+
+    def during_backward() -> None:
+        overlap.log[-1] += ", and work"
+        overlap.log.append("end of work")
+
+    def block(x_mn: Tensor) -> Tensor:
+        x_mn = mappings.start_gather_from_sequence_parallel(x_mn.tanh(), overlap, during_backward)()
+        return mappings.start_reduce_scatter_to_sequence_parallel(x_mn.exp(), overlap, during_backward)()
+
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2).requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
+    forward = ["gather", "end of gather", "sum", "end of sum"]
+    assert overlap.log == forward
+    y.sum().backward()
+    backward = ["gather, and work", "end of work", "end of gather", "sum, and work", "end of work", "end of sum"]
+    assert overlap.log == [*forward, *forward * recomputed, *backward]
+    expected = x.detach().tanh().exp() * (1 - x.detach().tanh() ** 2)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=1e-14)
