@@ -16,6 +16,7 @@ exceptions, and finally lost connections.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -32,20 +33,26 @@ from typing import Any
 PRELOADED = ["torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "megafp8.training.run"]
 """Modules that the server imports, so that ranks need not. torch._dynamo takes a second, and many functions need it."""
 _STDOUT_STDERR = (1, 2)
+_LEAVE = "leave"
+"""Message to the ranks of a call once all of them have answered."""
 _DIED = "process died"
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
-    """Run the loop of a rank: receive a call, run it, and send the result. A call of None ends the loop.
+    """Run the loop of a rank: receive, run and answer calls, and leave their groups. A call of None ends the loop.
 
     The result is: whether the call succeeded, its return value or traceback, and its CPU seconds.
     """
     import torch.distributed as dist
 
     environment = dict(os.environ)
+    gc.freeze()  # so that collections look at the objects of calls only
     with open(stack_path, "w") as stack_file:
         faulthandler.enable(stack_file)
         while (task := pipe.recv()) is not None:
+            if task == _LEAVE:
+                _leave_groups()
+                continue
             for descriptor in _STDOUT_STDERR:
                 received = recv_handle(pipe)
                 os.dup2(received, descriptor)
@@ -62,21 +69,30 @@ def _serve(pipe: Connection, stack_path: str) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
             pipe.send((*result, time.process_time() - begin))
+            del task, function, args, result
     if dist.is_initialized():  # NCCL warns about groups that are not destroyed
         dist.destroy_process_group()
 
 
-def _reset(environment: dict[str, str]) -> None:
-    """Undo changes of the previous call: groups, environment variables, torch's settings and random state."""
-    import torch
+def _leave_groups() -> None:
+    """Destroy the groups of the previous call, and the models that hold them in reference cycles.
+
+    Each gloo group has a thread that wakes up a hundred times a second for as long as the group exists.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from megafp8.parallel.parallel_state import destroy_model_parallel
 
-    # Groups are not destroyed right after their call, because other ranks may still be connecting to them.
     destroy_model_parallel()
     # Device meshes of the same ranks are equal, so these caches would return the groups that were just destroyed.
     _clear_sharding_prop_cache()
+    gc.collect()
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """Undo changes of the previous call: environment variables, torch's settings and random state."""
+    import torch
+
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -193,6 +209,8 @@ class LocalRanks:
                 report.append((1, f"rank {i} did not finish within {timeout} s; its stack was:\n{stack}"))
             self._kill(ranks)
             raise RanksFailed("\n".join(text for _, text in sorted(report)), hung)
+        for i in range(ranks):  # not before: a rank may have answered while others still connect to its groups
+            self._ranks[i].pipe.send(_LEAVE)
         return [answers[i][1] for i in range(ranks)]
 
     def _kill(self, ranks: int) -> None:

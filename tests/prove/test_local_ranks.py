@@ -72,6 +72,28 @@ def test_torch_forgets_the_groups_of_a_case_before(own_world: World) -> None:
         assert own_world.run(_gathered, own_group, ranks=2) == [[1, 2]] * 2
 
 
+def _hold_a_group() -> int:
+    """Leave a group in a reference cycle, as a model does."""
+    cycle: list[object] = [dist.new_group([0, 1])]
+    cycle.append(cycle)
+    return os.getpid()
+
+
+def test_ranks_leave_the_groups_of_a_call(own_world: World) -> None:
+    """A group's thread wakes up all the time; ranks that wait for a call have none."""
+
+    def threads() -> set[str]:
+        return {thread for pid in processes for thread in os.listdir(f"/proc/{pid}/task")}
+
+    processes = own_world.run(os.getpid, ranks=2)
+    before = threads()
+    own_world.run(_hold_a_group, ranks=2)
+    deadline = time.monotonic() + 60
+    while threads() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def _sleep() -> str:
     time.sleep(30)
     return "late"
