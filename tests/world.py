@@ -9,18 +9,32 @@ def test_it(world4):
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from megafp8.prove.local_ranks import LocalRanks
+from megafp8.prove.local_ranks import PRELOADED, LocalRanks
+
+_FOR_TESTS = ["hypothesis", "pytest"]
 
 
 class Ranks(LocalRanks):
     """The processes of a session, each started when a case first needs it."""
 
     def __init__(self) -> None:
-        super().__init__(["hypothesis", "pytest"])
+        super().__init__(_FOR_TESTS)
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context of the session's fork server, for processes that are no ranks of a world.
+
+    The server has imported torch and the package, so its processes start within milliseconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *_FOR_TESTS])  # counts if this starts the server
+    return context
 
 
 class World:

@@ -48,7 +48,7 @@ def start_lighthouse(folder: Path, min_replicas: int, address: str = "") -> tupl
     """A lighthouse process, and its address."""
     address = address or f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "megafp8", "lighthouse", "--bind", address, "--min", str(min_replicas)]
-    command += ["--join-seconds", "1", "--heartbeat-seconds", "1"]
+    command += ["--join-seconds", "5", "--heartbeat-seconds", "1"]
     with (folder / "lighthouse.log").open("ab") as log:
         environment = os.environ | {"MEGAFP8_LIGHTHOUSE_TOKEN": TOKEN}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megafp8.parallel.replicas import group as group_module
 from megafp8.parallel.replicas.group import Failed, ReplicaGroup, bounded
+from tests.world import fork_server
 
 SIZE = 3
 SECONDS = 2.0
@@ -27,7 +27,7 @@ def _member(rank: int, port: int, body: Callable[[ReplicaGroup, int], Any], resu
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(str(rank), "")
-    store.wait([str(other) for other in range(SIZE)], timedelta(seconds=100))  # imports take their time
+    store.wait([str(other) for other in range(SIZE)], timedelta(seconds=100))
     group = ReplicaGroup(store, "name", rank, SIZE, torch.device("cpu"), SECONDS)
     try:
         results.put((rank, body(group, rank)))
@@ -39,7 +39,7 @@ def _member(rank: int, port: int, body: Callable[[ReplicaGroup, int], Any], resu
 
 def run(body: Callable[[ReplicaGroup, int], Any], answers: int = SIZE) -> dict[int, Any]:
     """What `body` returns on each of `SIZE` processes."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     processes = [context.Process(target=_member, args=(rank, store.port, body, results)) for rank in range(SIZE)]

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 def _soak(tmp_path: Path, *options: str) -> None:
     pytest.importorskip("torchft")
     out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tests.parallel.replicas.soak", "--out", str(out), *options]
+    # With the delay, replicas do fewer steps while a lost one comes back, and the twin computes all of them again.
+    command = [sys.executable, "-m", "tests.parallel.replicas.soak", "--delay", "0.1", "--out", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     result = json.loads(out.read_text())
