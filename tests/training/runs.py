@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -499,6 +499,22 @@ class Runs:
         results = self.world.run(_saved_result, settings, path, str(folder), ranks=preset.ranks)
         assert all(result.curve == results[0].curve for result in results), "ranks report different losses"
         return Saved(folder, assembled(result.shards for result in results), results[0].curve)
+
+
+class OneRank(Generic[T]):
+    """Results of `function` for presets on one rank in the plainest execution, each computed once."""
+
+    def __init__(self, world: World, function: Callable[[Preset], T]) -> None:
+        self._world, self._function = world, function
+        self._results: dict[str, T] = {}
+
+    def __call__(self, preset: Preset) -> T:
+        """Return the result for the model and training of `preset`, whatever its layout."""
+        plain = Preset(("one",), without_execution(preset))
+        settings = config_of(plain).model_dump_json()
+        if settings not in self._results:
+            (self._results[settings],) = self._world.run(self._function, plain, ranks=1)
+        return self._results[settings]
 
 
 # --- the quickstart's config -----------------------------------------------------------------------------------------

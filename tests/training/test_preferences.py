@@ -28,6 +28,7 @@ from megafp8.training.metrics import read_metrics
 from megafp8.training.validate import check_run
 from megafp8.training.weights_digest import weights_digest
 from tests.data.test_chats import CHATML, write_tokenizer
+from tests.marks import slow_but
 from tests.quickstart_data import ROOT
 from tests.training.presets import (
     CP2,
@@ -40,7 +41,6 @@ from tests.training.presets import (
     FSDP,
     INTERLEAVED,
     LAYERS_4,
-    LAYERS_8,
     LORA,
     MOE,
     NO_CLIP,
@@ -53,9 +53,8 @@ from tests.training.presets import (
     ZERO,
     Preset,
     config_of,
-    without_execution,
 )
-from tests.training.runs import Curve, batches, digests, run_job, saved_tensors, start, steps_of
+from tests.training.runs import Curve, OneRank, batches, digests, run_job, saved_tensors, start, steps_of
 from tests.training.test_fine_tuning import make_model
 from tests.world import World
 from tools import preprocess_data
@@ -142,25 +141,31 @@ def test_gradients_are_those_of_the_formula(world2: World, preset: Preset) -> No
 
 def _curve(preset: Preset) -> Curve:
     trainer, parallel = start(config_of(preset))
-    curve = steps_of(trainer, parallel, range(3))
+    curve = steps_of(trainer, parallel, range(2))
     evaluated = trainer.evaluate(batches(9, trainer.config, parallel))
     return [*curve, (evaluated.mean, evaluated.tokens), *((x, 0.0) for x in evaluated.metrics.values())]
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        TP2, PP2, CP2, DP2, DP2 | ZERO, DP2 | FSDP, TP2 | CP2, TP2 | DP2 | ZERO, PP2 | DP2, CP2 | DP2 | FSDP,
-        LAYERS_4 | PP2 | ZB_H1, LAYERS_4 | PP2 | INTERLEAVED, LAYERS_8 | PP2 | ZB_V, TIED | TP2 | PP2,
-        LORA | TP2 | PP2, LORA | CP2 | DP2, LORA | DP2 | FSDP, LORA | DP2 | ZERO, MOE | TP2, MOE | DP2 | CP2,
-    ],
-    ids=str,
-)  # fmt: skip
-def test_layouts_train_alike(world4: World, preset: Preset) -> None:
+@pytest.fixture(scope="module")
+def one_rank(world4: World) -> OneRank[Curve]:
+    return OneRank(world4, _curve)
+
+
+LAYOUTS = [  # slow: layouts of one kind, which quick ones combine
+    TP2 | CP2, DP2 | ZERO, CP2 | DP2 | FSDP, LAYERS_4 | PP2 | ZB_H1, LAYERS_4 | PP2 | ZB_V, TIED | TP2 | PP2,
+    LORA | TP2 | PP2, LORA | DP2 | FSDP, MOE | DP2 | CP2,
+]  # fmt: skip
+SLOW_LAYOUTS = [
+    TP2, PP2, CP2, DP2, DP2 | FSDP, TP2 | DP2 | ZERO, PP2 | DP2, LAYERS_4 | PP2 | INTERLEAVED, LORA | CP2 | DP2,
+    LORA | DP2 | ZERO, MOE | TP2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", slow_but(LAYOUTS + SLOW_LAYOUTS, *LAYOUTS), ids=str)
+def test_layouts_train_alike(world4: World, one_rank: OneRank[Curve], preset: Preset) -> None:
     """In float64: losses, gradient norms, and what an evaluation reports."""
     preset = DPO | SAMPLES_4 | FP64 | preset
-    one_rank = Preset(("one",), without_execution(preset))
-    (expected,) = world4.run(_curve, one_rank, ranks=1)
+    expected = one_rank(preset)
     assert expected[0][0] == pytest.approx(math.log(2), rel=1e-12)
     for found in world4.run(_curve, preset, ranks=preset.ranks):
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
@@ -224,6 +229,10 @@ def prepare(folder: Path, count: int = 40, template: str = CHATML) -> list[str]:
     ]  # fmt: skip
 
 
+PAIRS = 20
+SHORT = ["training.steps=2", "training.eval_interval=2", "training.global_batch_size=2", "checkpoint.interval=1"]
+
+
 def _job(overrides: list[str]) -> list[dict[str, Any]]:
     config = load_config(CONFIG, overrides, complete_model)
     check_layout(config, torch.distributed.get_world_size())
@@ -236,12 +245,12 @@ def _job(overrides: list[str]) -> list[dict[str, Any]]:
 def test_the_loss_of_a_run_is_that_of_transformers(world4: World, tmp_path: Path) -> None:
     """By its chat template and model: the first step of a run that begins with another model than its reference."""
     transformers = pytest.importorskip("transformers")
-    overrides = prepare(tmp_path)
+    overrides = prepare(tmp_path, PAIRS)
     rows = {
         name: world4.run(_job, [*overrides, f"name={name}", *more], ranks=4)[0]
-        for name, more in {"live": ["data.dpo.reference=live"], "precomputed": []}.items()
+        for name, more in {"live": ["data.dpo.reference=live"], "precomputed": ["training.stop_after=2"]}.items()
     }
-    for step, other in zip(*rows.values(), strict=True):
+    for step, other in zip(rows["live"][:2], rows["precomputed"], strict=True):
         for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "grad_norm"):
             assert step[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
     assert rows["live"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -252,7 +261,7 @@ def test_the_loss_of_a_run_is_that_of_transformers(world4: World, tmp_path: Path
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = CHATML
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-    for pair, of_pair in zip(make_pairs(40), values):
+    for pair, of_pair in zip(make_pairs(PAIRS), values, strict=True):
         prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)[
             "input_ids"
         ]
@@ -321,22 +330,22 @@ def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
     ids=["live", "precomputed", "lora"],
 )
 def test_a_run_that_resumes_is_bit_identical(world2: World, tmp_path: Path, more: list[str]) -> None:
-    overrides = [*prepare(tmp_path), "parallel.tensor=2", "parallel.pipeline=1", *more]
+    overrides = [*prepare(tmp_path, PAIRS), *SHORT, "parallel.tensor=2", "parallel.pipeline=1", *more]
     whole = world2.run(_job, [*overrides, "name=whole"], ranks=2)[0]
-    for stop in (["training.stop_after=2"], []):
+    for stop in (["training.stop_after=1"], []):
         resumed = world2.run(_job, [*overrides, "name=resumed", *stop], ranks=2)[0]
     keys = ["loss", "grad_norm", *(key for key in whole[0] if key.startswith("rewards/"))]
     assert len(keys) == 6
     assert [[row[key] for key in keys] for row in whole] == [[row[key] for key in keys] for row in resumed]
     assert whole[-1]["validation_loss"] == resumed[-1]["validation_loss"]
-    expected, found = (digests(saved_tensors(tmp_path / "runs" / name, 4)) for name in ("whole", "resumed"))
+    expected, found = (digests(saved_tensors(tmp_path / "runs" / name, 2)) for name in ("whole", "resumed"))
     assert expected == found
 
 
 def test_a_run_does_not_resume_with_another_reference(world2: World, tmp_path: Path) -> None:
-    base = [*prepare(tmp_path), *ONE_RANK]
+    base = [*prepare(tmp_path, PAIRS), *SHORT, *ONE_RANK]
     live, precomputed = [*base, "name=live", "data.dpo.reference=live"], [*base, "name=precomputed"]
-    stop = ["training.stop_after=2"]
+    stop = ["training.stop_after=1"]
     for overrides in (live, precomputed):
         world2.run(_job, [*overrides, *stop], ranks=1)
     (path,) = tmp_path.glob("pairs.reference-*.npz")
