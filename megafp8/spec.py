@@ -248,6 +248,7 @@ class ModelSpec:
         mlp_bias: Whether the linear layers of MLPs and experts, and routers, have biases.
         hidden_init_std: Standard deviation of the initial weights of blocks.
         output_init_std: Standard deviation of the initial weights of layers that write to the residual stream.
+        score_init_std: Standard deviation of the initial weights of routers and gates of shared experts.
         width_multiplier: Ratio of the width to the width of muP's base model; 1 without muP.
         activation: Activation of the model section, for parts outside feed-forward networks.
         lora_targets: Linear layers that LoRA can adapt; in a model with experts, only layers of mixers.
@@ -279,6 +280,7 @@ class ModelSpec:
     init_std: float
     hidden_init_std: float
     output_init_std: float
+    score_init_std: float
     width_multiplier: float
     has_experts: bool
     has_indexers: bool

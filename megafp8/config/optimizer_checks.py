@@ -132,14 +132,16 @@ def chosen(config: Config) -> Iterator[Problem]:
 
 
 def mup(config: Config) -> Iterator[Problem]:
-    """Check that muP is used for dense models of architecture gpt only."""
+    """Check that muP knows the model's parts."""
     m = config.model
     if m.mup is None:
         return
     keys, off = m.mup.model_dump(exclude_none=True), "leave model.mup out"
     lacks = {
         f"model.architecture is {m.architecture}": m.architecture != "gpt",
-        "the model has experts (model.moe)": m.moe is not None,
+        "routers have their own norms (model.moe.separate_norms)": any(
+            layer.has_experts and layer.ffn.separate_norms for layer in config.spec.layers
+        ),
         "the model has multi-token prediction (model.mtp_num_layers)": m.mtp_num_layers > 0,
         "only adapters are trained (lora)": config.lora is not None,
     }

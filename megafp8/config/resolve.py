@@ -56,6 +56,7 @@ def resolve(model: ModelSection) -> ModelSpec:
         init_std=model.init_std,
         hidden_init_std=hidden_std,
         output_init_std=hidden_std / math.sqrt(max(present, 1)),
+        score_init_std=model.init_std / width,
         width_multiplier=width,
         has_experts=has_experts,
         has_indexers=any(part.index_loss is not None for part in parts),

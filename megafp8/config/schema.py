@@ -58,9 +58,10 @@ class MupConfig(Section):
 
     base_hidden_size: Channels
     """hidden_size of the model on which the hyperparameters were tuned; this section changes nothing for that model.
-    With m = hidden_size / base_hidden_size, matrices in the blocks use init_std / √m and AdamW's learning rate / m, and
-    logits are divided by m. ffn_hidden_size and the ranks of latent attention must scale with hidden_size
-    (Megatron-LM's mup_base_hidden_size)."""
+    With m = hidden_size / base_hidden_size, matrices in the blocks use init_std / √m and AdamW's learning rate / m;
+    routers and gates of shared experts use init_std / m and AdamW's learning rate / m; and logits are divided by m.
+    ffn_hidden_size, widths of experts and latents, and the ranks of latent attention must scale with hidden_size; the
+    number of experts must not (Megatron-LM's mup_base_hidden_size)."""
     base_head_dim: Channels | None = None
     """head_dim of the tuned model, if heads grow with the width: attention scores are multiplied by √base_head_dim /
     head_dim. Default: head_dim, for models that have more heads instead of wider ones (Megatron-LM's

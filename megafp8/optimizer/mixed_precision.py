@@ -174,6 +174,7 @@ class MixedPrecisionOptimizer:
             weight_decay=config.weight_decay,
             groups=config.groups,
             hidden_learning_rate_scale=config.chosen.hidden_learning_rate_scale(config.learning_rate, width),
+            score_learning_rate_scale=1 / width,  # matrix updates leave these weights to AdamW
         )
         self._optimizers: list[tuple[Update, TensorOptimizer]] = []
         for update, chosen in by_update.items():

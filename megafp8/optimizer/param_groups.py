@@ -50,7 +50,11 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
 
 
 def rates_of(
-    spec: ParamSpec, weight_decay: float, groups: Sequence[ParamGroup], hidden_learning_rate_scale: float = 1.0
+    spec: ParamSpec,
+    weight_decay: float,
+    groups: Sequence[ParamGroup],
+    hidden_learning_rate_scale: float = 1.0,
+    score_learning_rate_scale: float = 1.0,
 ) -> ParamRates:
     """Return the rates of a parameter from the first group that matches it, if any.
 
@@ -59,9 +63,12 @@ def rates_of(
         weight_decay: Weight decay of matrices outside all groups.
         groups: Groups of the config.
         hidden_learning_rate_scale: Additional learning-rate factor of all hidden matrices.
+        score_learning_rate_scale: Additional learning-rate factor of routers and gates (`ParamSpec.scores`).
     """
     decay = weight_decay if spec.weight_decay else 0.0
-    scale = hidden_learning_rate_scale if is_hidden_matrix(spec) else 1.0
+    scale = score_learning_rate_scale if spec.scores else 1.0
+    if is_hidden_matrix(spec):
+        scale = hidden_learning_rate_scale
     index = _group_of(spec.shards[0].name, groups)
     if index is None:
         return ParamRates(scale, decay)

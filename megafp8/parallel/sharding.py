@@ -85,6 +85,8 @@ class ParamSpec:
             these weights in blocks, and muP scales them with the width. False for tables (embeddings, positions, biases
             by distance) and for weights with independent rows (routers, gates with one output, mappings of residual
             streams).
+        scores: Whether each row computes a score of a token from the residual stream (routers, gates of shared
+            experts): muP divides the initial values and the learning rate of these weights by the width.
         weight_decay: Whether weight decay applies by default.
         is_copy: Whether another pipeline stage holds the original (shared embedding).
         num_uses: Number of layers of this stage that contribute a gradient in one backward pass.
@@ -97,6 +99,7 @@ class ParamSpec:
     replicated_over_tp: bool
     reduce_over_tp: bool = False
     matrix: bool = False
+    scores: bool = False
     weight_decay: bool = True
     is_copy: bool = False
     num_uses: int = 1

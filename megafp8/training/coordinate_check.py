@@ -22,10 +22,11 @@ from megafp8.parallel.parallel_state import (
 )
 from megafp8.training.trainer import RankTrainer
 
-MEASURED = ("embedding", "attention", "mlp", "logits")
-
 Sizes = dict[str, list[float]]
-"""Mean absolute value of each activation in the forward pass of each step."""
+"""Mean absolute value of each activation in the forward pass of each step.
+
+The activations are embedding, attention, mlp, logits, and with experts router: the logits of the last router.
+"""
 
 
 def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False) -> Config:
@@ -49,6 +50,10 @@ def widened(config: Config, width: int, *, mup: bool, widen_heads: bool = False)
         return size * width // base
 
     fields: dict[str, Any] = {"hidden_size": width, "ffn_hidden_size": scaled(ffn.width, "model.ffn_hidden_size")}
+    if model.moe is not None:
+        sizes = {key: getattr(model.moe, key) for key in ("ffn_hidden_size", "shared_ffn_hidden_size", "latent_size")}
+        scaled_sizes = {key: scaled(size, f"model.moe.{key}") for key, size in sizes.items() if size is not None}
+        fields["moe"] = model.moe.model_dump() | scaled_sizes
     latent = model.latent_attention
     if latent is not None:
         if widen_heads:
@@ -84,10 +89,15 @@ def activation_sizes(config: Config, parallel: ParallelState, steps: int) -> Siz
     assert stage.head is not None
     block = stage.blocks[-1]
     assert isinstance(block, Block)
-    modules = dict(zip(MEASURED, (stage.embedding, block.mixer, block.ffn, stage.head.output), strict=True))
-    sizes: Sizes = {name: [] for name in MEASURED}
+    modules = {"embedding": stage.embedding, "attention": block.mixer, "mlp": block.ffn, "logits": stage.head.output}
+    sizes: Sizes = {name: [] for name in modules}
     for name, module in modules.items():
         module.register_forward_hook(lambda _, __, y, name=name: sizes[name].append(_mean_size(y)))
+    if block.ffn.routers:
+        sizes["router"] = []
+        block.ffn.routers[0].register_forward_hook(
+            lambda router, inputs, _: sizes["router"].append(_mean_size(inputs[0] @ router.weight.t()))
+        )
     shape = config.training.micro_batch_size, config.training.seq_length + 1
     tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.seed))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -102,6 +112,12 @@ def _mean_size(y: Tensor | tuple[Tensor, ...]) -> float:
     return float(values.detach().float().abs().mean())
 
 
+def _measured(found: Mapping[str, Mapping[int, Sizes]]) -> list[str]:
+    """Return the names of the measured activations."""
+    by_width = next(iter(found.values()))
+    return list(next(iter(by_width.values())))
+
+
 def growth(by_width: Mapping[int, Sizes], name: str) -> float:
     """Return the ratio of an activation's size in the widest model to its size in the narrowest, in the last step."""
     return by_width[max(by_width)][name][-1] / by_width[min(by_width)][name][-1]
@@ -109,14 +125,14 @@ def growth(by_width: Mapping[int, Sizes], name: str) -> float:
 
 def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
     """Draw a PNG with a row per parametrization, a column per activation, and a line over the width per step."""
-    plt = pyplot()
+    plt, measured = pyplot(), _measured(found)
     figure, axes = plt.subplots(
-        len(found), len(MEASURED), figsize=(4 * len(MEASURED), 3.2 * len(found)), layout="constrained", squeeze=False,
+        len(found), len(measured), figsize=(4 * len(measured), 3.2 * len(found)), layout="constrained", squeeze=False,
         sharex=True,
     )  # fmt: skip
     for row, (title, by_width) in zip(axes, found.items()):
         widths = sorted(by_width)
-        for axis, name in zip(row, MEASURED):
+        for axis, name in zip(row, measured):
             steps = len(by_width[widths[0]][name])
             for step in range(steps):
                 colour = plt.get_cmap("viridis")(step / max(1, steps - 1) * 0.9)
@@ -140,8 +156,9 @@ def draw(found: Mapping[str, Mapping[int, Sizes]], path: Path) -> None:
 
 def table(found: Mapping[str, Mapping[int, Sizes]]) -> str:
     """Return a table with the growth of each activation from the narrowest to the widest model in the last step."""
-    rows: list[tuple[str, ...]] = [("", *MEASURED)]
-    rows += [(title, *(f"{growth(sizes, name):.2f}" for name in MEASURED)) for title, sizes in found.items()]
+    measured = _measured(found)
+    rows: list[tuple[str, ...]] = [("", *measured)]
+    rows += [(title, *(f"{growth(sizes, name):.2f}" for name in measured)) for title, sizes in found.items()]
     return "\n".join(f"{title:<10}" + "".join(f"{value:>12}" for value in values) for title, *values in rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ def test_the_first_group_that_fits_counts() -> None:
     found = [rates_of(spec, 0.1, groups) for spec in MODEL]
     assert found == [ParamRates(0.5, 0.1), ParamRates(2.0, 0.3), ParamRates(0.5, 0.1), ParamRates(2.0, 0.3)]
     assert [rates_of(spec, 0.1, []) for spec in MODEL] == [ParamRates(1.0, 0.1)] * 3 + [ParamRates(1.0, 0.0)]
+    kinds = {"matrix": replace(MODEL[1], matrix=True), "score": replace(MODEL[1], scores=True), "other": MODEL[1]}
+    scales = {kind: rates_of(spec, 0.1, [], 0.5, 0.25).learning_rate_scale for kind, spec in kinds.items()}
+    assert scales == {"matrix": 0.5, "score": 0.25, "other": 1.0}
 
 
 def test_a_group_without_decay_leaves_norms_without() -> None:

@@ -26,7 +26,17 @@ def _table(text: str) -> dict[str, dict[str, float]]:
 LATENT = "model.latent_attention={q_rank: 16, kv_rank: 8, nope_head_dim: 8, rope_head_dim: 4, value_head_dim: 8}"
 
 
-@pytest.mark.parametrize("more", slow_but([[], ["--widen-heads"], ["optimizer.name=muon"], [LATENT]], []))
+EXPERTS = "model.moe={num_experts: 8, top_k: 2, aux_loss: 0.01, shared_ffn_hidden_size: 32, shared_gate: true}"
+
+
+@pytest.mark.parametrize(
+    "more",
+    slow_but(
+        [[], ["--widen-heads"], ["optimizer.name=muon"], [LATENT], [EXPERTS], [EXPERTS, "optimizer.name=muon"]],
+        [],
+        [EXPERTS],
+    ),
+)
 def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     config, png = tmp_path / "config.yaml", tmp_path / "check.png"
     config.write_text(CONFIG)
@@ -35,6 +45,7 @@ def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[s
     found = _table(capsys.readouterr().out)
     assert found["standard"]["logits"] > 2
     assert found["standard"]["mlp"] > 2.5
+    assert found["standard"].get("router", 3.0) > 2
     assert max(found["muP"].values()) < 1.5
     assert png.read_bytes().startswith(b"\x89PNG")
 

@@ -230,7 +230,7 @@ class SharedExpert(nn.Module):
         self.gate: nn.Parameter | None = None
         if gated:
             shards = unsharded(f"{name}_gate.weight", (1, model.hidden_size))
-            self.gate = replicated_parameter(context, shards, Init("normal", model.init_std))
+            self.gate = replicated_parameter(context, shards, Init("normal", model.score_init_std), scores=True)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         """Return the MLP's output `[s, b, h]`, multiplied by the sigmoid of the gate if there is one."""
@@ -303,7 +303,7 @@ class MoE(FeedForward):
         self.parts = collectives.size(context.expert_tensor)
         self.overlap, self.during_exchange = context.expert_overlap, context.during_exchange
         self.row_bound = context.row_bound or RowBound(context.buffer_device)
-        init = Init("normal", model.init_std)
+        init = Init("normal", model.score_init_std)
         self.router = Router(
             f"{name}.router", model.hidden_size, record, context, init, biased=model.mlp_bias,
             hashed=model.stem.known_vocab_size if record.routing == "hash" else None, norm_eps=model.norm.eps,

@@ -257,7 +257,7 @@ class Router(nn.Module):
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
         self.loss_grad = context.auxiliary_loss_grad
         shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
-        self.weight = replicated_parameter(context, shards, init)
+        self.weight = replicated_parameter(context, shards, init, scores=True)
         self.logit_bias: nn.Parameter | None = None
         if biased:
             bias = unsharded(f"{name}.logit_bias", (moe.num_experts,))
