@@ -5,8 +5,10 @@ GPU tests are skipped without a GPU.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from unittest import mock
 
 import hypothesis
@@ -28,6 +30,17 @@ torch.set_num_threads(1)
 # On a busy machine any example may take a second.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude everything that is imported and collected from garbage collections: it stays until the end."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # extensions report what is left at the end
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
