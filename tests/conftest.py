@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     # Read when Triton is imported, which importing the package may do: tests of kernels run in Triton's interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+import tests.kernels  # noqa: F401  # it changes Triton's interpreter
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.object_server import ObjectServer
 from tests.quickstart_data import ROOT, QuickstartData, make_quickstart_data

@@ -15,18 +15,18 @@ from megafp8.kernels.invariant_gemm import product
 from megafp8.numerics.tensor import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
 from tests.kernels import DEVICE, noise
 
-ROWS = (1, 3, 16, 64, 65, 130)
+ROWS = (1, 16, 64, 65, 130)
 CASES = {
     # kind, outputs, summands
     "values": ("values", 70, 96),
     "parts": ("values", 64, 2048),
     "uneven parts": ("values", 40, 1100),
     "tensor": ("tensor", 144, 1040),
-    "tensor, split sums": ("split", 144, 1040),
-    "row": ("row", 144, 1040),
+    "tensor, split sums": ("split", 144, 1040 if DEVICE == "cuda" else 260),  # the interpreter splits no sums
+    "row": ("row", 70, 1040),
     "row by tensor": ("row by tensor", 96, 256),
     "blocks": ("blocks", 144, 1040),
-    "blocks of rows": ("rows", 144, 1040),
+    "blocks of rows": ("rows", 70, 1040),
 }
 
 
