@@ -45,7 +45,6 @@ def _serve(pipe: Connection, stack_path: str) -> None:
     """
     import torch.distributed as dist
 
-    gc.freeze()  # what the server imported stays, so collections need not visit it
     environment = dict(os.environ)
     gc.freeze()  # so that collections look at the objects of calls only
     with open(stack_path, "w") as stack_file:
