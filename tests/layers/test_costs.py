@@ -11,9 +11,9 @@ import gc
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ from megafp8.layers.mixer import LayerInputs, RecurrentInputs
 from megafp8.layers.recompute import block_memory
 from megafp8.layers.recurrent.module import RecurrentMixer
 from megafp8.models.gpt import GPTStage
+from megafp8.models.t5 import DecoderInputs, StackTokens, T5Stage
 from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.planner.outline import ModelOutline, model_outline
 from megafp8.section import Section
@@ -133,7 +134,21 @@ def kept(stage: GPTStage, batch: Batch, dtype: torch.dtype) -> Counter[str]:
     constants, and what a micro-batch has once for all layers (rotary tables, token ids).
     """
     inputs = stage.layer_inputs(batch)
-    tensors = (*inputs.tensors, *stage.context.constants.values(), *stage.parameters())
+    t = stage.context.tensor.size() if stage.context.sequence_sharded else 1
+    b, s = batch.tokens.shape
+    leaf = torch.randn(s // t, b, stage.model.stream_width, dtype=dtype, requires_grad=True)
+    embedded = leaf * 1.0
+    ids = f"aten.sub.Tensor {[s, b]} torch.int64"  # of per-layer embeddings
+    alive = _alive(stage, [*inputs.tensors, embedded], lambda: _blocks(stage, batch, inputs, leaf, embedded))
+    return Counter({made: size for made, size in alive.items() if made != ids})
+
+
+def _alive(stage: GPTStage, shared: Sequence[Tensor], run: Callable[[], list[Any]]) -> Counter[str]:
+    """Return the bytes that are alive while the result of `run` is, by what made them.
+
+    Parameters, constants, and the tensors `shared` are not counted.
+    """
+    tensors = (*shared, *stage.context.constants.values(), *stage.parameters())
     ours = {x.untyped_storage() for x in tensors}
     saved: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -142,22 +157,15 @@ def kept(stage: GPTStage, batch: Batch, dtype: torch.dtype) -> Counter[str]:
         saved[x.untyped_storage()] = x.untyped_storage().nbytes() if x.numel() != 1 else x.element_size()
         return x
 
-    t = stage.context.tensor.size() if stage.context.sequence_sharded else 1
-    b, s = batch.tokens.shape
-    ids = f"aten.sub.Tensor {[s, b]} torch.int64"  # of per-layer embeddings
-    leaf = torch.randn(s // t, b, stage.model.stream_width, dtype=dtype, requires_grad=True)
-    embedded = leaf * 1.0
-    ours.add(embedded.untyped_storage())
     gc.collect()
     with _Made() as mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        backward = _blocks(stage, batch, inputs, leaf, embedded)
+        backward = run()
     assert backward
     gc.collect()
     bytes_: Counter[str] = Counter()
     for storage, size in {**{x: x.nbytes() for x in [*mode.made]}, **saved}.items():
-        made = mode.made.get(storage, "made before")
-        if storage not in ours and made != ids:
-            bytes_[made] += size
+        if storage not in ours:
+            bytes_[mode.made.get(storage, "made before")] += size
     return bytes_
 
 
@@ -330,3 +338,75 @@ def test_parts_say_what_they_cost(world2: World, name: str, precision: str) -> N
             assert all(actual == said for actual, said in costs.sent), (costs.sent, words)
             for counted, said in costs.token:  # products among a chunk's tokens are counted too, here of one
                 assert said <= counted <= 1.25 * said, words
+
+
+def _t5_blocks(
+    stage: T5Stage, stacks: Sequence[StackTokens], x_sbh: Tensor, x_dbh: Tensor, encoder_sbh: Tensor
+) -> list[Any]:
+    """Run the encoder's blocks on `x_sbh`, and the decoder's on `x_dbh` and the encoder's output `encoder_sbh`.
+
+    Return the functions of their backward pass.
+    """
+    backward = list[Any]()
+    for is_decoder, (tokens, stack_sbh) in enumerate(zip(stacks, (x_sbh, x_dbh), strict=True)):
+        places = stage._places(len(stack_sbh), None, tokens.samples_b)
+        blocks = slice(stage.encoder_blocks, None) if is_decoder else slice(stage.encoder_blocks)
+        inputs = stage.inputs_of(tokens, places, blocks)
+        if is_decoder:
+            encoder_sbh = encoder_sbh * 1.0
+            inputs = DecoderInputs(
+                inputs.mixers, inputs.ffns, places, encoder_sbh=encoder_sbh, samples_b=tokens.samples_b
+            )
+        results = stage._run_blocks(stack_sbh * 1.0, inputs, None, blocks)
+        backward += [x.grad_fn for x in results if x is not None and x.requires_grad]
+    return backward
+
+
+def measured_t5(cases: list[list[str]]) -> list[tuple[Counter[str], Counter[str], int, float]]:
+    """Bytes kept and said, and model FLOPs of a forward pass, counted and said, of two encoder blocks and a decoder
+    block: several decoder blocks save one output of the encoder in high precision, which each of them counts."""
+    found = []
+    for words in cases:
+        config = load_config(FOLDER / "t5.yaml", ["model.num_layers=2", "model.num_decoder_layers=1", *words])
+        trainer = RankTrainer(config, initialize_model_parallel(device=_CPU))
+        (stage,) = trainer.stages
+        assert isinstance(stage, T5Stage)
+        t, d, dtype = config.training, config.decoder_length, trainer.strategy.params[0].dtype
+        assert d is not None
+        assert stage.biases is not None
+        samples, lengths = torch.arange(t.micro_batch_size), (t.seq_length, d, t.seq_length)
+        stacks = [
+            stage._tokens(table.detach(), length, samples, bidirectional=not is_decoder)
+            for is_decoder, (table, length) in enumerate(zip(stage.biases(), lengths))
+        ]
+        shape = t.micro_batch_size, config.spec.hidden_size
+        xs = [torch.randn(length, *shape, dtype=dtype, requires_grad=True) for length in lengths]
+        shared = [x.distance_bias_ar for x in stacks if x.distance_bias_ar is not None]
+        for _ in range(2):  # casts of weights are made once
+            alive = _alive(stage, shared, partial(_t5_blocks, stage, stacks, *xs))
+        outline, said, expected = model_outline(config, trainer.fp8), Counter[str](), 0.0
+        for index, memory in zip(config.spec.indices, block_memory(config.parallel, 3), strict=True):
+            layer, of_layer = outline.layers[index], outline.batch_of(index)
+            said.update(layer.module.input_bytes(of_layer) if memory.full else layer.module.saved(of_layer))
+            if memory.full and index == 2:  # kept once for all blocks of the decoder, so no block counts it
+                said["encoder output"] = xs[2].nbytes
+            linears = [x.site for x in layer.linears]
+            expected += sum(2.0 * of_layer.tokens_of(x) * x.inputs * x.outputs for x in linears)
+            works = layer.block.attentions(of_layer)
+            all_keys = [t.seq_length] if index < 2 else [d, t.seq_length]  # a CPU computes all pairs
+            for work, keys in zip(works, all_keys, strict=True):
+                pairs = t.micro_batch_size * (t.seq_length if index < 2 else d) * keys
+                expected += 2.0 * pairs * work.heads * (work.width + work.value_width)
+        flash = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flash) as counter:
+            _t5_blocks(stage, stacks, *xs)
+        found.append((alive, said, counter.get_total_flops(), expected))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "delayed fp32"])
+def test_encoder_and_decoder_say_what_they_cost(world2: World, precision: str) -> None:
+    (found,) = world2.run(measured_t5, [[*PRECISIONS[precision], *options] for options in MODES.values()], ranks=1)
+    for mode, (alive, said, products, expected) in zip(MODES, found, strict=True):
+        assert alive.total() == said.total(), f"{mode}: kept {alive}\nsaid {said}"
+        assert products == pytest.approx(expected), mode
