@@ -87,6 +87,8 @@ def _leave_groups() -> None:
     # Device meshes of the same ranks are equal, so these caches would return the groups that were just destroyed.
     _clear_sharding_prop_cache()
     gc.collect()
+    if not gc.get_freeze_count():  # a training job thaws all objects when it ends
+        gc.freeze()
 
 
 def _reset(environment: dict[str, str]) -> None:

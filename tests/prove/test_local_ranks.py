@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -92,6 +93,12 @@ def test_ranks_leave_the_groups_of_a_call(own_world: World) -> None:
     while threads() - before:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_collections_of_a_rank_leave_out_what_it_imported(own_world: World) -> None:
+    """Also after a training job, which thaws all objects at its end."""
+    own_world.run(gc.unfreeze, ranks=1)
+    assert own_world.run(gc.get_freeze_count, ranks=1)[0] > 100_000
 
 
 def _sleep() -> str:
