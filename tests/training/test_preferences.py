@@ -45,6 +45,7 @@ from tests.training.presets import (
     MOE,
     NO_CLIP,
     PP2,
+    SAMPLES_2,
     SAMPLES_4,
     TIED,
     TP2,
@@ -163,8 +164,8 @@ SLOW_LAYOUTS = [
 
 @pytest.mark.parametrize("preset", slow_but(LAYOUTS + SLOW_LAYOUTS, *LAYOUTS), ids=str)
 def test_layouts_train_alike(world4: World, one_rank: OneRank[Curve], preset: Preset) -> None:
-    """In float64: losses, gradient norms, and what an evaluation reports."""
-    preset = DPO | SAMPLES_4 | FP64 | preset
+    """In float64: losses, gradient norms, and what an evaluation reports. Two micro-batches on each rank."""
+    preset = DPO | FP64 | preset | (SAMPLES_4 if preset.data_ranks == 2 else SAMPLES_2)
     expected = one_rank(preset)
     assert expected[0][0] == pytest.approx(math.log(2), rel=1e-12)
     for found in world4.run(_curve, preset, ranks=preset.ranks):
@@ -246,10 +247,9 @@ def test_the_loss_of_a_run_is_that_of_transformers(world4: World, tmp_path: Path
     """By its chat template and model: the first step of a run that begins with another model than its reference."""
     transformers = pytest.importorskip("transformers")
     overrides = prepare(tmp_path, PAIRS)
-    rows = {
-        name: world4.run(_job, [*overrides, f"name={name}", *more], ranks=4)[0]
-        for name, more in {"live": ["data.dpo.reference=live"], "precomputed": ["training.stop_after=2"]}.items()
-    }
+    live = [*overrides, "name=live", "data.dpo.reference=live", *ONE_RANK]
+    precomputed = [*overrides, "name=precomputed", "training.stop_after=2"]
+    rows = {"live": world4.run(_job, live, ranks=1)[0], "precomputed": world4.run(_job, precomputed, ranks=4)[0]}
     for step, other in zip(rows["live"][:2], rows["precomputed"], strict=True):
         for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "grad_norm"):
             assert step[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
@@ -321,19 +321,19 @@ def test_an_evaluation_is_that_of_trl(world2: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("tensor", "more"),
     [
-        ["data.dpo.reference=live"],
-        ["data.dpo.reference=precomputed"],
-        ["data.dpo.reference=live", "lora={rank: 4}"],
+        (2, ["data.dpo.reference=live"]),
+        (1, ["data.dpo.reference=precomputed"]),
+        (1, ["data.dpo.reference=live", "lora={rank: 4}"]),
     ],
     ids=["live", "precomputed", "lora"],
 )
-def test_a_run_that_resumes_is_bit_identical(world2: World, tmp_path: Path, more: list[str]) -> None:
-    overrides = [*prepare(tmp_path, PAIRS), *SHORT, "parallel.tensor=2", "parallel.pipeline=1", *more]
-    whole = world2.run(_job, [*overrides, "name=whole"], ranks=2)[0]
+def test_a_run_that_resumes_is_bit_identical(world2: World, tmp_path: Path, tensor: int, more: list[str]) -> None:
+    overrides = [*prepare(tmp_path, PAIRS), *SHORT, f"parallel.tensor={tensor}", "parallel.pipeline=1", *more]
+    whole = world2.run(_job, [*overrides, "name=whole"], ranks=tensor)[0]
     for stop in (["training.stop_after=1"], []):
-        resumed = world2.run(_job, [*overrides, "name=resumed", *stop], ranks=2)[0]
+        resumed = world2.run(_job, [*overrides, "name=resumed", *stop], ranks=tensor)[0]
     keys = ["loss", "grad_norm", *(key for key in whole[0] if key.startswith("rewards/"))]
     assert len(keys) == 6
     assert [[row[key] for key in keys] for row in whole] == [[row[key] for key in keys] for row in resumed]
