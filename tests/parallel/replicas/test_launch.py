@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megafp8 import commands
 from megafp8.parallel.replicas import tunnel
 from tests.ports import free_port
 from tests.quickstart_data import CONFIG, ROOT, QuickstartData
@@ -248,12 +249,11 @@ def test_the_lighthouse_job_writes_its_address_and_a_token(tmp_path: Path) -> No
         process.wait(30)
 
 
-def test_no_port_is_opened_without_a_token() -> None:
+def test_no_port_is_opened_without_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "megafp8", "lighthouse", "--bind", f"127.0.0.1:{port}"]
-    environment = {name: value for name, value in os.environ.items() if name != "MEGAFP8_LIGHTHOUSE_TOKEN"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert "MEGAFP8_LIGHTHOUSE_TOKEN has 0 characters" in done.stderr
+    monkeypatch.delenv("MEGAFP8_LIGHTHOUSE_TOKEN", raising=False)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # which the command changes
+    assert commands.main(["lighthouse", "--bind", f"127.0.0.1:{port}"]) == 2
+    assert "MEGAFP8_LIGHTHOUSE_TOKEN has 0 characters" in capsys.readouterr().err
     with pytest.raises(ConnectionRefusedError):
         tunnel.connect(("127.0.0.1", port), "0123456789abcdef")
