@@ -43,6 +43,7 @@ ALIGNED = {"hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 1, 
 """A model whose matrices and shards, on up to one rank, are of whole blocks."""
 HALVED = {"hidden_size": 256, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 512}
 """The same on two tensor-parallel ranks."""
+FEW_EXPERTS = {"moe": {"num_experts": 3, "top_k": 2, "ffn_hidden_size": 32}}
 
 
 class Trained(NamedTuple):
@@ -78,6 +79,28 @@ def _trained(config: Config, folder: str) -> list[Trained]:
     return shards
 
 
+class TrainedRuns:
+    """Runs of this module by config and number of ranks, each trained once, and the folder with its checkpoint."""
+
+    def __init__(self, world: World, factory: pytest.TempPathFactory) -> None:
+        self._world, self._factory = world, factory
+        self._runs: dict[tuple[str, int], tuple[list[Trained], Path]] = {}
+
+    def __call__(self, config: Config, ranks: int = 1) -> tuple[list[Trained], Path]:
+        """Return the shards of all ranks and the folder."""
+        key = config.model_dump_json(), ranks
+        if key not in self._runs:
+            folder = self._factory.mktemp("run")
+            by_rank = self._world.run(_trained, config, str(folder), ranks=ranks)
+            self._runs[key] = [shard for rank in by_rank for shard in rank], folder
+        return self._runs[key]
+
+
+@pytest.fixture(scope="module")
+def trained_runs(world2: World, tmp_path_factory: pytest.TempPathFactory) -> TrainedRuns:
+    return TrainedRuns(world2, tmp_path_factory)
+
+
 def _checkpoint(folder: Path) -> Path:
     newest = latest(checkpoint_folder(folder))
     assert isinstance(newest, Path)
@@ -85,13 +108,13 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _export(
-    folder: Path, form: FormName, activations: Activations | None = None
+    folder: Path, output: Path, form: FormName, activations: Activations | None = None
 ) -> tuple[Path, QuantizedExport, CheckpointSource]:
-    """Converted with --quantization, verified, and read back."""
+    """Convert the checkpoint in `folder` as with --quantization, verify the result, and read it back."""
     whole = open_source(_checkpoint(folder))
     export = quantized_export(whole, form, activations)
     source = Selected(whole, weights_only=True, dtype=None, mtp=False)
-    sink = HfSink(folder / form, quantized=export, file_bytes=300_000)
+    sink = HfSink(output / form, quantized=export, file_bytes=300_000)
     convert(source, sink)
     read = HfSource(sink.path, vocab_multiple=64)
     verify(Expected(source, export), read)
@@ -145,24 +168,24 @@ CASES: list[tuple[Preset, FormName, dict[str, Any], bool]] = [
     (ROWWISE, "fp8-channel", {}, True),
     (ROWWISE | TP2, "fp8-channel", {}, False),
     (ROWWISE, "fp8-tensor", {}, False),
-    (CURRENT | MOE, "fp8-tensor", {}, True),
-    (BLOCKWISE | MOE | WIDE, "fp8-block", {}, False),
+    (CURRENT | MOE, "fp8-tensor", FEW_EXPERTS, True),
+    (BLOCKWISE | MOE | WIDE, "fp8-block", FEW_EXPERTS, False),
     (ZERO | DP2 | FP8_GATHER | CURRENT, "fp8-tensor", {}, True),
 ]
 
 
 @pytest.mark.parametrize(("preset", "form", "model", "all_trained"), CASES)
 def test_folders_hold_what_training_computes_with(
-    world2: World, tmp_path: Path, preset: Preset, form: FormName, model: dict[str, Any], all_trained: bool
+    trained_runs: TrainedRuns, tmp_path: Path, preset: Preset, form: FormName, model: dict[str, Any], all_trained: bool
 ) -> None:
     config = config_of(preset, model=model, training=BF16)
-    shards = [x for rank in world2.run(_trained, config, str(tmp_path), ranks=preset.ranks) for x in rank]
-    folder, export, read = _export(tmp_path, form)
+    shards, run = trained_runs(config, preset.ranks)
+    folder, export, read = _export(run, tmp_path, form)
     compared = _compare(export, folder, shards)
     assert (compared == {x.name for x in shards}) is all_trained
     assert compared or not all_trained
     for name in {x.name for x in shards}:
-        error = (read.read(name) - open_source(_checkpoint(tmp_path)).read(name).float()).abs().max()
+        error = (read.read(name) - open_source(_checkpoint(run)).read(name).float()).abs().max()
         assert 0 < error < 0.1
 
 
@@ -189,16 +212,17 @@ def _model_of(folder: Path, form: FormName) -> Any:
         (ROWWISE, "fp8-channel"),
     ],
 )
-def test_transformers_loads_the_same_weights(world2: World, tmp_path: Path, preset: Preset, form: FormName) -> None:
+def test_transformers_loads_the_same_weights(
+    trained_runs: TrainedRuns, tmp_path: Path, preset: Preset, form: FormName
+) -> None:
     """Its quantizers of finegrained FP8 and compressed-tensors against our reading, bit for bit; so are the logits."""
     import transformers
 
     model = {} if MOE in preset else ALIGNED
     if MOE in preset:
         model = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 128}}
-    config = config_of(preset, model=model, training=BF16)
-    world2.run(_trained, config, str(tmp_path), ranks=1)
-    folder, _, read = _export(tmp_path, form)
+    _, run = trained_runs(config_of(preset, model=model, training=BF16))
+    folder, _, read = _export(run, tmp_path, form)
     plain = convert(Selected(read, weights_only=True, dtype=torch.float32), HfSink(tmp_path / "plain"))
     theirs, ours = _model_of(folder, form), transformers.AutoModelForCausalLM.from_pretrained(plain)
     loaded, expected = theirs.state_dict(), ours.state_dict()
@@ -212,7 +236,7 @@ def test_what_is_left_out_follows_the_run(world2: World, tmp_path: Path, caplog:
     preset = config_of(DELAYED, model=ALIGNED, training=BF16, fp8={"recipe": "delayed", "exclude": ["*.0.mlp.down"]})
     world2.run(_trained, preset, str(tmp_path), ranks=1)
     with caplog.at_level(logging.INFO):
-        folder, export, _ = _export(tmp_path, "fp8-tensor")
+        folder, export, _ = _export(tmp_path, tmp_path, "fp8-tensor")
     stored = _stored(folder)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
@@ -225,7 +249,7 @@ def test_what_is_left_out_follows_the_run(world2: World, tmp_path: Path, caplog:
         assert torch.equal(stored[f"model.layers.1.{module}.input_scale"], scale.reciprocal().view(1))
     assert "13 of 13 tensors have training's data and scales" in caplog.text
     assert export.activations == "static"
-    dynamic, *_ = _export(tmp_path, "fp8-channel", "dynamic")
+    dynamic, *_ = _export(tmp_path, tmp_path, "fp8-channel", "dynamic")
     assert not any(name.endswith("input_scale") for name in _stored(dynamic))
 
 
@@ -235,7 +259,7 @@ def test_what_training_does_not_say_follows_the_rule(
     """Of a run in bf16: 448 / amax of each block of the folder's, with its own formula."""
     world2.run(_saved, config_of(NONE, model=ALIGNED, training=BF16), str(tmp_path), ranks=1)
     with caplog.at_level(logging.INFO):
-        folder, *_ = _export(tmp_path, "fp8-block")
+        folder, *_ = _export(tmp_path, tmp_path, "fp8-block")
     assert "14 tensors are quantized by the rule amax: fp8.recipe is none" in caplog.text
     stored, checkpoint = _stored(folder), open_source(_checkpoint(tmp_path))
     weight = checkpoint.read("model.layers.1.mlp.down.weight").float()
@@ -266,7 +290,7 @@ def test_what_a_form_has_no_place_for_is_refused(world2: World, tmp_path: Path, 
     preset, form, activations, message = REFUSED[case]
     world2.run(_saved, config_of(preset, training=BF16), str(tmp_path), ranks=1)
     with pytest.raises(ValueError, match=message):
-        _export(tmp_path, form, activations)
+        _export(tmp_path, tmp_path, form, activations)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoints"]
 
 
@@ -275,7 +299,7 @@ def test_the_command(world2: World, tmp_path: Path, capsys: pytest.CaptureFixtur
     load, save = ["--load", str(_checkpoint(tmp_path))], ["--save", str(tmp_path / "fp8"), "--to", "hf"]
     assert main([*load, *save, "--quantization", "fp8-tensor", "--activations", "dynamic", "--verify"]) == 0
     assert "equal to" in capsys.readouterr().out
-    _, export, _ = _export(tmp_path, "fp8-tensor", "dynamic")
+    _, export, _ = _export(tmp_path, tmp_path, "fp8-tensor", "dynamic")
     assert _stored(tmp_path / "fp8").keys() == _stored(tmp_path / "fp8-tensor").keys()
     assert export.activations == "dynamic"
     other = ["--save", str(tmp_path / "native"), "--to", "native", "--dtype", "bf16"]
