@@ -145,6 +145,7 @@ COMPRESSED_ATTENTION = {
 MAMBA2 = {"kind": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "num_groups": 4}
 
 # models
+LAYERS_1 = _preset("1-layer", model={"num_layers": 1})
 LAYERS_4 = _preset("4-layers", model={"num_layers": 4})
 LAYERS_8 = _preset("8-layers", model={"num_layers": 8})
 # blocks of FP8 are whole
