@@ -57,10 +57,10 @@ def _serve(pipe: Connection, stack_path: str) -> None:
                 received = recv_handle(pipe)
                 os.dup2(received, descriptor)
                 os.close(received)
-            function, args, rank, ranks, store, timeout, backend = task
+            function, args, rank, ranks, store, stack_at, backend = task
             begin = time.process_time()
             _reset({**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
-            faulthandler.dump_traceback_later(timeout * 0.9, file=stack_file)
+            faulthandler.dump_traceback_later(max(0.1, stack_at - time.monotonic()), file=stack_file)
             try:
                 dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
                 result = (True, function(*args))
@@ -193,10 +193,11 @@ class LocalRanks:
         """
         self._calls += 1
         store = str(self.folder / f"store-{self._calls}")
+        stack_at = time.monotonic() + 0.9 * timeout  # counted from here: a rank may still be leaving earlier groups
         for i in range(ranks):
             if i not in self._ranks:
                 self._ranks[i] = _Rank(self.folder / f"stack-{i}", self._context)
-            self._ranks[i].send((function, args, i, ranks, store, timeout, self._backend))
+            self._ranks[i].send((function, args, i, ranks, store, stack_at, self._backend))
         try:
             answers = self._answers(ranks, timeout)
         except BaseException:  # Ctrl-C, or a caller's own time limit: the next call must not get these answers
