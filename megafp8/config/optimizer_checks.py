@@ -132,7 +132,7 @@ def chosen(config: Config) -> Iterator[Problem]:
 
 
 def mup(config: Config) -> Iterator[Problem]:
-    """Check that muP knows the model's parts."""
+    """Refuse muP for models with parts for which it has no rule."""
     m = config.model
     if m.mup is None:
         return

@@ -79,8 +79,9 @@ class PipelineEngine:
 
     Every activation has the same `shape` and `dtype` and is on `device`. `wgrads` is the store for the operands of
     weight gradients, which schedules with WEIGHT actions need. With `fills_exchanges`, backward passes that are not
-    split compute weight gradients while tokens or their gradients travel (`megafp8.linear.deferred_wgrad`). The
-    constructor is collective over the pipeline: it opens the connections between neighbors.
+    split compute weight gradients while gradients travel between tokens and experts
+    (`megafp8.linear.deferred_wgrad`). The constructor is collective over the pipeline: it opens the connections between
+    neighbors.
     """
 
     def __init__(
