@@ -728,7 +728,8 @@ def megafp8(*words: str | Path) -> str:
 def trained(name: str, case: Case) -> dict[str, Any]:
     """Train on every rank, and return the results on the first one."""
     run_name = name.replace("/", ".")
-    for steps in case.parts:
+    for steps, port in zip(case.parts, os.environ["PORTS"].split(), strict=False):
+        os.environ["MASTER_PORT"] = port
         parts = [f"training.steps={steps}"] if case.parts != (STEPS,) else []
         megafp8("pretrain", "--config", case.config, *case.overrides, *parts, f"name={run_name}")
     if os.environ["RANK"] != "0":
@@ -894,9 +895,10 @@ def _serve(pipe: Connection, folder: str) -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read without it
     os.chdir(folder)
     while True:
-        rank, ranks, port, function, arguments = pipe.recv()
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        rank, ranks, ports, function, arguments = pipe.recv()
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in places.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["PORTS"], os.environ["MASTER_PORT"] = ports, ports.split()[0]
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)  # a case that generates texts may have changed it
         try:
@@ -932,11 +934,13 @@ class Team:
     """The ranks that run a case, with their answers so far."""
 
     def __init__(self, ranks: list[Rank], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # A run that is resumed has a port of its own: on the first one, a fast rank may still find the first part's store.
+        with socket.socket() as first, socket.socket() as second:
+            for probe in (first, second):
+                probe.bind(("127.0.0.1", 0))
+            ports = f"{first.getsockname()[1]} {second.getsockname()[1]}"
         for i, rank in enumerate(ranks):
-            rank.pipe.send((i, len(ranks), port, function, arguments))
+            rank.pipe.send((i, len(ranks), ports, function, arguments))
         self.ranks, self.answers = ranks, dict[int, tuple[bool, Any]]()
         self.deadline = time.monotonic() + CASE_SECONDS
 
