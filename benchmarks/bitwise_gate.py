@@ -934,7 +934,7 @@ class Team:
     """The ranks that run a case, with their answers so far."""
 
     def __init__(self, ranks: list[Rank], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        # A run that is resumed has a port of its own: on the first one, a fast rank may still find the first part's store.
+        # A resumed run has its own port: on the first one, a fast rank may still find the store of the first part.
         with socket.socket() as first, socket.socket() as second:
             for probe in (first, second):
                 probe.bind(("127.0.0.1", 0))
