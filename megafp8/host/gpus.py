@@ -76,7 +76,7 @@ class Gpu:
 
     Other kernels, as fractions of the bandwidth of a copy: `elementwise` for norms, activations and casts, `fine_casts`
     for casts by rows and blocks, `column_sums` for bias gradients, `optimizer` for AdamW. `fp8_moment`: number of bytes
-    that take as long as loading, updating and storing a moment in FP8. `small_kernel`: seconds of a kernel that moves
+    that take as long as reading, updating and writing a moment in FP8. `small_kernel`: seconds of a kernel that moves
     little data.
 
     Communication: `nvlink_latency`, `network_latency`: latency of a collective. `hidden`: seconds by which one second
@@ -109,7 +109,7 @@ class Gpu:
     fine_casts: float = 0.65
     column_sums: float = 0.22
     optimizer: float = 0.96
-    fp8_moment: float = 114
+    fp8_moment: float = 3
     small_kernel: float = 3e-6
     nvlink_latency: float = 30e-6
     network_latency: float = 40e-6

@@ -30,21 +30,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megafp8.numerics.philox import Key, key_of, philox, philox_of_words
+from megafp8.numerics.philox import Key, key_of, philox_of_words
 from megafp8.numerics.step import NewestAmaxes
 
 NOISE_ROUNDS = 7
 """Number of Philox rounds in `uniform`."""
-
-
-def noise_key(seed: int, step: int, name: str) -> Key:
-    """Return the key of the noise `name` in the step `step` with the seed `seed`."""
-    return key_of(seed, step, name)
-
-
-def words(counters: int, key: Key, device: torch.device) -> Tensor:
-    """Return Philox-4x32-10 of the counters 0, 1, ...: words in [0, 2^32), int64 `[counters, 4]`."""
-    return torch.stack(philox(torch.arange(counters, device=device), key), dim=1)
 
 
 class CastNoise(NamedTuple):
@@ -58,14 +48,17 @@ class CastNoise(NamedTuple):
     microbatch: Tensor
 
 
-def uniform(r: int, c: int, noise: CastNoise) -> Tensor:
-    """Return uniform noise in [0, 1), fp32 `[r, c]`, as multiples of 2^-16.
+def uniform(r: int, c: int, noise: CastNoise, first_row: int = 0) -> Tensor:
+    """Return uniform noise in [0, 1), fp32 `[r, c]`, as multiples of 2^-16: rows of a longer matrix from `first_row`.
+
+    The elements before `first_row` must be a multiple of 8.
 
     Elements are counted row by row. Element i uses the 16-bit half-word i mod 8 of the counter with the 32-bit words
     (low half of ⌊i/8⌋, high half of ⌊i/8⌋, step, micro-batch). The lower half of a word comes first.
     """
     key, step, microbatch = noise
-    group = torch.arange(-(-r * c // 8), device=step.device)
+    assert first_row * c % 8 == 0
+    group = torch.arange(-(-r * c // 8), device=step.device) + first_row * c // 8
     word = torch.stack(
         philox_of_words(group & 0xFFFFFFFF, group >> 32, step, microbatch, key, rounds=NOISE_ROUNDS), dim=1
     )

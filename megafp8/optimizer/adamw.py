@@ -26,19 +26,19 @@ class AdamW(Update):
         """Decay rates of both moments, by config key."""
         return {"optimizer.beta1": self.beta1, "optimizer.beta2": self.beta2}
 
-    def updates_stored(self, device: torch.device) -> bool:
-        """Return whether `FusedAdamW` runs: on CUDA, unless apex is installed."""
-        return device.type == "cuda" and _apex_fused_adam()[0] is None
+    def updates_stored(self, device: torch.device, *, in_less: bool) -> bool:
+        """Return whether `FusedOptimizer` runs: on CUDA, unless apex is installed and all state is fp32."""
+        return device.type == "cuda" and (in_less or _apex_fused_adam()[0] is None)
 
     def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
-        """Build `FusedAdamW` if `stored`, otherwise the optimizer that `choose_adam` chooses."""
+        """Build `FusedOptimizer` if `stored`, otherwise the optimizer that `choose_adam` chooses."""
         import torch
 
-        from megafp8.optimizer.fused_adamw import FusedAdamW
+        from megafp8.optimizer.fused import FusedOptimizer
 
         options: dict[str, Any] = {"betas": (self.beta1, self.beta2), "eps": self.eps}
         if stored:
-            return FusedAdamW(groups, **options)
+            return FusedOptimizer(groups, tuple(self.moments), lambda table, **step: table.adamw(**options, **step))
         chosen, _ = choose_adam(device)
         options |= {"lr": 0.0, **({"fused": True} if chosen is torch.optim.AdamW else {"adam_w_mode": True})}
         return chosen(groups, **options)
@@ -46,7 +46,7 @@ class AdamW(Update):
     def describe(self, device: torch.device, *, stored: bool) -> str:
         """Return the implementation and the reason for its choice, for the log."""
         if stored:
-            return f"AdamW in one pass: {_apex_fused_adam()[1]}"
+            return f"AdamW in one pass over stored state: {_apex_fused_adam()[1]}"
         return choose_adam(device)[1]
 
 

@@ -34,10 +34,10 @@ class Update(Section):
     moments: ClassVar[Mapping[str, bool]]
     """Names of the state tensors, which have the size of a weight, each with whether its values are signed."""
 
-    def updates_stored(self, device: torch.device) -> bool:
-        """Return whether an optimizer for `device` updates weights and state in their stored form.
+    def updates_stored(self, device: torch.device, *, in_less: bool) -> bool:
+        """Return whether an optimizer for `device` updates weights and state in their stored form (`FusedOptimizer`).
 
-        The stored form is fp32 masters or remainders, and moments in fp32 or bf16 (`FusedAdamW`).
+        `in_less` says whether any of the state is stored in less than fp32.
         """
         return False
 

@@ -5,8 +5,8 @@ With momentum M, gradient G, learning rate η and weight decay λ (Chen et al. 2
     W ← (1 - η λ) W - η sign(β1 M + (1 - β1) G)        M ← β2 M + (1 - β2) G
 
 Every element of an update has the size η. This is more than most elements of AdamW's updates, so the paper uses
-learning rates 3 to 10 times smaller than AdamW's, and λ larger by the same factor. An update takes 4 extra bytes per
-element for the signs.
+learning rates 3 to 10 times smaller than AdamW's, and λ larger by the same factor. On CPUs, an update takes 4 extra
+bytes per element for the signs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megafp8.optimizer.base import Update
+from megafp8.optimizer.base import TensorOptimizer, Update
 from megafp8.section import Decay
 
 if TYPE_CHECKING:
@@ -37,8 +37,17 @@ class Lion(Update):
         """Decay rate of the momentum, by config key."""
         return {"optimizer.lion.beta2": self.beta2}
 
-    def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> LionOptimizer:
-        """Build an optimizer of parameter groups."""
+    def updates_stored(self, device: torch.device, *, in_less: bool) -> bool:
+        """Return whether `FusedOptimizer` runs: on CUDA."""
+        return device.type == "cuda"
+
+    def make(self, groups: list[dict[str, Any]], device: torch.device, *, stored: bool) -> TensorOptimizer:
+        """Build `FusedOptimizer` if `stored`, otherwise `LionOptimizer`."""
+        from megafp8.optimizer.fused import FusedOptimizer
+
+        if stored:
+            betas = (self.beta1, self.beta2)
+            return FusedOptimizer(groups, tuple(self.moments), lambda table, **step: table.lion(betas=betas, **step))
         return LionOptimizer(self, groups)
 
 

@@ -18,7 +18,7 @@ there (FP8 parameters, `megafp8.parallel.data.fp8_weight_shards`; FSDP, `megafp8
 
 State may be stored with less precision between steps (`StateStorage`): moments in bf16, as in DeepSeek-V3
 (arXiv:2412.19437, section 3.3.3), or in FP8 (`fp8_moments`), and masters as remainders of their bf16 parameters
-(`state_storage`). Some optimizers update the stored form and round the masters themselves (`FusedAdamW`). Other
+(`state_storage`). Some optimizers update the stored form and round the masters themselves (`FusedOptimizer`). Other
 optimizers need fp32, so one batch of shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step
 shrinks by less than 1/256 might never change, so betas are then limited to 1 - 1/256.
 
@@ -48,10 +48,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megafp8.numerics.dtypes import state_dtype, sum_dtype
+from megafp8.numerics.moments import FIRST, SECOND
 from megafp8.optimizer.base import MatrixUpdate, TensorOptimizer, Update
 from megafp8.optimizer.config import OptimizerConfig
-from megafp8.optimizer.fp8_moments import FIRST, SECOND, Fp8MomentStorage
-from megafp8.optimizer.fused_adamw import PARAM, REMAINDER, FusedAdamW
+from megafp8.optimizer.fp8_moments import Fp8MomentStorage
+from megafp8.optimizer.fused import PARAM, REMAINDER, FusedOptimizer
 from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.matrices import MatrixOptimizer
 from megafp8.optimizer.param_groups import ParamRates, is_hidden_matrix, rates_of
@@ -90,7 +91,7 @@ def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[s
     dtype = state_dtype(stored, shard.param.dtype)
     if dtype == torch.float8_e4m3fn:
         formats = {name: FIRST if signed else SECOND for name, signed in update.moments.items()}
-        return {name: Fp8MomentStorage(shard, name, fmt, seed) for name, fmt in formats.items()}
+        return {name: Fp8MomentStorage(shard, fmt, seed) for name, fmt in formats.items()}
     device = shard.param.device
     return {name: PlainStorage(torch.zeros(len(shard), dtype=dtype, device=device)) for name in update.moments}
 
@@ -144,7 +145,6 @@ class MixedPrecisionOptimizer:
         self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master and state name
         rounded: list[FlatShard] = []
         in_fp32 = all(sum_dtype(shard.param.dtype) == torch.float32 for shard in shards)
-        fits = in_fp32 and config.moments_dtype != "fp8"  # required by `Update.updates_stored`
         by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
         for shard in shards:
             param, master = shard.param, self._make_master(shard, masters)
@@ -163,8 +163,8 @@ class MixedPrecisionOptimizer:
                 rounded += [] if param in released else [shard]
             storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
         self._shard_of = {self._masters[shard.param]: shard for shard in shards}
-        stored = {update: fits and update.updates_stored(device) for update in by_update}
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
+        stored = {update: in_fp32 and update.updates_stored(device, in_less=in_less) for update in by_update}
         matrix_updates = {update for update in by_update if isinstance(update, MatrixUpdate)}
         assert not (matrix_updates and (config.store_param_remainders or config.moments_dtype == "fp8"))
         self._loads_state = in_less and not all(stored[update] for update in by_update if update not in matrix_updates)
@@ -313,7 +313,7 @@ class MixedPrecisionOptimizer:
     @property
     def takes_factor(self) -> bool:
         """Whether `step` takes a `factor`."""
-        return all(isinstance(optimizer, FusedAdamW) for _, optimizer in self._optimizers)
+        return all(isinstance(optimizer, FusedOptimizer) for _, optimizer in self._optimizers)
 
     def step(
         self, lr: float, *, factor: Tensor | None = None, skip: Tensor | None = None, watch: Watch | None = None
@@ -329,7 +329,7 @@ class MixedPrecisionOptimizer:
         assert skip is None or self.skips_on_device
         assert factor is None or self.takes_factor
         for update, optimizer in self._optimizers:
-            if isinstance(optimizer, FusedAdamW):
+            if isinstance(optimizer, FusedOptimizer):
                 optimizer.count, optimizer.factor, optimizer.skip = self._step_count + 1, factor, skip
             elif skip is not None:
                 optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
@@ -394,9 +394,10 @@ class MixedPrecisionOptimizer:
         """Decrement the step count, because the device has skipped the last step."""
         self._step_count -= 1
 
-    def _stored_state(self, master: Tensor, update: Update) -> dict[str, Tensor]:
-        """Return the live tensors that `FusedAdamW` updates."""
-        state, remainder = self._live_moments(master, update), self.storage[master].get("master")
+    def _stored_state(self, master: Tensor, update: Update) -> dict[str, StateStorage | Tensor]:
+        """Return the state that `FusedOptimizer` updates."""
+        remainder = self.storage[master].get("master")
+        state: dict[str, StateStorage | Tensor] = {key: self.storage[master][key] for key in update.moments}
         if isinstance(remainder, RemainderStorage):
             shard = self._shard_of[master]
             return state | {PARAM: shard.view(shard.param.detach()), REMAINDER: remainder.tensors[0]}
