@@ -37,6 +37,12 @@ The first steps run eagerly, because compiling kernels, timing algorithms, openi
 handles cannot happen during a capture. Autograd's leaf nodes remember the stream on which they were created. They are
 freed with each step, so a capture, which runs on a separate stream, creates new leaf nodes.
 
+*Many micro-batches.* The driver holds every recorded launch in device memory, and recording takes as long as an eager
+step. A graph of 64 micro-batches of Qwen3-30B-A3B (48 layers) does not fit beside the model. If a step has more than
+`MOST_BLOCKS` blocks, counted in each micro-batch, it is therefore recorded in three parts: its first two micro-batches,
+two micro-batches in the middle, which are replayed as often as needed, and the last ones, whose backward passes reduce
+the gradients. This requires that no activation is alive between two parts, so pipelines have one graph.
+
 *Memory.* All graphs share one memory pool, because they never run at the same time. The pool permanently holds the peak
 memory of an eager step. Before anything runs eagerly, the graphs are dropped and their memory is freed, so a rank never
 holds both.
@@ -48,9 +54,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -61,6 +69,8 @@ from megafp8.linear.capture import Capture, CudaCapture
 from megafp8.training import fp8_config
 
 logger = logging.getLogger(__name__)
+MOST_BLOCKS = 512
+"""Largest number of blocks, counted in each micro-batch, of a step that is recorded in one graph."""
 EAGER_STEPS = 2
 """Number of eager steps before a capture. Delayed scales, and the kernels that use them, exist from the second step."""
 
@@ -82,6 +92,43 @@ def describe(reason: str) -> str:
     return f"CUDA graphs: not used: {reason}" if reason else "CUDA graphs: forward and backward passes are replayed"
 
 
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """Part of the work of a step, recorded in its own graph.
+
+    Args:
+        name: Name of the part. Parts with equal names and shapes of micro-batches share a graph.
+        work: Function from micro-batches on the device to tensors in any structure. Every call with the same name of
+            work and part must pass the same function.
+        microbatches: Micro-batches in host memory.
+    """
+
+    name: str
+    work: Callable[[Sequence[Batch]], T]
+    microbatches: Sequence[Batch]
+
+    @property
+    def shapes(self) -> Hashable:
+        """Shapes of all tensors of the micro-batches."""
+        return tuple(x.shape for batch in self.microbatches for x in batch.tensors)
+
+
+def in_parts(microbatches: Sequence[Batch], work: Callable[..., T]) -> list[Part[T]]:
+    """Divide the micro-batches of a step, four or more, into parts of an even number. The last part may have one more.
+
+    `work` takes micro-batches and the keywords `first` and `last`, which say whether they begin or end the step.
+    """
+    *pairs, last = [microbatches[i : i + 2] for i in range(0, len(microbatches) - 1, 2)]
+    if len(microbatches) % 2:
+        last = [*last, microbatches[-1]]
+    first, *middle = pairs
+    return [
+        Part("first", partial(work, last=False), first),
+        *[Part("middle", partial(work, first=False, last=False), pair) for pair in middle],
+        Part("last", partial(work, first=False), last),
+    ]
+
+
 class Graphs:
     """CUDA graphs of a rank's repeated work, such as the passes of a step: first eager, then captured and replayed.
 
@@ -95,46 +142,54 @@ class Graphs:
         self._inputs: dict[Hashable, list[Batch]] = {}
         self._replays: dict[Hashable, Callable[[], Any]] = {}
 
-    def run(
+    def run(self, name: str, work: Callable[[Sequence[Batch]], T], microbatches: Sequence[Batch], **options: Any) -> T:
+        """Run `work` on micro-batches and return its result. The arguments are those of `run_parts` and `Part`."""
+        (result,) = self.run_parts(name, [Part("whole", work, microbatches)], **options)
+        return result
+
+    def run_parts(
         self,
         name: str,
-        work: Callable[[Sequence[Batch]], T],
-        microbatches: Sequence[Batch],
+        parts: Sequence[Part[T]],
         *,
         eager_runs: int = 1,
         before_capture: Callable[[], None] = lambda: None,
         capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> T:
-        """Run `work` on micro-batches and return its result, eagerly or by replaying a graph.
+    ) -> Iterator[T]:
+        """Run parts of work in turn and yield their results: all eagerly, or all by replaying graphs.
 
-        The call does not wait for the device. The tensors that a replay returns are in the graph's memory: use or copy
-        them before the next call.
+        The iterator does not wait for the device. The tensors that a replay returns are in the graph's memory: use or
+        copy them before the next part or call.
 
         Args:
             name: Name of the kind of work.
-            work: Function from micro-batches on the device to tensors in any structure. Every call with the same
-                `name` must pass the same function.
-            microbatches: Micro-batches in host memory.
+            parts: Parts of the work.
             eager_runs: Number of eager runs before the capture.
             before_capture: Function that ends the work of other threads on the device, which could break a capture.
-            capturing: Function that returns a context in which the capture runs.
+            capturing: Function that returns a context in which a capture runs.
         """
-        kind = (name, tuple(x.shape for batch in microbatches for x in batch.tensors))
-        if self._eager_runs.setdefault(kind, 0) < eager_runs:
+        kind = (name, tuple(part.shapes for part in parts))
+        eager = self._eager_runs.setdefault(kind, 0) < eager_runs
+        if eager:
             self._eager_runs[kind] += 1
             self.drop()
-            return work([batch.to(self.device) for batch in microbatches])
-        if kind not in self._inputs:
-            on_device = [batch.map(lambda x: torch.empty_like(x, device=self.device)) for batch in microbatches]
-            self._inputs[kind] = on_device
-        for buffers, batch in zip(self._inputs[kind], microbatches, strict=True):
-            for buffer, x in zip(buffers.tensors, batch.tensors, strict=True):
-                buffer.copy_(x, non_blocking=True)
-        if kind not in self._replays:
-            before_capture()
-            with capturing():
-                self._replays[kind] = self._record(name, work, self._inputs[kind])
-        return self._replays[kind]()
+        for part in parts:
+            if eager:
+                yield part.work([batch.to(self.device) for batch in part.microbatches])
+                continue
+            key = (name, part.name, part.shapes)
+            if key not in self._inputs:
+                self._inputs[key] = [
+                    batch.map(lambda x: torch.empty_like(x, device=self.device)) for batch in part.microbatches
+                ]
+            for buffers, batch in zip(self._inputs[key], part.microbatches, strict=True):
+                for buffer, x in zip(buffers.tensors, batch.tensors, strict=True):
+                    buffer.copy_(x, non_blocking=True)
+            if key not in self._replays:
+                before_capture()
+                with capturing():
+                    self._replays[key] = self._record(name, part.work, self._inputs[key])
+            yield self._replays[key]()
 
     def drop(self) -> None:
         """Free all graphs and their memory. Later steps capture new graphs."""

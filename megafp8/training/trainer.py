@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -45,8 +46,9 @@ from megafp8.parallel.pipeline.simulate import Timeline
 from megafp8.parallel.pipeline.trace import Stopwatch
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.lora import without_adapters
+from megafp8.training import cuda_graphs
 from megafp8.training.auto_filter import FilterChoice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, why_not
+from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, Part, in_parts, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
@@ -468,14 +470,32 @@ class RankTrainer:
         """Replay the passes of a step from their CUDA graph, after capturing the graph if it does not exist yet."""
         assert self.graphs is not None
         self.strategy.invalidate()  # a graph gathers weights in every replay, so the capture must gather them too
-        return self.graphs.run(
+        run = partial(
+            self.graphs.run_parts,
             "sampled step" if sampled else "step",
-            self.run_passes,
-            batches,
             eager_runs=1 if sampled else EAGER_STEPS,
             before_capture=before_capture,
             capturing=self.row_bound.fixed,
         )
+        if not self._is_divided(batches):
+            return next(run([Part("whole", self.run_passes, batches)]))
+        results: list[Passes] = []
+        for passes in run(in_parts(batches, self.run_passes)):
+            results.append(passes._replace(report=passes.report.clone()))
+            # The sum waits for all ranks, as after a step: the next replay may write what others still read.
+            self._total(passes.report)
+        return results[0]._replace(report=torch.stack([passes.report for passes in results]).sum(dim=0))
+
+    def _is_divided(self, batches: Sequence[Batch]) -> bool:
+        """Return whether the passes of a step are recorded in several graphs.
+
+        Not divided are pipelines, FSDP, which sums the gradients of all micro-batches before it reduces them, and masks
+        with auxiliary losses, which count the tokens of all micro-batches.
+        """
+        blocks = sum(len(stage.blocks) for stage in self.stages) * len(batches)
+        alone = self.parallel.pipeline.size == len(self.stages) == 1 and not self.config.parallel.fsdp
+        counts_tokens = self._has_auxiliary_loss and self._varies(batches)
+        return alone and not counts_tokens and len(batches) >= 4 and blocks > cuda_graphs.MOST_BLOCKS
 
     def local_passes(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
         """Run the passes of `step`, counted from 0, but do not reduce the gradients and do not update the weights.
@@ -507,28 +527,35 @@ class RankTrainer:
         return True
 
     def run_passes(
-        self, batches: Sequence[Batch], stopwatch: Stopwatch | None = None, *, reduce: bool = True
+        self,
+        batches: Sequence[Batch],
+        stopwatch: Stopwatch | None = None,
+        *,
+        first: bool = True,
+        last: bool = True,
+        reduce: bool = True,
     ) -> Passes:
         """Zero the gradients, run all micro-batches, and reduce over data-parallel ranks. Collective.
 
         Args:
             batches: Micro-batches `[b, s]` of this data-parallel rank, on the device.
             stopwatch: Stopwatch that times every action of the pipeline, or None.
+            first: Whether these are the first micro-batches of the step. Otherwise nothing is zeroed.
+            last: Whether these are the last micro-batches of the step. Otherwise nothing is reduced.
             reduce: Whether to sum the gradients over data-parallel ranks.
         """
         shards = self._with_reference(self._own_tokens(batches))
-        self._begin_passes()
-        self._set_auxiliary_loss_grad(batches)
-        self.strategy.gather()
-        if reduce and self.config.parallel.overlap_grad_reduce:
+        if first:
+            self._begin_passes()
+            self._set_auxiliary_loss_grad(batches)
+            self.strategy.gather()
+        if last and reduce and self.config.parallel.overlap_grad_reduce:
             self.strategy.start_overlap(len(batches))
         actions = self._plan_of(batches).train[self.parallel.pipeline.rank]
         reports = self.engine.run(actions, self.stage_functions, shards, backward=True, stopwatch=stopwatch)
         self.strategy.wait()
-        if reduce:
-            self.strategy.finish()
-        else:
-            self.strategy.complete()
+        if last:
+            self.strategy.finish() if reduce else self.strategy.complete()
         recorder = self.fp8.recorder
         return Passes(self._sum(reports), {} if recorder is None else recorder.observed)
 

@@ -110,9 +110,9 @@ class RerunGraphs(Graphs):
         self.rerun = RerunCapture()
         super().__init__(torch.device("cpu"), new_capture=lambda: self.rerun)
 
-    def run(self, *args: Any, **options: Any) -> Any:
+    def run_parts(self, *args: Any, **options: Any) -> Any:
         self.rerun.capturing = options.pop("capturing")
-        return super().run(*args, **options | {"eager_runs": 1})
+        return super().run_parts(*args, **options | {"eager_runs": 1})
 
 
 def check_config(config: Config, ranks: int) -> None:

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,13 +26,29 @@ from megafp8.parallel.parallel_state import (
     initialize_model_parallel,
 )
 from megafp8.parallel.pipeline.engine import StageOutput
+from megafp8.training import cuda_graphs
 from megafp8.training.cuda_graphs import Graphs
 from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import choose_device
 from tests.marks import slow_but
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config, config_of
-from tests.training.runs import Curve, LoggedCapture, RerunGraphs, Runs, batches, start, steps_of
+from tests.training.runs import (
+    Curve,
+    LoggedCapture,
+    Outcome,
+    RankResult,
+    RerunGraphs,
+    Runs,
+    _train,
+    batches,
+    result_of,
+    start,
+    steps_of,
+)
+from tests.training.runs import (
+    train as train_steps,
+)
 from tests.world import World
 
 # --- with a stand-in for CUDA ----------------------------------------------------------------------------------------
@@ -82,6 +99,52 @@ def test_replayed_and_eager_steps_are_the_same(runs: Runs, preset: Preset) -> No
     assert replayed.state == eager.state
     assert len(set(eager.curve)) == len(eager.curve), "the batches of two steps were the same"
     assert all((rank["captures"], rank["replays"]) == CASES[preset] for rank in replayed.elements)
+
+
+def _train_in_parts(settings: Config) -> tuple[RankResult, list[str]]:
+    """Train with a graph for each part of a step, and return the names of the replayed graphs, too."""
+    with patch.object(cuda_graphs, "MOST_BLOCKS", 1):
+        trainer, parallel = start(settings)
+        names: list[str] = []
+        if trainer.graphs is not None:
+            record = trainer.graphs._record
+
+            def named(name: str, work: Any, inputs: Any) -> Callable[[], Any]:
+                names.append(f"{name}, {len(inputs)}, {sorted(getattr(work, 'keywords', {}))}")
+                return record(name, work, inputs)
+
+            trainer.graphs._record = named  # type: ignore[method-assign]
+        return result_of(trainer, train_steps(trainer, parallel, 4)), names
+
+
+@pytest.mark.parametrize(
+    ("preset", "samples"),
+    slow_but(
+        [
+            (DELAYED | REPORT_2, 9),
+            (MOE | BF16 | DP2 | EP2, 10),
+            (DP2 | ZERO | DELAYED | FP8_GATHER, 8),
+            (DP2 | LATE_REDUCE, 12),
+            (TP2 | DELAYED, 7),
+            (DOCUMENTS | GPT2, 8),
+        ],
+        (DELAYED | REPORT_2, 9),
+        (MOE | BF16 | DP2 | EP2, 10),
+    ),
+)
+def test_a_step_in_parts_is_an_eager_step(world4: World, preset: Preset, samples: int) -> None:
+    settings = config_of(preset, training={"global_batch_size": samples})
+    eager = Outcome.of(world4.run(_train, settings, 4, ranks=preset.ranks))
+    with_graphs = settings.model_copy(update={"training": settings.training.model_copy(update={"cuda_graphs": True})})
+    found = world4.run(_train_in_parts, with_graphs, ranks=preset.ranks)
+    replayed = Outcome.of([result for result, _ in found])
+    for ours, theirs in zip(replayed.curve, eager.curve, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-14), "losses are summed in another order"
+    assert replayed.state == eager.state
+    assert replayed.records == eager.records
+    each = samples // (2 if DP2 in preset else 1)
+    kinds = [f"step, {n}, {names}" for n, names in ((2, ["last"]), (2, ["first", "last"]), (2 + each % 2, ["first"]))]
+    assert all(names[:3] == kinds or each < 6 for _, names in found)
 
 
 def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
