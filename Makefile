@@ -12,6 +12,9 @@ comma := ,
 # Errors only: pip's exit code decides, so nothing is piped through a filter. Modules are compiled when first imported.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
 
+# Tests and training start many processes. Without cached bytecode, each of them would compile torch and the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-slow test-docs test-gpu quickstart docs lint format clean
 
