@@ -1,4 +1,4 @@
-"""AdamW: our kernel on GPUs, PyTorch's on CPUs, or NVIDIA apex's `FusedAdam` if it is installed."""
+"""AdamW: our kernel on GPUs, PyTorch's on CPUs, or NVIDIA apex's `FusedAdam` for fp32 state if it is installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class AdamW(Update):
     def describe(self, device: torch.device, *, stored: bool) -> str:
         """Return the implementation and the reason for its choice, for the log."""
         if stored:
-            return f"AdamW in one pass over stored state: {_apex_fused_adam()[1]}"
+            apex_class, reason = _apex_fused_adam()
+            return f"AdamW in one pass over memory: {reason if apex_class is None else 'apex requires fp32 state'}"
         return choose_adam(device)[1]
 
 
