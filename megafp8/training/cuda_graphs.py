@@ -41,7 +41,8 @@ freed with each step, so a capture, which runs on a separate stream, creates new
 step. A graph of 64 micro-batches of Qwen3-30B-A3B (48 layers) does not fit beside the model. If a step has more than
 `MOST_BLOCKS` blocks, counted in each micro-batch, it is therefore recorded in three parts: its first two micro-batches,
 two micro-batches in the middle, which are replayed as often as needed, and the last ones, whose backward passes reduce
-the gradients. This requires that no activation is alive between two parts, so pipelines have one graph.
+the gradients. An evaluation is divided likewise. No activation may be alive between two parts, so pipelines have one
+graph.
 
 *Memory.* All graphs share one memory pool, because they never run at the same time. The pool permanently holds the peak
 memory of an eager step. Before anything runs eagerly, the graphs are dropped and their memory is freed, so a rank never

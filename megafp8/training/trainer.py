@@ -16,8 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +59,7 @@ from megafp8.training.pipeline import PipelinePlan, plan_pipeline
 from megafp8.training.qk_clip import QkClip
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Passes(NamedTuple):
@@ -76,6 +76,11 @@ class Passes(NamedTuple):
     report: Tensor
     statistics: Statistics
     amaxes: Sequence[Tensor] = ()
+
+
+def _sum_of(reports: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the reports of parts."""
+    return reports[0] if len(reports) == 1 else torch.stack(list(reports)).sum(dim=0)
 
 
 class RankTrainer:
@@ -470,24 +475,33 @@ class RankTrainer:
         """Replay the passes of a step from their CUDA graph, after capturing the graph if it does not exist yet."""
         assert self.graphs is not None
         self.strategy.invalidate()  # a graph gathers weights in every replay, so the capture must gather them too
-        run = partial(
-            self.graphs.run_parts,
+        results: list[Passes] = []
+        for passes in self.graphs.run_parts(
             "sampled step" if sampled else "step",
+            self._parts(batches, self.run_passes),
             eager_runs=1 if sampled else EAGER_STEPS,
             before_capture=before_capture,
             capturing=self.row_bound.fixed,
-        )
+        ):
+            results.append(passes._replace(report=self._kept(passes.report, batches)))
+        return results[0]._replace(report=_sum_of([passes.report for passes in results]))
+
+    def _parts(self, batches: Sequence[Batch], work: Callable[..., T]) -> list[Part[T]]:
+        """Return the parts of a step or evaluation, each of which has a graph."""
+        return in_parts(batches, work) if self._is_divided(batches) else [Part("whole", work, batches)]
+
+    def _kept(self, report: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """Return the report of a part, and let the next part begin once all ranks have finished this one.
+
+        The next replay may overwrite the report, and exchange buffers that other ranks still read (`_total`).
+        """
         if not self._is_divided(batches):
-            return next(run([Part("whole", self.run_passes, batches)]))
-        results: list[Passes] = []
-        for passes in run(in_parts(batches, self.run_passes)):
-            results.append(passes._replace(report=passes.report.clone()))
-            # The sum waits for all ranks, as after a step: the next replay may write what others still read.
-            self._total(passes.report)
-        return results[0]._replace(report=torch.stack([passes.report for passes in results]).sum(dim=0))
+            return report
+        self._total(report)
+        return report.clone()
 
     def _is_divided(self, batches: Sequence[Batch]) -> bool:
-        """Return whether the passes of a step are recorded in several graphs.
+        """Return whether the passes of a step or evaluation are recorded in several graphs.
 
         Not divided are pipelines, FSDP, which sums the gradients of all micro-batches before it reduces them, and masks
         with auxiliary losses, which count the tokens of all micro-batches.
@@ -631,17 +645,23 @@ class RankTrainer:
         else:
             self.strategy.wait()  # a graph cannot wait for a gather that began outside it
             self.fp8.forget_weights()  # a graph makes its own FP8 copies and leaves them in its memory
-            report = self.graphs.run(
-                "evaluation", self._forward_only, self._with_room(batches), capturing=self.row_bound.fixed
+            batches = self._with_room(batches)
+            reports = self.graphs.run_parts(
+                "evaluation", self._parts(batches, self._forward_only), capturing=self.row_bound.fixed
             )
+            report = _sum_of([self._kept(report, batches) for report in reports])
             self.fp8.forget_weights()
         total = self._total(report).cpu()
         return self.evaluate(batches) if self._exceeded(total) else self._loss.mean(total.tolist()[:-1])
 
-    def _forward_only(self, batches: Sequence[Batch]) -> Tensor:
-        """Run all micro-batches `[b, s]`, which are on the device, forward only, and return this rank's report."""
-        self.row_bound.exceeded.zero_()
-        self.strategy.gather()
+    def _forward_only(self, batches: Sequence[Batch], *, first: bool = True, last: bool = True) -> Tensor:
+        """Run all micro-batches `[b, s]`, which are on the device, forward only, and return this rank's report.
+
+        `first` and `last` say whether they begin or end an evaluation.
+        """
+        if first:
+            self.row_bound.exceeded.zero_()
+            self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
         shards = self._with_reference(self._own_tokens(batches))
         with self.fp8.recording(False):

@@ -40,7 +40,6 @@ from tests.training.runs import (
     RankResult,
     RerunGraphs,
     Runs,
-    _train,
     batches,
     result_of,
     start,
@@ -102,7 +101,7 @@ def test_replayed_and_eager_steps_are_the_same(runs: Runs, preset: Preset) -> No
 
 
 def _train_in_parts(settings: Config) -> tuple[RankResult, list[str]]:
-    """Train with a graph for each part of a step, and return the names of the replayed graphs, too."""
+    """Train and evaluate twice, with graphs for each part of a step. Also return the names of the recorded parts."""
     with patch.object(cuda_graphs, "MOST_BLOCKS", 1):
         trainer, parallel = start(settings)
         names: list[str] = []
@@ -114,7 +113,9 @@ def _train_in_parts(settings: Config) -> tuple[RankResult, list[str]]:
                 return record(name, work, inputs)
 
             trainer.graphs._record = named  # type: ignore[method-assign]
-        return result_of(trainer, train_steps(trainer, parallel, 4)), names
+        curve = train_steps(trainer, parallel, 4)
+        evaluations = [trainer.evaluate(batches(step, settings, parallel)) for step in (7, 8)]
+        return result_of(trainer, [*curve, *((x.mean, x.tokens) for x in evaluations)]), names
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def _train_in_parts(settings: Config) -> tuple[RankResult, list[str]]:
 )
 def test_a_step_in_parts_is_an_eager_step(world4: World, preset: Preset, samples: int) -> None:
     settings = config_of(preset, training={"global_batch_size": samples})
-    eager = Outcome.of(world4.run(_train, settings, 4, ranks=preset.ranks))
+    eager = Outcome.of([result for result, _ in world4.run(_train_in_parts, settings, ranks=preset.ranks)])
     with_graphs = settings.model_copy(update={"training": settings.training.model_copy(update={"cuda_graphs": True})})
     found = world4.run(_train_in_parts, with_graphs, ranks=preset.ranks)
     replayed = Outcome.of([result for result, _ in found])
@@ -143,8 +144,10 @@ def test_a_step_in_parts_is_an_eager_step(world4: World, preset: Preset, samples
     assert replayed.state == eager.state
     assert replayed.records == eager.records
     each = samples // (2 if DP2 in preset else 1)
-    kinds = [f"step, {n}, {names}" for n, names in ((2, ["last"]), (2, ["first", "last"]), (2 + each % 2, ["first"]))]
-    assert all(names[:3] == kinds or each < 6 for _, names in found)
+    parts = [(2, ["last"]), (2, ["first", "last"]), (2 + each % 2, ["first"])]
+    for kind in ("step", "evaluation"):
+        for _, names in found:
+            assert [f"{kind}, {n}, {keywords}" in names for n, keywords in parts] == [True, each > 5, True]
 
 
 def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
