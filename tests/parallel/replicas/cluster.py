@@ -13,15 +13,15 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
-from tests.quickstart_data import ROOT
+from tools import lighthouse
 
 TOKEN = "a token of tests, not of users"
 SLOW_SECONDS = 6.0
@@ -42,17 +42,6 @@ SMALL = [
     "resilience.straggler_interval=0",
     f"training.consistency_check_interval={CHECK_INTERVAL}",
 ]
-
-
-def start_lighthouse(folder: Path, min_replicas: int, address: str = "") -> tuple[subprocess.Popen[bytes], str]:
-    """A lighthouse process, and its address."""
-    address = address or f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "megafp8", "lighthouse", "--bind", address, "--min", str(min_replicas)]
-    command += ["--join-seconds", "5", "--heartbeat-seconds", "1"]
-    with (folder / "lighthouse.log").open("ab") as log:
-        environment = os.environ | {"MEGAFP8_LIGHTHOUSE_TOKEN": TOKEN}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-    return process, address
 
 
 def fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
@@ -90,6 +79,7 @@ def fork(action: Callable[[], int], log: Path, end_with_parent: bool) -> int:
 
 def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
     """Let this process write down its steps. `delay`: seconds that each step takes longer."""
+    from megafp8.training import job
     from megafp8.training.replicas.job import ReplicaJob
     from megafp8.training.replicas.trainer import ReplicaTrainer
 
@@ -125,6 +115,7 @@ def audit(folder: Path, replica: int, rank: int, delay: float = 0.0) -> None:
             flip_bit(self.trainer)
         return metrics
 
+    job.plot_loss = lambda *_: None  # each replica would import matplotlib, which takes longer than its steps
     ReplicaTrainer.train_step = step_with_samples  # type: ignore[method-assign]
     ReplicaJob._one_step = audited  # type: ignore[method-assign]
 
@@ -138,6 +129,14 @@ def flip_bit(trainer: Any) -> None:
     master.view(torch.int32)[3] ^= 1 << 20
     if shard.param not in trainer.optimizer.released:
         shard.view(shard.param.detach())[3] = master[3]
+
+
+def run_lighthouse(address: str, min_replicas: int) -> int:
+    """Serve a lighthouse in this process, by its command."""
+    os.environ["MEGAFP8_LIGHTHOUSE_TOKEN"] = TOKEN
+    sys.argv = ["lighthouse", "--bind", address, "--min", str(min_replicas)]
+    sys.argv += ["--join-seconds", "5", "--heartbeat-seconds", "1"]
+    return lighthouse.main()
 
 
 class Cluster:
@@ -171,9 +170,13 @@ class Cluster:
         replicas = f"count: {count}, min: {min_replicas}, exchange_seconds: {exchange_seconds}, start_seconds: 60"
         replicas = f"resilience.replicas={{{replicas}{options and f', {options}'}}}"
         self.arguments = ["--config", "quickstart", *overrides, f"run_dir={folder}", replicas]
-        self._min = min_replicas
-        self.lighthouse, self.address = start_lighthouse(folder, min_replicas)
+        self._min, self.address = min_replicas, f"127.0.0.1:{free_port()}"
         self.agents: dict[int, int] = {}
+        self._start_lighthouse()
+
+    def _start_lighthouse(self) -> None:
+        serve, log = partial(run_lighthouse, self.address, self._min), self.folder / "lighthouse.log"
+        self._lighthouse = fork(serve, log, True)
 
     def start(self, replica: int) -> None:
         """Start the agent of a replica."""
@@ -261,9 +264,13 @@ class Cluster:
 
     def restart_lighthouse(self) -> None:
         """Kill the lighthouse, and start it again at its address."""
-        self.lighthouse.kill()
-        self.lighthouse.wait()
-        self.lighthouse, _ = start_lighthouse(self.folder, self._min, self.address)
+        self._kill_lighthouse()
+        self._start_lighthouse()
+
+    def _kill_lighthouse(self) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._lighthouse, signal.SIGKILL)
+            os.waitpid(self._lighthouse, 0)
 
     def newest(self, replica: int) -> dict[str, Any]:
         """The latest step of a replica; its number is 0 without one."""
@@ -310,5 +317,4 @@ class Cluster:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(agent, 0)
         self.agents.clear()
-        self.lighthouse.kill()
-        self.lighthouse.wait()
+        self._kill_lighthouse()

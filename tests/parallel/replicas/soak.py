@@ -57,8 +57,6 @@ KINDS = {
     "slow_rank": 1,
 }
 """Kinds of faults, and how often each happens."""
-BATCH = 8
-"""Samples of a step, of one a micro-batch."""
 SAVE_INTERVAL = 25
 PATIENCE = 180.0
 
@@ -175,11 +173,12 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def check(cluster: Cluster, data_ranks: int, shrinks: bool) -> tuple[list[dict[str, Any]], int]:
+def check(cluster: Cluster, samples: int, data_ranks: int, shrinks: bool) -> tuple[list[dict[str, Any]], int]:
     """What the run has done step by step, and how many steps were done again by others than those that did them first.
 
     AssertionError if a step is missing, replicas disagree on it, or its samples are not those of its batch, each once.
-    `data_ranks`: ranks of a replica that read samples of their own. `shrinks`: the batch, with the number of members.
+    `samples`: of a step of all replicas. `data_ranks`: ranks of a replica that read samples of their own. `shrinks`:
+    the batch, with the number of members.
     """
     records = {(i, rank): cluster.steps(i, rank) for i in range(cluster.count) for rank in range(cluster.ranks)}
     by_step: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
@@ -194,7 +193,7 @@ def check(cluster: Cluster, data_ranks: int, shrinks: bool) -> tuple[list[dict[s
         count = Counter(_version(x) for *_, x in by_step[step])
         newest = max((x for *_, x in by_step[step]), key=lambda x: (count[_version(x)], x["time"]))
         repeated += len(count) - 1
-        size = BATCH // cluster.count * len(newest["replicas"]) if shrinks else BATCH
+        size = samples // cluster.count * len(newest["replicas"]) if shrinks else samples
         written = {(i, rank): x["samples"] for i, rank, x in by_step[step] if _version(x) == _version(newest)}
         seen: list[int] = []
         for place, i in enumerate(newest["replicas"]):
@@ -249,16 +248,18 @@ def run(
     replicas: int = 4,
     delay: float = 0.0,
     batch: str = "keep",
+    samples: int = 8,
 ) -> dict[str, Any]:
     """Faults of `kinds`, one after the other; returns what was measured, with counts of what must not be.
 
     `delay`: seconds that each step takes longer, for several of these beside each other. `batch`: that of
-    `resilience.replicas`.
+    `resilience.replicas`. `samples`: of a step, of one a micro-batch.
     """
     has_slow = "slow_rank" in kinds
     # A slow rank must be found by the rule, not be lost because it answers late.
     seconds = 2 * SLOW_SECONDS if has_slow else 2.0
-    arguments = [*overrides(data, layout), f"resilience.hang_seconds={4 * seconds:g}"]
+    arguments = [*overrides(data, layout), f"training.global_batch_size={samples}"]
+    arguments += [f"resilience.hang_seconds={4 * seconds:g}"]
     # Cores are shared: only where a rank is made slow on purpose may one be found to be.
     options = f"batch: {batch}, slow_ratio: 4, slow_steps: {3 if has_slow else 0}"
     cluster = Cluster(folder, arguments, replicas, 2, delay=delay, options=options, exchange_seconds=seconds)
@@ -279,7 +280,7 @@ def run(
         cluster.stop()
     finally:
         cluster.kill()
-    steps, repeated = check(cluster, 2 if layout == FSDP2 else 1, batch == "shrink")
+    steps, repeated = check(cluster, samples, 2 if layout == FSDP2 else 1, batch == "shrink")
     members = [x["replicas"] for x in steps[:twin_steps]]
     shrink_from = replicas if batch == "shrink" else None
     config = ["--config", "quickstart", *arguments, f"run_dir={folder / 'twin'}"]
