@@ -28,6 +28,7 @@ from tests.training.runs import Runs
 from tests.world import Ranks, World
 
 torch.set_num_threads(1)
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 # On a busy machine any example may take a second.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
@@ -80,6 +81,17 @@ def _leave_groups() -> Iterator[None]:
     """Destroy the groups of a module that loads models in this process."""
     yield
     destroy_model_parallel()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Compute with one thread, on any core, also after a test whose command has bound this process to cores.
+
+    Threads of several workers would wait for each other: that makes small models ten times as slow.
+    """
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, CORES)
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megafp8.config import model_spec
 from megafp8.conversion.native import NativeSink
@@ -22,15 +19,6 @@ from tests.world import World
 from tools.generate import main
 
 SAMPLED = ["--temperature", "1", "--seed", "3", "--max-tokens", "6", "--device", "cpu", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    """The tool binds its process to cores."""
-    cpus, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    yield
-    os.sched_setaffinity(0, cpus)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
