@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,6 +34,28 @@ if DEVICE == "cpu":
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = _patch_language_once
+
+    # The interpreter needs these two in almost every operation, and makes them from scratch.
+    _numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, dict[str, np.dtype]()
+    _make_block_type, _block_types = tl.block_type.__init__, dict[tuple[Any, ...], dict[str, Any]]()
+
+    def _numpy_dtype_once(dtype: tl.dtype) -> np.dtype:
+        if dtype.name not in _numpy_dtypes:
+            _numpy_dtypes[dtype.name] = _numpy_dtype(dtype)
+        return _numpy_dtypes[dtype.name]
+
+    def _make_block_type_once(self: tl.block_type, element_ty: tl.dtype, shape: Iterable[Any]) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if type(element_ty) is not tl.dtype:  # names of pointers do not have everything
+            _make_block_type(self, element_ty, shape)
+        elif key in _block_types:
+            self.__dict__.update(_block_types[key])
+        else:
+            _make_block_type(self, element_ty, shape)
+            _block_types[key] = self.__dict__.copy()
+
+    interpreter._get_np_dtype = _numpy_dtype_once
+    tl.block_type.__init__ = _make_block_type_once
 
 
 def noise(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
