@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ if DEVICE == "cpu":
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = _patch_language_once
+
+    # It computes whether integers overflow in each operation, and drops the answer, because its option `debug` is off.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
     # The interpreter needs these two in almost every operation, and makes them from scratch.
     _numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, dict[str, np.dtype]()
