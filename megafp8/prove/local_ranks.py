@@ -37,7 +37,7 @@ _LEAVE = "leave"
 """Message to the ranks of a call once all of them have answered."""
 _DIED = "process died"
 _FROZEN: list[None] = []
-"""Object that collections skip as long as those of a rank are frozen. To count frozen objects takes 10 ms or more."""
+"""Object that garbage collection skips while the objects of a rank are frozen. Counting frozen objects takes 10 ms."""
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
