@@ -41,7 +41,7 @@ $(VENV)/.runtime: pyproject.toml
 	$(call install,$(RUN_PACKAGE))
 	@touch $@
 
-test: venv lint  ## lint and the CPU suite (10 to 15 minutes on 2 cores)
+test: venv lint  ## lint and the CPU suite (about 17 minutes on 2 cores)
 	$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: venv  ## the tests too slow for every change
