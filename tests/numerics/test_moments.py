@@ -16,12 +16,12 @@ FORMATS = {"first": FIRST, "second": SECOND}
 
 
 def random_bits(n: int, seed: int) -> Tensor:
-    """Noise in [0, 1) with 16 bits."""
+    """Return noise in [0, 1) with 16 bits."""
     return torch.randint(1 << 16, (n,), generator=torch.Generator().manual_seed(seed)) / 2**16
 
 
 def once(x: Tensor, fmt: MomentFormat, seed: int) -> Tensor:
-    """x, encoded and decoded."""
+    """Return x after encoding and decoding."""
     return decode(*encode(x, fmt, random_bits(len(x), seed)), fmt)
 
 
@@ -42,7 +42,7 @@ def sample(fmt: MomentFormat, n: int) -> Tensor:
 
 
 def rounded(x: np.ndarray, fmt: MomentFormat, noise: np.ndarray) -> np.ndarray:
-    """One block, rounded to the grid: up where the noise and the fraction of the step add up to 1 or more."""
+    """Round one block to the grid: up if the noise and the fraction of the step add up to 1 or more."""
     values = grid(fmt)
     scale_inv = 2.0 ** max(-100, math.ceil(math.log2(np.abs(x).max() / values[-1])))
     below = np.searchsorted(values, np.abs(x) / scale_inv, side="right") - 1
