@@ -125,88 +125,53 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _load_first(row, at_p, inside_p, block_q, inside_q, FP8: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the first moment in fp32 (`moments.decode`)."""
-    stored_p = tl.load(_tensor(row, _FIRST, MOMENT, ALIGNED) + at_p, mask=inside_p, other=0)
+def _load_moment(row, at_p, inside_p, block_q, inside_q, IS_SECOND: tl.constexpr, FP8: tl.constexpr,
+                 MOMENT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """Return the first or second moment in fp32 (`moments.decode`)."""
+    moment_n = _tensor(row, _SECOND if IS_SECOND else _FIRST, MOMENT, ALIGNED)
+    stored_p = tl.load(moment_n + at_p, mask=inside_p, other=0)
     if FP8:
+        exponent_b = _tensor(row, _SECOND_EXPONENT if IS_SECOND else _FIRST_EXPONENT, tl.int8, ALIGNED)
+        MIN_EXPONENT: tl.constexpr = _SECOND_MIN if IS_SECOND else _FIRST_MIN
+        NAN: tl.constexpr = _SECOND_NAN if IS_SECOND else _FIRST_NAN
         data_p = stored_p.to(tl.int32)
-        size_p = _decode(data_p & 0x7F, row, _FIRST_EXPONENT, block_q, inside_q, _FIRST_MIN, _FIRST_NAN, ALIGNED)
-        first_p = tl.where(data_p >= 0x80, -size_p, size_p)
+        size_p = data_p if IS_SECOND else data_p & 0x7F
+        exponent_q = tl.load(exponent_b + block_q, mask=inside_q, other=0).to(tl.int32)
+        normal_p = ((size_p << 20) + ((126 + MIN_EXPONENT) << 23)).to(tl.float32, bitcast=True)
+        value_p = tl.where(size_p < 8, size_p.to(tl.float32) * 2.0 ** (MIN_EXPONENT - 3), normal_p)
+        moment_p = tl.where(size_p == NAN, float("nan"), value_p) * _power_of_two(exponent_q)[:, None]
+        if not IS_SECOND:
+            moment_p = tl.where(data_p >= 0x80, -moment_p, moment_p)
     else:
-        first_p = stored_p.to(tl.float32)
-    return first_p
+        moment_p = stored_p.to(tl.float32)
+    return moment_p
 
 
 @triton.jit
-def _load_second(row, at_p, inside_p, block_q, inside_q, FP8: tl.constexpr, MOMENT: tl.constexpr,
-                 ALIGNED: tl.constexpr):  # fmt: skip
-    """Return the second moment in fp32 (`moments.decode`)."""
-    stored_p = tl.load(_tensor(row, _SECOND, MOMENT, ALIGNED) + at_p, mask=inside_p, other=0)
+def _store_moment(x_p, word_p, row, at_p, inside_p, block_q, inside_q, IS_SECOND: tl.constexpr, FP8: tl.constexpr,
+                  MOMENT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """Store the first or second moment (`moments.encode`), rounded with its half of a random word for each element."""
     if FP8:
-        second_p = _decode(
-            stored_p.to(tl.int32), row, _SECOND_EXPONENT, block_q, inside_q, _SECOND_MIN, _SECOND_NAN, ALIGNED
-        )  # fmt: skip
-    else:
-        second_p = stored_p.to(tl.float32)
-    return second_p
-
-
-@triton.jit
-def _decode(data_p, row, exponents: tl.constexpr, block_q, inside_q, MIN_EXPONENT: tl.constexpr, NAN: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
-    """Return the values of FP8 data without signs."""
-    exponent_q = tl.load(_tensor(row, exponents, tl.int8, ALIGNED) + block_q, mask=inside_q, other=0).to(tl.int32)
-    normal_p = ((data_p << 20) + ((126 + MIN_EXPONENT) << 23)).to(tl.float32, bitcast=True)
-    value_p = tl.where(data_p < 8, data_p.to(tl.float32) * 2.0 ** (MIN_EXPONENT - 3), normal_p)
-    return tl.where(data_p == NAN, float("nan"), value_p) * _power_of_two(exponent_q)[:, None]
-
-
-@triton.jit
-def _store_first(x_p, word_p, row, at_p, inside_p, block_q, inside_q, FP8: tl.constexpr, MOMENT: tl.constexpr,
-                 ALIGNED: tl.constexpr):  # fmt: skip
-    """Store the first moment (`moments.encode`)."""
-    if FP8:
+        exponent_b = _tensor(row, _SECOND_EXPONENT if IS_SECOND else _FIRST_EXPONENT, tl.int8, ALIGNED)
+        LARGEST: tl.constexpr = _SECOND_LARGEST if IS_SECOND else _FIRST_LARGEST
+        MIN_EXPONENT: tl.constexpr = _SECOND_MIN if IS_SECOND else _FIRST_MIN
+        half_p = (word_p >> 16) & 0xFFFF if IS_SECOND else word_p & 0xFFFF
         bits_p = magnitude_bits(x_p)
-        steps_p, first_step_p = _steps(
-            bits_p, word_p & 0xFFFF, row, _FIRST_EXPONENT, block_q, inside_q, _FIRST_LARGEST, _FIRST_MIN, ALIGNED
-        )  # fmt: skip
-        sign_p = (x_p.to(tl.int32, bitcast=True) >> 24) & 0x80
-        stored_p = tl.where(bits_p < 0x7F800000, first_step_p + steps_p | sign_p, _FIRST_NAN)
+        exponent_q = tl.maximum((tl.max(bits_p, axis=1) - LARGEST + 0x7FFFFF) >> 23, _LOWEST)
+        tl.store(exponent_b + block_q, exponent_q.to(tl.int8), mask=inside_q)
+        y_p = bits_p.to(tl.float32, bitcast=True) * _power_of_two(-exponent_q)[:, None]
+        binade_p = tl.maximum((y_p.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
+        steps_p = (y_p * _power_of_two(3 - binade_p) + half_p.to(tl.float32) * 2.0**-16).to(tl.int32)
+        if IS_SECOND:
+            steps_p = tl.where((steps_p == 0) & (x_p > 0), 1, steps_p)
+        stored_p = ((binade_p - MIN_EXPONENT) << 3) + steps_p
+        if not IS_SECOND:
+            stored_p = stored_p | ((x_p.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        stored_p = tl.where(bits_p < 0x7F800000, stored_p, _SECOND_NAN if IS_SECOND else _FIRST_NAN)
     else:
         stored_p = x_p
-    tl.store(_tensor(row, _FIRST, MOMENT, ALIGNED) + at_p, stored_p.to(MOMENT), mask=inside_p)
-
-
-@triton.jit
-def _store_second(x_p, word_p, row, at_p, inside_p, block_q, inside_q, FP8: tl.constexpr, MOMENT: tl.constexpr,
-                  ALIGNED: tl.constexpr):  # fmt: skip
-    """Store the second moment (`moments.encode`)."""
-    if FP8:
-        bits_p = magnitude_bits(x_p)
-        steps_p, first_step_p = _steps(
-            bits_p, (word_p >> 16) & 0xFFFF, row, _SECOND_EXPONENT, block_q, inside_q, _SECOND_LARGEST, _SECOND_MIN,
-            ALIGNED,
-        )  # fmt: skip
-        steps_p = tl.where((steps_p == 0) & (x_p > 0), 1, steps_p)
-        stored_p = tl.where(bits_p < 0x7F800000, first_step_p + steps_p, _SECOND_NAN)
-    else:
-        stored_p = x_p
-    tl.store(_tensor(row, _SECOND, MOMENT, ALIGNED) + at_p, stored_p.to(MOMENT), mask=inside_p)
-
-
-@triton.jit
-def _steps(bits_p, half_p, row, exponents: tl.constexpr, block_q, inside_q, LARGEST: tl.constexpr,
-           MIN_EXPONENT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """Store the exponents of the blocks' scales, and round magnitudes, given as bits, with 16 random bits each.
-
-    Return the number of steps of each value in its binade, and the number of steps below the binade.
-    """
-    exponent_q = tl.maximum((tl.max(bits_p, axis=1) - LARGEST + 0x7FFFFF) >> 23, _LOWEST)
-    tl.store(_tensor(row, exponents, tl.int8, ALIGNED) + block_q, exponent_q.to(tl.int8), mask=inside_q)
-    y_p = bits_p.to(tl.float32, bitcast=True) * _power_of_two(-exponent_q)[:, None]
-    binade_p = tl.maximum((y_p.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
-    steps_p = (y_p * _power_of_two(3 - binade_p) + half_p.to(tl.float32) * 2.0**-16).to(tl.int32)
-    return steps_p, (binade_p - MIN_EXPONENT) << 3
+    moment_n = _tensor(row, _SECOND if IS_SECOND else _FIRST, MOMENT, ALIGNED)
+    tl.store(moment_n + at_p, stored_p.to(MOMENT), mask=inside_p)
 
 
 @triton.jit
@@ -275,15 +240,15 @@ def adamw_kernel(table_t, tensor_c, factor, skip, shrink, rate, beta1, beta2, ro
     """
     row, at_p, inside_p, block_q, inside_q = _elements(table_t, tensor_c, skip, FP8, ALIGNED, CHUNK)
     gradient_p = _load_gradient(row, factor, at_p, inside_p, ALIGNED)
-    first_p = _load_first(row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
-    second_p = _load_second(row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
+    first_p = _load_moment(row, at_p, inside_p, block_q, inside_q, False, FP8, MOMENT, ALIGNED)
+    second_p = _load_moment(row, at_p, inside_p, block_q, inside_q, True, FP8, MOMENT, ALIGNED)
     master_p = _load_master(row, at_p, inside_p, REMAINDER, ALIGNED)
     first_p += (1.0 - beta1) * (gradient_p - first_p)
     second_p = beta2 * second_p + (1.0 - beta2) * gradient_p * gradient_p
     master_p = master_p * shrink - rate * (first_p / (tl.sqrt(second_p) * root2_inv + eps))
     word_p = _noise(row, block_q, noise_step, FP8, CHUNK)
-    _store_first(first_p, word_p, row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
-    _store_second(second_p, word_p, row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
+    _store_moment(first_p, word_p, row, at_p, inside_p, block_q, inside_q, False, FP8, MOMENT, ALIGNED)
+    _store_moment(second_p, word_p, row, at_p, inside_p, block_q, inside_q, True, FP8, MOMENT, ALIGNED)
     _store_master(master_p, row, at_p, inside_p, PARAM, REMAINDER, ALIGNED)
 
 
@@ -294,14 +259,14 @@ def lion_kernel(table_t, tensor_c, factor, skip, shrink, rate, beta1, beta2, noi
     """Update a chunk. `shrink` is 1 - lr · decay, and `rate` is lr."""
     row, at_p, inside_p, block_q, inside_q = _elements(table_t, tensor_c, skip, FP8, ALIGNED, CHUNK)
     gradient_p = _load_gradient(row, factor, at_p, inside_p, ALIGNED)
-    first_p = _load_first(row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
+    first_p = _load_moment(row, at_p, inside_p, block_q, inside_q, False, FP8, MOMENT, ALIGNED)
     master_p = _load_master(row, at_p, inside_p, REMAINDER, ALIGNED)
     mean_p = first_p + (1.0 - beta1) * (gradient_p - first_p)
     sign_p = (mean_p > 0).to(tl.float32) - (mean_p < 0).to(tl.float32)
     master_p = master_p * shrink - rate * sign_p
     first_p += (1.0 - beta2) * (gradient_p - first_p)
     word_p = _noise(row, block_q, noise_step, FP8, CHUNK)
-    _store_first(first_p, word_p, row, at_p, inside_p, block_q, inside_q, FP8, MOMENT, ALIGNED)
+    _store_moment(first_p, word_p, row, at_p, inside_p, block_q, inside_q, False, FP8, MOMENT, ALIGNED)
     _store_master(master_p, row, at_p, inside_p, PARAM, REMAINDER, ALIGNED)
 
 
