@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megafp8.layers.head.parts import TokenPart
 from megafp8.parallel.context import shard_positions
 
 
@@ -38,7 +39,7 @@ class Batch:
         places: int64, place of each token in a file that has a record of it, -1 for padding
             (`PackedDataset.first_place`).
         reference: Output of a frozen model for the micro-batch, as its loss defines it
-            (`megafp8.objectives.ObjectiveLoss`); if it comes from data, float64 `[b, n]` by document.
+            (`megafp8.objectives.ObjectiveLoss`): `[s, b, ...]` by token, or float64 `[b, n]` by document.
         sampled: float64 `[b, s, 4]`, record of each label that the model has sampled (`megafp8.objectives.grpo`).
     """
 
@@ -127,6 +128,13 @@ class Batch:
         names = ("tokens", "labels", "loss_mask", "token_types", "padding", "label_padding", "documents", "places")
         taken = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
         return replace(self, position_ids=positions, sampled=sampled, **taken)
+
+    def part(self, part: TokenPart) -> Batch:
+        """Return the labels of a part of the tokens, with what their losses read. `reference` must be by token."""
+        names = ("labels", "loss_mask", "sampled")
+        taken = {name: part.of(x, 1) for name in names if (x := getattr(self, name)) is not None}
+        reference = None if self.reference is None else part.of(self.reference, 0)
+        return replace(self, reference=reference, **taken)
 
     @property
     def tensors(self) -> list[Tensor]:

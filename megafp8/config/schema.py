@@ -479,6 +479,9 @@ class TrainingConfig(Section):
     gc_interval: Count = 100
     """Number of steps between runs of Python's garbage collector. All ranks collect after the same step, so that no
     rank waits for another. 0: automatic collection."""
+    loss_tokens_at_once: PositiveInt | None = None
+    """Largest number of tokens of a micro-batch that have logits at the same time. Their loss and its gradients are
+    computed before the logits of the next tokens exist. Default: as many tokens as fit in 2.5 GiB."""
     z_loss: NonNegative = 0.0
     """Weight of log²Z of the output layer in the training loss; 1e-4 is usual. Reported losses exclude this term; it is
     the metric z_loss."""

@@ -45,16 +45,15 @@ class WgradStore:
         return self._open is not None
 
     @contextmanager
-    def collect(self, *, for_exchanges: bool = False) -> Iterator[deque[Wgrad]]:
-        """Open the store, and yield the weight gradients that backward passes inside the context defer, for `run`.
+    def collect(self, wgrads: deque[Wgrad], *, for_exchanges: bool = False) -> Iterator[None]:
+        """Open the store: weight gradients that backward passes inside the context defer go to `wgrads`, for `run`.
 
-        If the store is opened `for_exchanges`, they are only those that no exchange has computed.
+        If the store is opened `for_exchanges`, exchanges compute the gradients that they find there.
         """
         assert self._open is None, "the store is open already"
-        self._open = wgrads = deque[Wgrad]()
-        self._for_exchanges = for_exchanges
+        self._open, self._for_exchanges = wgrads, for_exchanges
         try:
-            yield wgrads
+            yield
         finally:
             self._open, self._for_exchanges = None, False
 

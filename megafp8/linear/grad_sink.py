@@ -13,7 +13,8 @@ Shapes: k inputs, n outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -141,6 +142,38 @@ def begin_or_defer(weight: Tensor, begin: Callable[[], Callable[[], Tensor | Non
 def now_or_later(weight: Tensor, wgrad: Callable[[], Tensor | None]) -> Tensor | None:
     """Call `wgrad` and return its result; or put `wgrad` in the weight's open store and return None."""
     return begin_or_defer(weight, lambda: wgrad)()
+
+
+class _OneGradient:
+    """Sink that adds several gradients to the sum of `sink`, which counts them as one."""
+
+    wgrads = pair = None
+
+    def __init__(self, sink: GradSink) -> None:
+        self.sink, self.is_empty, self.counts = sink, sink.is_empty, False
+
+    @property
+    def main_grad(self) -> Tensor:
+        return self.sink.main_grad
+
+    def added(self) -> None:
+        self.is_empty, self.counts = False, True
+
+
+@contextmanager
+def one_gradient(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Count all gradients that each weight receives inside the context as one, and defer none of them."""
+    sinks = [(weight, _OneGradient(sink)) for weight in weights if (sink := grad_sink(weight)) is not None]
+    for weight, one in sinks:
+        set_grad_sink(weight, one)
+    try:
+        yield
+    finally:
+        for weight, one in sinks:
+            set_grad_sink(weight, one.sink)
+    for _, one in sinks:
+        if one.counts:
+            one.sink.added()
 
 
 def wgrad_by(weight: Tensor, experts: int, compute: Callable[..., None]) -> Tensor | None:

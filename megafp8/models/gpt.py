@@ -16,7 +16,8 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,7 @@ from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.layers.experts.router import Router
 from megafp8.layers.head.module import Head
 from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.head.parts import PartLoss, SummedLoss, TokenPart
 from megafp8.layers.mixer import AttendTo, LayerInputs, Mixer, Tokens, one_of_each
 from megafp8.layers.offload import ActivationOffload, Forward
 from megafp8.layers.per_layer_embedding.module import PerLayerEmbedding
@@ -192,6 +194,7 @@ class GPTStage(nn.Module):
         positions: Number of rows of a learned position table.
         memory: Memory saving of each block; by default every block saves all activations.
         z_loss: Weight of the z-loss of the output layer.
+        tokens_at_once: About the largest number of tokens of a micro-batch that have logits at the same time.
         blocks: If False, construct only the parts that belong to the first and last stage.
     """
 
@@ -204,6 +207,7 @@ class GPTStage(nn.Module):
         positions: int,
         memory: Sequence[BlockMemory] | None = None,
         z_loss: float = 0.0,
+        tokens_at_once: int = sys.maxsize,
         blocks: bool = True,
     ) -> None:
         super().__init__()
@@ -229,7 +233,7 @@ class GPTStage(nn.Module):
         if len(self.mtp) and not first:
             self.mtp_embedding = word_embedding(model, context, self.shared_weight)
         tied = self.shared_weight if model.head.tied else None
-        self.head = Head(model, context, tied, z_loss) if last else None
+        self.head = Head(model, context, tied, z_loss=z_loss, tokens_at_once=tokens_at_once) if last else None
         self.offload = (
             ActivationOffload(context.device) if any(block_memory.offload for block_memory in self.memory) else None
         )
@@ -405,8 +409,18 @@ class GPTStage(nn.Module):
         with offload.block(block) if offload is not None and memory.offload else nullcontext():
             return recomputed(block, *inputs) if memory.full and torch.is_grad_enabled() else block(*inputs)
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
-        """Return the residual stream `[s/t, b, h]`; on the last stage, the losses of each token or this rank's logits.
+    def forward(
+        self,
+        x_sbh: Tensor | None,
+        batch: Batch,
+        *,
+        loss: PartLoss | None = None,
+        read: Callable[[Tensor, TokenPart], Tensor] | None = None,
+    ) -> Tensor | LabelLosses | SummedLoss:
+        """Return the residual stream `[s/t, b, h]`; on the last stage, the result of the head (`Head.forward`).
+
+        The head returns the losses of each token, `loss`, or what `read` returns for this rank's logits; logits if
+        `batch` has no labels.
 
         With d depths of multi-token prediction, labels must come from `Batch.with_later_labels`, and the losses of all
         depths are concatenated, `[s, (1 + d) b]`. The losses of BERT's binary head follow the losses of its tokens
@@ -415,7 +429,8 @@ class GPTStage(nn.Module):
         Args:
             x_sbh: Output of the previous stage; None on the first stage.
             batch: Micro-batch; with context parallelism, this rank's `Batch.shard`.
-            logits: Return logits `[s, b, v/t]` instead of losses `[s, b]`.
+            loss: Loss of the micro-batch.
+            read: Function of the logits of a part of the tokens.
         """
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:
@@ -428,5 +443,5 @@ class GPTStage(nn.Module):
             dropout = self._branch_dropout(inputs)
             if self.head is not None:
                 look_ahead = partial(self.look_ahead, batch.labels, inputs, offload) if len(self.mtp) else None
-                return self.head(x_sbh, branch_sbh, None if logits else batch.labels, look_ahead, dropout)
+                return self.head(x_sbh, branch_sbh, batch.labels, look_ahead, dropout, loss=loss, read=read)
         return x_sbh if branch_sbh is None else dropouts.add(x_sbh, branch_sbh, dropout)

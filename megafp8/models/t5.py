@@ -25,6 +25,7 @@ size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from megafp8.layers.costs import AttentionWork, MicroBatch
 from megafp8.layers.dropout import op as dropouts
 from megafp8.layers.dropout.reference import Dropout, DropoutStream
 from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.head.parts import PartLoss, SummedLoss, TokenPart
 from megafp8.layers.mixer import AttendToKeys, LayerInputs, Tokens
 from megafp8.layers.norm.module import Norm, block_norm, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
@@ -321,8 +323,15 @@ class T5Stage(GPTStage):
         """Return the number of rows of the stream that hold the bias tables."""
         return -(-math.prod(self._biases_shape) // (b * self.model.hidden_size))
 
-    def forward(self, x_sbh: Tensor | None, batch: Batch, *, logits: bool = False) -> Tensor | LabelLosses:
-        """Return the tensor for the next stage; on the last stage, the losses of each token `[d, b]`."""
+    def forward(
+        self,
+        x_sbh: Tensor | None,
+        batch: Batch,
+        *,
+        loss: PartLoss | None = None,
+        read: Callable[[Tensor, TokenPart], Tensor] | None = None,
+    ) -> Tensor | LabelLosses | SummedLoss:
+        """Return the tensor for the next stage; on the last stage, the head's result for the decoder's tokens."""
         assert all(x is None for x in (batch.position_ids, batch.cu_seqlens, batch.token_types, batch.prefix))
         assert batch.decoder_tokens is not None
         tokens_bs, decoder_tokens_bd, samples_b = batch.tokens, batch.decoder_tokens, batch.samples
@@ -363,7 +372,7 @@ class T5Stage(GPTStage):
                 x_dbh, branch_dbh = self._run_blocks(x_dbh, inputs, None, decoder)
                 dropout = self._branch_dropout(inputs)
             if self.head is not None:
-                return self.head(x_dbh, branch_dbh, batch.labels, None, dropout)
+                return self.head(x_dbh, branch_dbh, batch.labels, None, dropout, loss=loss, read=read)
         if branch_dbh is not None:
             x_dbh = dropouts.add(x_dbh, branch_dbh, dropout)
         numbers = self._bias_rows(b) * b * self.model.hidden_size

@@ -47,6 +47,8 @@ class ObjectiveLoss(Protocol):
     """Names of the metrics that it reports in addition to the loss."""
     reads_logits: bool = False
     """Whether the last stage's output is this rank's logits `[s, b, v/t]` instead of token losses `[s, b]`."""
+    adds_up: bool = True
+    """Whether losses and reports of parts of the tokens add up to the values for all tokens."""
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a micro-batch.
@@ -63,7 +65,10 @@ class ObjectiveLoss(Protocol):
         ...
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the tensor for `Batch.reference` from the output of a frozen model's last stage."""
+        """Return the tensor for `Batch.reference` from the output of a frozen model's last stage.
+
+        It is `[s, b, ...]` if the losses of parts of the tokens add up.
+        """
         ...
 
     def count(self, batch: Batch) -> Tensor:
@@ -77,7 +82,7 @@ class LossMemory(NamedTuple):
     reference: int = 0
     """Bytes of `Batch.reference` of one micro-batch, which is held for a whole step."""
     computed: int = 0
-    """Bytes at the peak of the computation of the loss."""
+    """Bytes at the peak of the computation of the loss, for all tokens that have logits at the same time."""
 
 
 @dataclass(frozen=True)

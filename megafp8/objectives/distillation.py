@@ -57,7 +57,7 @@ class DistillationLoss(ObjectiveLoss):
     """Distillation loss of tokens from this rank's logits.
 
     `Batch.reference` holds the teacher's logits `[s, b, v/t]`. With `top_k` it holds the logits and ids of the
-    teacher's likeliest tokens, `[2, s, b, k]`, the same on all ranks.
+    teacher's likeliest tokens, `[s, b, 2, k]`, the same on all ranks.
     """
 
     metrics = ("divergence", "cross_entropy")
@@ -74,7 +74,7 @@ class DistillationLoss(ObjectiveLoss):
         if self.top_k is None:
             return output.detach()
         logits, ids = vocab_parallel_top_k(output, self.top_k, self.group, vocab_size=self.vocab_size)
-        return torch.stack([logits, ids.to(logits.dtype)])  # ids below 2²⁴ are exact
+        return torch.stack([logits, ids.to(logits.dtype)], dim=2)  # ids below 2²⁴ are exact
 
     def _teacher(self, reference: Tensor, columns: int) -> Tensor:
         """Return the teacher's probabilities of this rank's columns of the vocabulary, `[s, b, v/t]`."""
@@ -82,7 +82,7 @@ class DistillationLoss(ObjectiveLoss):
             return vocab_parallel_log_softmax(
                 reference, self.group, vocab_size=self.vocab_size, temperature=self.temperature
             ).exp_()
-        logits_sbk, ids_sbk = reference
+        logits_sbk, ids_sbk = reference.unbind(2)
         p_sbk = torch.softmax(logits_sbk / self.temperature, dim=-1)
         local_sbk = ids_sbk.long() - self.group.rank() * columns
         foreign_sbk = (local_sbk < 0) | (local_sbk >= columns)

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.layers.head.op import at_temperature, vocab_parallel_cross_entropy
-from megafp8.objectives import Config, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
+from megafp8.numerics.dtypes import DTYPES, sum_dtype
+from megafp8.objectives import Config, LossMemory, ObjectiveLoss, ObjectiveRecord, ParallelState, Parts
 from megafp8.objectives.answers import Answers
 
 _LEAST_STD = 1e-4
@@ -177,20 +178,20 @@ class GrpoLoss(ObjectiveLoss):
         self.reads_logits = temperature != 1
 
     def reference_output(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the log-probabilities of labels, float64 `[b, s]`."""
+        """Return the log-probabilities of labels, float64 `[s, b]`."""
         if self.reads_logits:
             logits_sbv, labels_sb = at_temperature(output, self.temperature), batch.labels.transpose(0, 1).contiguous()
             output = vocab_parallel_cross_entropy(logits_sbv, labels_sb, self.group, vocab_size=self.vocab_size)
-        return -output.transpose(0, 1).double()
+        return -output.double()
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a micro-batch; see `ObjectiveLoss`."""
         assert batch.loss_mask is not None
         sampled, counts_bs = _Sampled.from_batch(batch), batch.loss_mask > 0
-        logprobs_bs, reference_bs = self.reference_output(output, batch).where(counts_bs, 0.0), None
+        logprobs_bs, reference_bs = self.reference_output(output, batch).t().where(counts_bs, 0.0), None
         if self.beta:
             assert batch.reference is not None
-            reference_bs = batch.reference.where(counts_bs, 0.0)
+            reference_bs = batch.reference.t().where(counts_bs, 0.0)
         losses = token_losses(
             logprobs_bs,
             sampled.logprobs_bs,
@@ -218,8 +219,17 @@ def _loss(config: Config, parallel: ParallelState) -> GrpoLoss:
     return GrpoLoss(options.clip_low, options.clip_high, options.beta, options.temperature, size, parallel)
 
 
+def _memory(config: Config, tokens: int) -> LossMemory:
+    """Return the memory of the loss: at another temperature than 1, a wide copy of the logits and the quotients."""
+    options, compute = config.data.grpo, sum_dtype(DTYPES[config.training.precision]).itemsize
+    assert options is not None
+    columns = config.spec.stem.rows // config.parallel.tensor
+    return LossMemory(computed=2 * compute * tokens * columns * (options.temperature != 1))
+
+
 OBJECTIVE = ObjectiveRecord(
     lambda config: config.data.grpo is not None,
     lambda config, *_: SampledTexts(Answers(config.training.seq_length)),
     _loss,
+    _memory,
 )

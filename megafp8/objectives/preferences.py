@@ -61,6 +61,7 @@ class PreferenceLoss(ObjectiveLoss):
     """DPO loss of pairs. With context parallelism, every rank computes the loss of whole answers."""
 
     metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    adds_up = False
 
     def __init__(self, beta: float, label_smoothing: float, parallel: ParallelState) -> None:
         self.beta, self.label_smoothing, self.context = beta, label_smoothing, parallel.context

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from megafp8 import objectives
 from megafp8.host.registry import records_of
+from megafp8.layers.head.parts import token_parts
+from megafp8.numerics.dtypes import DTYPES
 from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
+
+_LOSS_BYTES = 5 * 2**29
+"""Bytes of the logits that exist at the same time, including temporaries of the loss.
+
+At a vocabulary of 160,000 these are 8,192 tokens in bf16: GEMMs run at full speed, and it takes little time to add the
+weight gradient of each part to the fp32 sum.
+"""
 
 OBJECTIVES: list[ObjectiveRecord] = records_of(objectives, "OBJECTIVE")
 
@@ -28,6 +37,22 @@ def loss_memory(config: Config, tokens: int) -> LossMemory:
     """Return the memory of the loss for a micro-batch with `tokens` tokens on a rank."""
     memory = _record_of(config).memory
     return LossMemory() if memory is None else memory(config, tokens)
+
+
+def loss_tokens_at_once(config: Config) -> int:
+    """Return about the largest number of tokens of a micro-batch that have logits on a rank at the same time."""
+    columns, element = config.spec.stem.rows // config.parallel.tensor, DTYPES[config.training.precision].itemsize
+    most = _LOSS_BYTES // (columns * element + loss_memory(config, 1).computed)
+    return config.training.loss_tokens_at_once or max(1, most)
+
+
+def loss_parts(config: Config, tokens: int) -> list[int]:
+    """Return how many tokens have logits at the same time, for each part of a micro-batch's `tokens` on a rank."""
+    p = config.parallel
+    b = config.training.micro_batch_size * (1 + config.spec.num_prediction_layers)
+    shards = p.tensor if p.sequence_parallel else 1
+    parts = token_parts(tokens // b // shards, b, shards=shards, at_once=loss_tokens_at_once(config))
+    return [(part.stop - part.start) * shards * b for part in parts]
 
 
 def _record_of(config: Config) -> ObjectiveRecord:

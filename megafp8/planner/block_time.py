@@ -20,9 +20,10 @@ from megafp8.layers.costs import ELEMENT, AttentionWork
 from megafp8.layers.recompute import BlockMemory
 from megafp8.numerics.recipes.base import GEMMS, OPERANDS
 from megafp8.numerics.tensor import TENSOR
+from megafp8.objectives.registry import loss_parts
 from megafp8.plan import LinearPlan
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import BlockElements, block_elements
+from megafp8.planner.memory import BlockElements, block_elements, sum_bytes
 from megafp8.planner.outline import LinearLayer, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks
 
@@ -365,8 +366,9 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
         v = model.stem.rows // config.parallel.tensor
         output = in_high_precision(config, cluster, LinearSize(tokens, h, v))
         logits = tokens * v * e
-        # The loss reads logits twice; their gradient overwrites them.
-        output += Phases(2 * logits / copy, 2 * logits / copy)
+        # The loss reads logits twice; their gradient overwrites them. All parts but the first add to the fp32 gradient.
+        sums = (len(loss_parts(config, tokens)) - 1) * v * h * 2 * sum_bytes(config)
+        output += Phases(2 * logits / copy, 2 * logits / copy, sums / copy)
         p = config.parallel
         if p.tensor > 1 and p.sequence_parallel:
             values = batch.tokens * h * e * (p.tensor - 1) / p.tensor
@@ -380,4 +382,8 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
             if present:
                 gather = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
                 costs["fsdp"] = costs.get("fsdp", Phases()) + gather
+    if last:  # the loss computes its gradients in the forward pass; a weight gradient in one part can be deferred
+        output = costs["output layer"]
+        deferred = output.weight if len(loss_parts(config, tokens)) == 1 else 0.0
+        costs["output layer"] = Phases(output.total - deferred, weight=deferred)
     return costs

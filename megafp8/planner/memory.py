@@ -8,8 +8,8 @@ A micro-batch holds its activations between its forward and its backward. If the
 from backward, it holds their operands in between. Backward frees activations as it proceeds, so its peak is one of
 these:
 
-- the loss: all blocks' activations, the logits (their gradient overwrites them), and the output layer's input and its
-  gradient;
+- the loss: all blocks' activations, the logits of a part of the tokens (their gradient overwrites them), and the output
+  layer's input and its gradient;
 - the backward of block i: the activations of blocks up to i, the recomputed activations of block i, and temporaries.
   Offloaded blocks count while they are on the device: block i and the one before.
 
@@ -33,7 +33,7 @@ from megafp8.layers.norm.module import NORMS
 from megafp8.layers.recompute import block_memory
 from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.numerics.tensor import BLOCK_16X16
-from megafp8.objectives.registry import loss_memory
+from megafp8.objectives.registry import loss_memory, loss_parts
 from megafp8.optimizer.fp8_moments import BLOCK
 from megafp8.parallel.data.plan import DataParallelPlan
 from megafp8.parallel.pipeline.actions import Action, Kind, Schedule, StagePlacement, split_backwards
@@ -334,7 +334,8 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
-    logits = predicted * (config.spec.stem.rows // config.parallel.tensor) * e
+    parts = loss_parts(config, predicted)
+    logits = max(parts) * (config.spec.stem.rows // config.parallel.tensor) * e
     last = layers.stop == len(config.spec.layers)
     candidates = []
     for at, index in enumerate(layers):
@@ -345,14 +346,20 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
+        loss = logits + loss_memory(config, max(parts)).computed
         # Input of the final norm; input of the output layer, and its gradient; residual streams.
-        ends = (outline.batch.own_tokens + 2 * predicted) * h * e
-        ends += outline.batch.own_tokens * (config.spec.stream_width - h) * e
-        ends += loss_memory(config, predicted).computed
-        candidates.append((sum(on_device) + sum(offloaded[-1:]), logits + ends, gathered.loss))
+        shards = config.parallel.tensor if config.parallel.sequence_parallel else 1
+        loss += (outline.batch.own_tokens + 2 * predicted // shards) * h * e
+        loss += outline.batch.own_tokens * (config.spec.stream_width - h) * e
+        if shards > 1:  # the gathered input of a part, and its gradient before the sum
+            loss += 2 * max(parts) * h * e
+        if len(parts) > 1 and gathers_blocks(config):  # the weight gradient of a part, which is added to the others
+            loss += _table(config) * state_bytes(config, config.optimizer.reduce_dtype)
+        candidates.append((sum(on_device) + sum(offloaded[-1:]), loss, gathered.loss))
     candidates.append((0, 0, gathered.end))
     deferred = sum(outline.deferred_wgrad(index) for index in layers)
-    deferred += (predicted * h * e + logits) * last  # the output layer's input, and the logits' gradient
+    if last and len(parts) == 1:  # the output layer's input, and the gradient of all logits
+        deferred += predicted * h * e + logits
     return _Chunk(sum(on_device), sum(offloaded), deferred, max(candidates, key=sum))
 
 

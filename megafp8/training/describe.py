@@ -23,6 +23,7 @@ from megafp8.layers.context import planning_context
 from megafp8.layers.recompute import block_memory
 from megafp8.models.build import build_stage
 from megafp8.models.gpt import GPTStage
+from megafp8.objectives.registry import loss_parts
 from megafp8.optimizer.param_groups import check_groups
 from megafp8.parallel.parallel_state import rank_groups
 from megafp8.parallel.pipeline.actions import v_placement
@@ -223,6 +224,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         *describe_longrope(config),
         *(["only LoRA's parameters are trained"] if config.lora is not None else []),
         *([describe_schedule(config, plan)] if p.pipeline > 1 else []),
+        *_describe_loss(config),
         cuda_graphs.describe(cuda_graphs.why_not(config, "cuda" if config.device == "auto" else config.device)),
         "",
         f"                                   {unit}/rank of",
@@ -252,6 +254,15 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
         shown = ", ".join(map(str, members[:8])) + (", …" if len(members) > 8 else "")
         lines.append(f"  {name:<{width}} {len(members):>5} ranks: {shown}  ({len(groups[name])} such groups)")
     return "\n".join(lines)
+
+
+def _describe_loss(config: Config) -> list[str]:
+    """Return a line about the parts of a micro-batch whose logits exist at the same time; empty for a single part."""
+    s = (config.decoder_length or config.training.seq_length) // config.parallel.context
+    parts = loss_parts(config, s * config.training.micro_batch_size * (1 + config.spec.num_prediction_layers))
+    if len(parts) == 1:
+        return []
+    return [f"loss: in {len(parts)} parts of a micro-batch; at most {max(parts):,} tokens have logits at the same time"]
 
 
 def _compared(config: Config, teacher: ModelSpec | None) -> Config | None:

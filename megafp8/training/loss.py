@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.layers.head.op import LabelLosses
+from megafp8.layers.head.parts import SummedLoss, TokenPart
 from megafp8.models.gpt import GPTStage
 from megafp8.objectives import ObjectiveLoss
 from megafp8.parallel.pipeline.engine import StageOutput
@@ -60,12 +61,17 @@ class StepLoss(Protocol):
 
     Attributes:
         reads_logits: Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses.
+        adds_up: Whether losses and reports of parts of the tokens add up to the values for all tokens.
         report_size: Length of the report of a micro-batch.
     """
 
     @property
     def reads_logits(self) -> bool:
         """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether losses and reports of parts of the tokens add up to the values for all tokens."""
 
     @property
     def report_size(self) -> int:
@@ -104,6 +110,7 @@ class LabelLoss:
     weight: float
     has_z_loss: bool
     reads_logits: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
 
     @property
     def report_size(self) -> int:
@@ -157,13 +164,18 @@ class OwnLoss:
         return self.objective.reads_logits
 
     @property
+    def adds_up(self) -> bool:
+        """Whether losses and reports of parts of the tokens add up to the values for all tokens."""
+        return self.objective.adds_up
+
+    @property
     def report_size(self) -> int:
         """Length of the report of a micro-batch: loss, number of losses, and the objective's metrics."""
         return 2 + len(self.objective.metrics)
 
     def __call__(self, output: Tensor | LabelLosses, microbatch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of a micro-batch's losses and the micro-batch's report."""
-        return self.objective(token_output(output), microbatch)
+        return self.objective(output.cross_entropy if isinstance(output, LabelLosses) else output, microbatch)
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of losses in a micro-batch of whole sequences, float64 `[]`."""
@@ -177,9 +189,35 @@ class OwnLoss:
         return BatchLoss(loss / count, int(number), metrics=metrics)
 
 
-def token_output(output: Tensor | LabelLosses) -> Tensor:
-    """Return the last stage's output as an objective's own loss reads it: logits, or token losses `[s, b]`."""
-    return output.cross_entropy if isinstance(output, LabelLosses) else output
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """Loss of a micro-batch as backward differentiates it: scaled, and divided by the nominal number of tokens.
+
+    It implements `megafp8.layers.head.parts.PartLoss`. `loss_scale` is the loss scale of fp16, or None.
+    """
+
+    loss: StepLoss
+    microbatch: Batch
+    nominal_tokens: int
+    loss_scale: Tensor | None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses."""
+        return self.loss.reads_logits
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether losses and reports of parts of the tokens add up to the values for all tokens."""
+        return self.loss.adds_up
+
+    def __call__(self, output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
+        """Return the loss of a part of the tokens, and its report."""
+        batch = self.microbatch.part(part) if self.loss.adds_up else self.microbatch
+        loss, report = self.loss(output, batch)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale
+        return loss / self.nominal_tokens, report
 
 
 @dataclass(frozen=True)
@@ -200,14 +238,9 @@ class TrainedStage:
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Return the stage's output, or on the last stage the scaled loss and the report of the micro-batch."""
-        output: Tensor | LabelLosses = self.stage(x, microbatch, logits=self.loss.reads_logits)
-        if self.stage.head is None:
-            assert isinstance(output, Tensor)
-            return StageOutput(output)
-        loss, report = self.loss(output, microbatch)
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale
-        return StageOutput(loss / self.nominal_tokens, report)
+        loss = MicroBatchLoss(self.loss, microbatch, self.nominal_tokens, self.loss_scale)
+        output: Tensor | SummedLoss = self.stage(x, microbatch, loss=loss)
+        return StageOutput(*output) if isinstance(output, SummedLoss) else StageOutput(output)
 
 
 @dataclass(frozen=True)
@@ -219,5 +252,11 @@ class ReferenceStage:
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Return the stage's output, and on the last stage also the reference output that the loss keeps."""
-        y = token_output(self.stage(x, microbatch, logits=self.loss.reads_logits))
-        return StageOutput(y, None if self.stage.head is None else self.loss.reference_output(y, microbatch))
+
+        def read(logits: Tensor, part: TokenPart) -> Tensor:
+            return self.loss.reference_output(logits, microbatch.part(part))
+
+        y: Tensor | LabelLosses = self.stage(x, microbatch, read=read if self.loss.reads_logits else None)
+        if isinstance(y, LabelLosses):
+            y = self.loss.reference_output(y.cross_entropy, microbatch)
+        return StageOutput(y, None if self.stage.head is None else y)

@@ -170,7 +170,7 @@ class _Format:
         `output` is `[2, s, b, k]`, logits and ids.
         """
         assert batch.places is not None
-        logits_bsk, ids_bsk = (x.transpose(0, 1).contiguous() for x in output)
+        logits_bsk, ids_bsk = (x.transpose(0, 1).contiguous() for x in output.unbind(2))
         stored_bsk = logits_bsk.to(self.dtype)
         assert torch.equal(stored_bsk.to(logits_bsk.dtype), logits_bsk), "logits are not in training.precision"
         rows, places = np.empty(batch.places.shape, self.row), batch.places.cpu().numpy()
@@ -179,10 +179,10 @@ class _Format:
         return places[places >= 0], rows[places >= 0]
 
     def output(self, rows: NDArray[Any]) -> Tensor:
-        """Convert rows `[b, s]` to `[2, s, b, k]`, logits and ids, on the CPU."""
+        """Convert rows `[b, s]` to `[s, b, 2, k]`, logits and ids, on the CPU."""
         logits_bsk = torch.from_numpy(np.ascontiguousarray(rows["logits"])).view(self.dtype)
         ids_bsk, compute = torch.from_numpy(np.ascontiguousarray(rows["ids"])), sum_dtype(self.dtype)
-        return torch.stack([x.to(compute).transpose(0, 1) for x in (logits_bsk, ids_bsk)])
+        return torch.stack([x.to(compute).transpose(0, 1) for x in (logits_bsk, ids_bsk)], dim=2)
 
 
 def _compute(
@@ -237,7 +237,7 @@ def _open(path: Path, row: np.dtype[Any], tokens: int) -> NDArray[Any]:
 
 
 class _Logits:
-    """Function from a micro-batch to the teacher's logits and ids, `[2, s, b, k]`, read from the files.
+    """Function from a micro-batch to the teacher's logits and ids, `[s, b, 2, k]`, read from the files.
 
     `files` holds the rows of each data set by the place of their first row.
     """
@@ -246,7 +246,7 @@ class _Logits:
         self._stored, self._files, self._device = stored, files, device
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the stored logits and ids of a micro-batch, `[2, s, b, k]`, on the device."""
+        """Return the stored logits and ids of a micro-batch, `[s, b, 2, k]`, on the device."""
         assert batch.places is not None
         places = batch.places.cpu().numpy()
         rows = np.zeros(places.shape, self._stored.row)

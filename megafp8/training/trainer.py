@@ -32,7 +32,7 @@ from megafp8.models.build import build_stage
 from megafp8.models.gpt import GPTStage
 from megafp8.numerics.dtypes import DTYPES
 from megafp8.objectives import ObjectiveLoss
-from megafp8.objectives.registry import loss_of
+from megafp8.objectives.registry import loss_of, loss_tokens_at_once
 from megafp8.optimizer.layer_norms import layers_of_model
 from megafp8.optimizer.loss_scale import LossScaler
 from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -283,6 +283,7 @@ class RankTrainer:
             positions=self.config.position_rows,
             memory=block_memory(self.config.parallel, len(layers)),
             z_loss=self.config.training.z_loss,
+            tokens_at_once=loss_tokens_at_once(self.config),
         )
 
     def _load_collector(self) -> LoadCollector | None:

@@ -64,7 +64,8 @@ def test_a_deferred_gradient_is_the_same_and_later(name: str) -> None:
     later.buffer.start_overlap(2)  # counts both when they come, and would complain of a third
     left: list[deque[Wgrad]] = []
     for x in same_xs:
-        with later.store.collect() as wgrads:
+        wgrads = deque[Wgrad]()
+        with later.store.collect(wgrads):
             loss(later(x)).backward()
         left.append(wgrads)
         assert main_grad_of(later.weight).abs().max() == 0
@@ -83,7 +84,8 @@ def test_only_a_store_for_exchanges_computes_during_one(for_exchanges: bool) -> 
     for x, same in zip(inputs(2), inputs(2)):
         loss(now(x)).backward()
         before = main_grad_of(layer.weight).clone()
-        with layer.store.collect(for_exchanges=for_exchanges) as left:
+        left = deque[Wgrad]()
+        with layer.store.collect(left, for_exchanges=for_exchanges):
             loss(layer(same)).backward()
             assert torch.equal(main_grad_of(layer.weight), before)
             layer.store.compute_during_exchange()
@@ -95,7 +97,8 @@ def test_only_a_store_for_exchanges_computes_during_one(for_exchanges: bool) -> 
 
 def test_outside_of_collect_gradients_are_computed_at_once() -> None:
     layer = Layer(None)
-    with layer.store.collect() as wgrads:
+    wgrads = deque[Wgrad]()
+    with layer.store.collect(wgrads):
         pass
     (x,) = inputs(1)
     loss(layer(x)).backward()
@@ -105,7 +108,7 @@ def test_outside_of_collect_gradients_are_computed_at_once() -> None:
 
 def test_an_error_closes_the_store() -> None:
     store = WgradStore()
-    with pytest.raises(ZeroDivisionError), store.collect():
+    with pytest.raises(ZeroDivisionError), store.collect(deque()):
         raise ZeroDivisionError
     assert not store.is_open
 
@@ -135,7 +138,8 @@ def test_what_is_kept_does_not_hold_the_graph(name: str) -> None:
     """The layer's input is kept, but not the operations that it came from."""
     layer, tokens = Layer(RECIPES[name]), list[weakref.ref[Token]]()
     (x,) = inputs(1)
-    with layer.store.collect() as wgrads:
+    wgrads = deque[Wgrad]()
+    with layer.store.collect(wgrads):
         loss(layer(Earlier.apply(x, tokens))).backward()
     gc.collect()
     assert tokens[0]() is None

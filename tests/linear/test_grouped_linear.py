@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from megafp8.fp8 import (
 from megafp8.kernels import grouped_gemm
 from megafp8.layers.activation.op import activation
 from megafp8.linear import group_state
-from megafp8.linear.deferred_wgrad import WgradStore, run
+from megafp8.linear.deferred_wgrad import Wgrad, WgradStore, run
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.grouped_linear import grouped_linear
 from megafp8.linear.linear import linear
@@ -76,7 +77,8 @@ def test_output_and_gradients(sizes: list[int], dtype: torch.dtype, rtol: float,
         buffer.clear()
     y = grouped_linear(x, weight, RowGroups.from_ends(ends, len(x)))
     if sink == "later":
-        with store.collect() as wgrads:
+        wgrads = deque[Wgrad]()
+        with store.collect(wgrads):
             y.backward(dy)
         assert main_grad_of(weight).count_nonzero() == 0
         run(wgrads)

@@ -18,10 +18,10 @@ from torch import Tensor
 from megafp8.batch import Batch
 from megafp8.layers.context import BuildContext
 from megafp8.layers.experts.own_rows import own_rows
+from megafp8.layers.head.parts import TokenPart
 from megafp8.optimizer.step import OptimizerStep
-from megafp8.parallel.pipeline.engine import StageOutput
 from megafp8.training.history import History
-from megafp8.training.loss import TrainedStage
+from megafp8.training.loss import MicroBatchLoss
 from megafp8.training.trainer import RankTrainer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -43,16 +43,14 @@ def no_all_reduce_of_replicated() -> Iterator[None]:
 @fault
 def average_per_microbatch() -> Iterator[None]:
     """Gradients are those of the mean of micro-batches' mean losses, however many tokens each has."""
-    forward = TrainedStage.__call__
+    loss_of = MicroBatchLoss.__call__
 
-    def averaged(self: TrainedStage, x: Tensor | None, microbatch: Batch) -> StageOutput:
-        output = forward(self, x, microbatch)
-        if output.report is None:
-            return output
-        counted = output.report[1] / len(microbatch.tokens) / microbatch.labels.shape[1]
-        return StageOutput(output.output / counted, output.report)
+    def averaged(self: MicroBatchLoss, output: Any, part: TokenPart) -> tuple[Tensor, Tensor]:
+        loss, report = loss_of(self, output, part)
+        counted = report[1] / len(self.microbatch.tokens) / self.microbatch.labels.shape[1]
+        return loss / counted, report
 
-    with patch.object(TrainedStage, "__call__", averaged):
+    with patch.object(MicroBatchLoss, "__call__", averaged):
         yield
 
 

@@ -92,7 +92,7 @@ def config_of(preset: Preset, *, seed: int = 1234, device: str = "cpu", **more: 
 
 
 EXECUTION = {
-    "training": {"cuda_graphs", "micro_batch_size"},
+    "training": {"cuda_graphs", "loss_tokens_at_once", "micro_batch_size"},
     "fp8": {"param_gather", "report_interval", "paired_wgrad"},
     "optimizer": {"store_param_remainders", "reduce_dtype"},
 }
@@ -264,6 +264,7 @@ SAMPLES_3 = _preset("3-samples", training={"global_batch_size": 3})
 SAMPLES_4 = _preset("4-samples", training={"global_batch_size": 4})
 SAMPLES_8 = _preset("8-samples", training={"global_batch_size": 8})
 MASKED = _preset("masked", data={"mask_eod_loss": True})
+PARTS = _preset("parts", training={"loss_tokens_at_once": 10})
 Z_LOSS = _preset("z-loss", training={"z_loss": 0.1})
 DOCUMENTS = _preset("documents", data={"mask_eod_loss": True, "reset_at_documents": True}, training={"z_loss": 1e-4})
 BEST_FIT = _preset("best-fit", data={"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True})

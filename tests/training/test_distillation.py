@@ -42,6 +42,7 @@ from tests.training.presets import (
     LORA,
     MOE,
     NONE,
+    PARTS,
     PP2,
     SAMPLES_2,
     SAMPLES_4,
@@ -171,9 +172,9 @@ def _gradients_and_by_hand(preset: Preset) -> tuple[float, list[float], list[flo
 @pytest.mark.parametrize(
     ("preset", "keys"),
     [
-        (NONE, {}), (NONE, {"temperature": 2.5, "weight": 0.7}), (ANSWERS, {"weight": 0.5}),
-        (TIED, {"top_k": 7, "temperature": 0.5}), (ANSWERS, {"top_k": 3, "weight": 0.4, "temperature": 3.0}),
-        (GEMMA, {"weight": 0.9}),
+        (NONE, {}), (PARTS, {"temperature": 2.5, "weight": 0.7}), (ANSWERS, {"weight": 0.5}),
+        (TIED | PARTS, {"top_k": 7, "temperature": 0.5}), (ANSWERS, {"top_k": 3, "weight": 0.4, "temperature": 3.0}),
+        (GEMMA | PARTS, {"weight": 0.9}),
     ],
 )  # fmt: skip
 def test_gradients_are_those_of_the_formula(world2: World, teacher: str, preset: Preset, keys: dict[str, Any]) -> None:

@@ -26,8 +26,9 @@ An error in a stage propagates and ends the process; the launcher ends the neigh
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -184,7 +185,7 @@ class _Run:
     )  # each direction's last send and its buffer
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     roots: dict[Key, GradientEdge] = field(default_factory=dict)
-    wgrads: dict[Key, deque[deferred.Wgrad]] = field(default_factory=dict)
+    wgrads: defaultdict[Key, deque[deferred.Wgrad]] = field(default_factory=lambda: defaultdict(deque))
     reports: dict[int, Any] = field(default_factory=dict)
 
     def forward(self, key: Key, x: Tensor | None) -> None:
@@ -192,7 +193,10 @@ class _Run:
         microbatch, chunk = key
         if x is not None and self.trains:
             self.inputs[key] = x.requires_grad_()
-        result = self.stages[chunk](x, self.microbatches[microbatch])
+        store, defers = self.engine.wgrads, key in self.split or self.engine.fills_exchanges
+        # A loss may compute gradients in the forward pass.
+        with store.collect(self.wgrads[key]) if store is not None and self.trains and defers else nullcontext():
+            result = self.stages[chunk](x, self.microbatches[microbatch])
         if self.trains and result.output.requires_grad:  # False before the first trainable weight
             self.roots[key] = get_gradient_edge(result.output)
         if not self.pass_on(Kind.FORWARD, key, result.output.detach()):
@@ -202,20 +206,20 @@ class _Run:
         """Run a chunk's backward, and pass the gradient of its input on."""
         root = self.roots.pop(key, None)
         if root is None:
-            if key in self.split:
-                self.wgrads[key] = deque()
+            if key not in self.split:
+                self.wgrads.pop(key, None)
             return
         # Stay in this thread: in autograd's thread, on another core, the Python code of Functions is a fifth slower.
         with torch.autograd.set_multithreading_enabled(False):
             store = self.engine.wgrads
             if key in self.split:
                 assert store is not None
-                with store.collect() as self.wgrads[key]:
+                with store.collect(self.wgrads[key]):
                     torch.autograd.backward(root, gradient)
             elif store is not None and self.engine.fills_exchanges:
-                with store.collect(for_exchanges=True) as left:
+                with store.collect(self.wgrads[key], for_exchanges=True):
                     torch.autograd.backward(root, gradient)
-                deferred.run(left)
+                deferred.run(self.wgrads.pop(key))
             else:
                 torch.autograd.backward(root, gradient)
         if key in self.inputs:
