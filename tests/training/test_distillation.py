@@ -40,9 +40,9 @@ from tests.training.presets import (
     INTERLEAVED,
     LAYERS_4,
     LORA,
+    LOSS_PARTS,
     MOE,
     NONE,
-    PARTS,
     PP2,
     SAMPLES_2,
     SAMPLES_4,
@@ -172,9 +172,9 @@ def _gradients_and_by_hand(preset: Preset) -> tuple[float, list[float], list[flo
 @pytest.mark.parametrize(
     ("preset", "keys"),
     [
-        (NONE, {}), (PARTS, {"temperature": 2.5, "weight": 0.7}), (ANSWERS, {"weight": 0.5}),
-        (TIED | PARTS, {"top_k": 7, "temperature": 0.5}), (ANSWERS, {"top_k": 3, "weight": 0.4, "temperature": 3.0}),
-        (GEMMA | PARTS, {"weight": 0.9}),
+        (NONE, {}), (LOSS_PARTS, {"temperature": 2.5, "weight": 0.7}), (ANSWERS, {"weight": 0.5}),
+        (TIED | LOSS_PARTS, {"top_k": 7, "temperature": 0.5}), (GEMMA | LOSS_PARTS, {"weight": 0.9}),
+        (ANSWERS, {"top_k": 3, "weight": 0.4, "temperature": 3.0}),
     ],
 )  # fmt: skip
 def test_gradients_are_those_of_the_formula(world2: World, teacher: str, preset: Preset, keys: dict[str, Any]) -> None:

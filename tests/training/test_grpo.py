@@ -42,10 +42,10 @@ from tests.training.presets import (
     LAYERS_4,
     LAYERS_8,
     LORA,
+    LOSS_PARTS,
     MOE,
     NO_CLIP,
     NONE,
-    PARTS,
     PP2,
     SAMPLES_2,
     SAMPLES_4,
@@ -122,7 +122,7 @@ def _gradients_and_by_hand(preset: Preset) -> tuple[float, float, float, int, fl
     return difference, float(passes.report[0]) / count, float(mean.detach()), count, float(passes.report[2]) / count
 
 
-@pytest.mark.parametrize("preset", slow_but([FP64 | PARTS, FP64 | TIED], FP64 | PARTS))
+@pytest.mark.parametrize("preset", slow_but([FP64 | LOSS_PARTS, FP64 | TIED], FP64 | LOSS_PARTS))
 def test_gradients_are_those_of_the_formula(world2: World, preset: Preset) -> None:
     """Of lone texts, from logits, in float64: clipped ratios, reference and temperature."""
     difference, loss, by_hand, count, clipped = world2.run(_gradients_and_by_hand, GRPO | SAMPLES_4 | preset, ranks=1)[

@@ -74,8 +74,8 @@ def assert_close_to_one_rank(runs: Runs, preset: Preset, steps: int = 2) -> None
 
 
 WHOLE_STEPS = [
-    MUON | TP2 | DP2 | ZERO | PARTS, DELAYED | MOE | DP2 | FSDP, MOE | DP2 | EP2 | FSDP | PARTS,
-    PP2 | DP2 | CLIP | AVERAGE, TP2 | CP2 | QK_CLIP | PARTS,
+    MUON | TP2 | DP2 | ZERO | LOSS_PARTS, DELAYED | MOE | DP2 | FSDP, MOE | DP2 | EP2 | FSDP | LOSS_PARTS,
+    PP2 | DP2 | CLIP | AVERAGE, TP2 | CP2 | QK_CLIP | LOSS_PARTS,
 ]  # fmt: skip
 
 
@@ -102,22 +102,22 @@ UNEVEN = [LAYERS_4 | PP2 | STAGES_1_3, LAYERS_4 | TP2 | PP2 | STAGES_3_1]
 CONTEXT = [CP2, CP4, DP2 | CP2, TP2 | NO_SP | CP2, TP2 | CP2, PP2 | CP2]
 EXACT_FP8 = [FP64 | CURRENT, FP64 | DELAYED]
 QUICK_CASES = [  # what mixers and parts compute in layouts, tests.models.test_gpt compares
-    LAYERS_4 | PP4 | SAMPLES_4 | DOCUMENTS, TP2 | NO_SP | GPT2 | TIED | PARTS, DP2 | MASKED,  # fp32
+    LAYERS_4 | PP4 | SAMPLES_4 | DOCUMENTS, TP2 | NO_SP | GPT2 | TIED | LOSS_PARTS, DP2 | MASKED,  # fp32
     LORA | DP2 | ANSWERS,
-    MOE | CP2 | ETP2 | FP64 | CURRENT | PARTS,  # experts
-    TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE | PARTS,  # FP8 with fp64 sums
+    MOE | CP2 | ETP2 | FP64 | CURRENT | LOSS_PARTS,  # experts
+    TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE | LOSS_PARTS,  # FP8 with fp64 sums
     NEMOTRON | TP2 | EP2 | DOCUMENTS,
-    T5 | PP2 | FP16 | DROPOUT | PARTS,  # an encoder and a decoder
+    T5 | PP2 | FP16 | DROPOUT | LOSS_PARTS,  # an encoder and a decoder
     MUON | GROUPS | DP2 | ZERO,
 ]  # fmt: skip
 SLOW_CASES = [
-    *product([PARTS | FP64], [TP2, TP2 | NO_SP, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, TP2 | PP2, CP2, CP4, NONE]),
-    *product([PARTS | FP64], [TP2 | CP2, DP2 | FSDP, TP2 | DP2 | FSDP | TIED, DP4 | HSDP, DP2 | ZERO, PP2 | ZB_H1]),
-    *product([PARTS | FP64], [LAYERS_4 | PP2 | ZB_V, LAYERS_4 | PP2 | DUALPIPEV]),
-    *product([PARTS | FP64], [MOE | DP2 | EP2, MOE | TP2 | EP2, LAYERS_4 | PP2 | INTERLEAVED, TIED | TP2 | PP2]),
-    *product([PARTS | FP64 | DOCUMENTS], [MTP | TP2 | PP2, TP2 | MICRO2, GEMMA | TP2, DP2 | CP2]),
-    *product([PARTS | FP64], [BERT | TP2, BERT_PRE | TP2 | CP2, T5 | TP2 | PP2, LORA | TP2, DP2 | ANSWERS]),
-    PARTS | GRAPHS, PARTS | TP2 | FP16, PARTS | DP2 | BF16 | ZERO,
+    *product([LOSS_PARTS | FP64], [TP2, TP2 | NO_SP, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, TP2 | PP2, CP2, CP4, NONE]),
+    *product([LOSS_PARTS | FP64], [TP2 | CP2, DP2 | FSDP, TP2 | DP2 | FSDP | TIED, DP4 | HSDP, DP2 | ZERO]),
+    *product([LOSS_PARTS | FP64], [PP2 | ZB_H1, LAYERS_4 | PP2 | ZB_V, LAYERS_4 | PP2 | DUALPIPEV]),
+    *product([LOSS_PARTS | FP64], [MOE | DP2 | EP2, MOE | TP2 | EP2, LAYERS_4 | PP2 | INTERLEAVED, TIED | TP2 | PP2]),
+    *product([LOSS_PARTS | FP64 | DOCUMENTS], [MTP | TP2 | PP2, TP2 | MICRO2, GEMMA | TP2, DP2 | CP2]),
+    *product([LOSS_PARTS | FP64], [BERT | TP2, BERT_PRE | TP2 | CP2, T5 | TP2 | PP2, LORA | TP2, DP2 | ANSWERS]),
+    LOSS_PARTS | GRAPHS, LOSS_PARTS | TP2 | FP16, LOSS_PARTS | DP2 | BF16 | ZERO,
     DP2 | ANSWERS, LORA | TP2, DEEPSEEK | DP2 | EP2, NEMOTRON | TP2 | PP2 | EP2 | DOCUMENTS,
     MUON | GROUPS | TP2 | DP2 | ZERO,
     *product([DROPOUT | TP2 | CP2, MTP | TP2 | PP2, HYBRID | TP2 | PP2, SPARSE | TP2 | PP2], [DOCUMENTS]),

@@ -42,9 +42,9 @@ from tests.training.presets import (
     INTERLEAVED,
     LAYERS_4,
     LORA,
+    LOSS_PARTS,
     MOE,
     NO_CLIP,
-    PARTS,
     PP2,
     SAMPLES_2,
     SAMPLES_4,
@@ -128,7 +128,7 @@ def _gradients_and_by_hand(preset: Preset) -> tuple[float, float, float, int]:
     return difference, float(passes.report[0]) / pairs, float(mean.detach()), pairs
 
 
-@pytest.mark.parametrize("preset", [FP64 | PARTS, FP64 | TIED])
+@pytest.mark.parametrize("preset", [FP64 | LOSS_PARTS, FP64 | TIED])
 def test_gradients_are_those_of_the_formula(world2: World, preset: Preset) -> None:
     """Of lone documents, from logits, in float64."""
     difference, loss, by_hand, pairs = world2.run(_gradients_and_by_hand, DPO | SAMPLES_4 | preset, ranks=1)[0]
