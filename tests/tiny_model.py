@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafp8.linear.grad_sink import deliver
+from megafp8.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megafp8.parallel.data.grad_buffer import GradBuffer
 from megafp8.parallel.sharding import FlatShard, Init, ParamSpec, set_spec, unsharded
 
@@ -47,6 +48,15 @@ def make_buffer(params: Any, bucket_elements: int = 1, group: Any = None, **opti
 def flat_shard(name: str, n: int, start: int = 0, end: int | None = None) -> FlatShard:
     """Elements `[start, end)`, or all, of a parameter of n zeros."""
     return FlatShard(make_param(name, n), start, n if end is None else end)
+
+
+def state_of(optimizer: MixedPrecisionOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
+    """The flat state of the shard of `param` by name, on the host if it is offloaded or divided."""
+    found = {
+        key: [x for shard, x in sorted(values, key=lambda value: value[0].start) if shard.param is param]
+        for key, values in optimizer.state().items()
+    }
+    return {key: x[0] if len(x) == 1 else torch.cat([part.cpu() for part in x]) for key, x in found.items() if x}
 
 
 def initial_values() -> dict[str, np.ndarray]:

@@ -17,9 +17,9 @@ saver.
 Staging buffer. Training may change a tensor while the thread is still writing it. So the rectangles that this rank
 writes, and no others, are copied into one host buffer that all saves reuse. Its size is 14 bytes per parameter (bf16
 weights, fp32 masters and moments), divided by the number of ranks. On CUDA, the buffer is pinned, which makes copies
-fast (about 50 GB/s over PCIe 5) and asynchronous, and the copies run on a side stream. The buffer is registered with
-CUDA after its allocation, because torch's pinned allocator rounds sizes up to powers of two. Each copy is a tensor with
-its own storage, because DCP clones a view of a larger storage.
+fast (about 50 GB/s over PCIe 5) and asynchronous, and the copies run on a side stream. Optimizer state that is on the
+host already is copied like any other, because the next update overwrites it. Each copy is a tensor with its own
+storage, because DCP clones a view of a larger storage.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from megafp8.checkpoint.lock import FolderLock
 from megafp8.checkpoint.rectangles import Rectangles, as_rectangles
 from megafp8.host.error_causes import lost_connection
 from megafp8.host.object_store import AnyPath, ObjectPath, as_path
+from megafp8.host.pinned import pin, unpin
 from megafp8.parallel import collectives
 from megafp8.parallel.sharding import Shape
 
@@ -327,20 +328,18 @@ class StagingBuffer:
         return staged
 
     def release(self) -> None:
-        """Unregister the memory from CUDA, and free it; torch does not know about the registration."""
+        """Unpin and free the memory."""
         self._resize(0)
 
     def _resize(self, size: int) -> None:
         if self._memory.numel() == size:
             return
         pinned = self._stream is not None
-        if pinned and self._memory.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        if pinned:
+            unpin(self._memory)
         self._memory = torch.empty(size, dtype=torch.uint8)
-        if pinned and size:
-            error = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
-            if error:
-                logger.warning("%.1f GiB of host memory could not be pinned: saves will stall longer", size / 2**30)
+        if pinned:
+            pin(self._memory, "saves will stall longer")
 
     def copy(self, staged: Iterable[Staged]) -> None:
         """Copy on the current stream. Work that is queued on it after this call may change the sources of `staged`."""

@@ -32,12 +32,13 @@ CHUNK, _WARPS = 1024, 4
 _DTYPES = {
     torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.uint8: tl.uint8,
 }  # fmt: skip
-_GRADIENT, _FIRST, _SECOND, _FIRST_EXPONENT, _SECOND_EXPONENT, _MASTER, _PARAM, _REMAINDER, _KEY, _LENGTH, _CHUNKS = (
-    tl.constexpr(column) for column in range(11)
-)
-"""Columns of the table. Each weight has one row: addresses in the order of `WeightTensors`, key of the noise, length,
-and first chunk."""
-_COLUMNS = tl.constexpr(11)
+(
+    _GRADIENT, _FIRST, _SECOND, _FIRST_EXPONENT, _SECOND_EXPONENT, _MASTER, _PARAM, _REMAINDER, _KEY, _NOISE_BLOCK,
+    _LENGTH, _CHUNKS,
+) = (tl.constexpr(column) for column in range(12))  # fmt: skip
+"""Columns of the table. Each weight has one row: addresses in the order of `WeightTensors`, key of the noise, index of
+the first block in the noise, length, and first chunk."""
+_COLUMNS = tl.constexpr(12)
 _LOWEST, _ROUNDS = tl.constexpr(LOWEST), tl.constexpr(NOISE_ROUNDS)
 _FIRST_LARGEST, _SECOND_LARGEST = (tl.constexpr(int(np.float32(x.largest).view(np.int32))) for x in (FIRST, SECOND))
 """Bits of the largest value of each format."""
@@ -58,6 +59,7 @@ class WeightTensors(NamedTuple):
         param_n: Parameter that the new master is rounded into, of any dtype, or None.
         remainder_n: Remainder of the master, int16 (`megafp8.optimizer.state_storage`), or None.
         key: Key of the noise of FP8 moments.
+        first: Index of the first element in the noise, a multiple of a block, for a part of a weight.
     """
 
     gradient_n: Tensor
@@ -69,11 +71,12 @@ class WeightTensors(NamedTuple):
     param_n: Tensor | None
     remainder_n: Tensor | None
     key: Key = (0, 0)
+    first: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in their order."""
-        return self[:-1]
+        return self[:-2]
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -182,7 +185,7 @@ def _noise(row, block_q, noise_step, FP8: tl.constexpr, CHUNK: tl.constexpr):
     """
     if FP8:
         key = tl.load(row + _KEY)
-        group = block_q[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
+        group = (block_q[:, None] + tl.load(row + _NOISE_BLOCK)) * 32 + tl.arange(0, 32)[None, :]
         low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
         zero = low * 0
         step = zero + noise_step.to(tl.uint32)
@@ -286,7 +289,8 @@ class UpdateTable:
                 length = n if all(tensor is not part for part in exponents) else ceil_div(n, BLOCK)
                 assert tensor is None or (tensor.is_contiguous() and tensor.shape == (length,))
             low, high = x.key
-            rows.append((*x.addresses, int(np.array(low | high << 32, np.uint64).view(np.int64)), n, len(tensor_c)))
+            key = int(np.array(low | high << 32, np.uint64).view(np.int64))
+            rows.append((*x.addresses, key, x.first // BLOCK, n, len(tensor_c)))
             tensor_c += [i] * ceil_div(n, CHUNK)
         device = weights[0].gradient_n.device
         self._table_t = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -69,6 +69,12 @@ class OptimizerConfig(Section):
     store_param_remainders: bool = False
     """Store only the 16 bits of each fp32 master weight that its bf16 weight lacks. This saves 2 bytes per parameter
     without loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the optimizer state that is in pinned host memory between steps. Each step streams it through the
+    GPU, with the same bits. 1 saves 12 bytes per parameter in fp32, without parallel.zero; it costs time in proportion
+    to the state, and little with many tokens per step (docs/optimizers.md). Masters stay on the GPU under parallel.fsdp
+    and for weights gathered in FP8, so only moments are offloaded there. Not supported with muon, average_decay,
+    qk_clip and resilience.replicas. Default: 0."""
     average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay rate of an exponential moving average (EMA) of the weights, such as 0.9999. Checkpoints hold the average in
     addition to the weights. It takes 4 bytes per parameter, sharded like the optimizer state. Training does not use it;
@@ -90,7 +96,7 @@ class OptimizerConfig(Section):
         return (
             (*chosen_options, "moments_dtype")
             if isinstance(update, MatrixUpdate)
-            else (*chosen_options, "moments_dtype", "store_param_remainders")
+            else (*chosen_options, "moments_dtype", "store_param_remainders", "offload")
         )
 
     @property

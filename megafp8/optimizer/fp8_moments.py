@@ -12,6 +12,9 @@ Shapes: n elements of a shard, b blocks of 128 elements; the last block may be s
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,16 +35,19 @@ class Fp8MomentStorage(StateStorage):
         shard: Shard.
         fmt: FP8 format.
         seed: Seed of the noise.
+        memory: Device of the live tensors. Default: the parameter's device, which computes the values.
 
     Attributes:
         noise_key: Key of the noise of the shard's moments.
+        first: Index in the shard of the first element of this storage (`part`), for the noise.
     """
 
-    def __init__(self, shard: FlatShard, fmt: MomentFormat, seed: int) -> None:
-        n, device = len(shard), shard.param.device
-        self._data_n = torch.zeros(n, dtype=torch.uint8, device=device)
-        self._exponent_b = torch.zeros(-(-n // BLOCK), dtype=torch.int8, device=device)
-        self._fmt = fmt
+    def __init__(self, shard: FlatShard, fmt: MomentFormat, seed: int, memory: torch.device | None = None) -> None:
+        n, self._device = len(shard), shard.param.device
+        memory = self._device if memory is None else memory
+        self._data_n = torch.zeros(n, dtype=torch.uint8, device=memory)
+        self._exponent_b = torch.zeros(-(-n // BLOCK), dtype=torch.int8, device=memory)
+        self._fmt, self.first = fmt, 0
         names = [f"{part.name}{list(part.offset)}" for part in spec_of(shard.param).shards]
         self.noise_key = key_of(seed, *names, shard.start)
 
@@ -50,24 +56,36 @@ class Fp8MomentStorage(StateStorage):
         """FP8 data, uint8 `[n]`, and exponents of the scales, int8 `[b]`."""
         return self._data_n, self._exponent_b
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of elements that share an entry: one for data, and a block for exponents."""
+        return 1, BLOCK
+
+    def part(self, start: int, end: int, tensors: Sequence[Tensor]) -> Fp8MomentStorage:
+        """Return the storage of some elements, with the same noise for each of them."""
+        part = copy.copy(self)
+        part._data_n, part._exponent_b = tensors
+        part.first += start
+        return part
+
     def load(self) -> Tensor:
         """Return the decoded values, fp32 `[n]`."""
-        return decode(self._data_n, self._exponent_b, self._fmt)
+        return decode(self._data_n.to(self._device), self._exponent_b.to(self._device), self._fmt)
 
     def store(self, values: Tensor, step: int) -> None:
         """Encode `values` with the noise of update `step`.
 
         The noise of both moments is a matrix `[n, 2]`: the first column is for the first moment.
         """
-        numbers = torch.tensor([step, 0], device=self._data_n.device)
+        numbers = torch.tensor([step, 0], device=self._device)
         noise = CastNoise(self.noise_key, numbers[0], numbers[1])
         for start in range(0, len(values), _PART):
             part = slice(start, start + _PART)
-            x_n = values[part].float()
-            noise_n2 = uniform(len(x_n), 2, noise, first_row=start)
+            x_n = values[part].to(self._device, torch.float32)
+            noise_n2 = uniform(len(x_n), 2, noise, first_row=self.first + start)
             data_n, exponent_b = encode(x_n, self._fmt, noise_n2[:, int(self._fmt.positive)])
-            self._data_n[part] = data_n
-            self._exponent_b[start // BLOCK :][: len(exponent_b)] = exponent_b
+            self._data_n[part].copy_(data_n)
+            self._exponent_b[start // BLOCK :][: len(exponent_b)].copy_(exponent_b)
 
     def checkpoint_tensor(self) -> Tensor:
         """Return the exact values in bf16 on the host."""

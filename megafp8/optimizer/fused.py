@@ -81,8 +81,9 @@ class FusedOptimizer:
         (first, first_exponent), (second, second_exponent) = parts[:2]
         assert first is not None
         remainder = state.get(REMAINDER)
-        key = storages[0].noise_key if isinstance(storages[0], Fp8MomentStorage) else (0, 0)
+        fp8 = storages[0]
+        noise = (fp8.noise_key, fp8.first) if isinstance(fp8, Fp8MomentStorage) else ((0, 0), 0)
         return WeightTensors(
             gradient, first, second, first_exponent, second_exponent,
-            master.detach() if remainder is None else None, state.get(PARAM), remainder, key,
+            master.detach() if remainder is None else None, state.get(PARAM), remainder, *noise,
         )  # fmt: skip

@@ -22,6 +22,10 @@ State may be stored with less precision between steps (`StateStorage`): moments 
 optimizers need fp32, so one batch of shards at a time is loaded in fp32, updated, and stored. A bf16 moment that a step
 shrinks by less than 1/256 might never change, so betas are then limited to 1 - 1/256.
 
+A fraction of the state may be in host memory between steps (`optimizer.offload`). A shard may then be divided in two,
+and a step updates each piece of the offloaded shards as a batch (`megafp8.optimizer.offload`). Masters that other code
+reads on the device stay there: masters of released parameters, and fp32 parameters, which are their own masters.
+
 An fp32 moving average of the weights may be kept in addition to the masters (`average_decay`). After n updates
 
     average ← d · average + (1 - d) · master        d = min(average_decay, (n - 1) / (n + 9))
@@ -36,12 +40,12 @@ bf16, 1 and 1/128 in FP8), and 4 for an average, in addition to the model and it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +59,7 @@ from megafp8.optimizer.fp8_moments import Fp8MomentStorage
 from megafp8.optimizer.fused import PARAM, REMAINDER, FusedOptimizer
 from megafp8.optimizer.layer_norms import Watch
 from megafp8.optimizer.matrices import MatrixOptimizer
+from megafp8.optimizer.offload import OffloadedShard, OffloadedState, Piece, offloaded_elements
 from megafp8.optimizer.param_groups import ParamRates, is_hidden_matrix, rates_of
 from megafp8.optimizer.state_storage import PlainStorage, RemainderStorage, StateStorage
 from megafp8.parallel.data.grad_buffer import gradient_of
@@ -72,6 +77,46 @@ OUTER_MOMENTUM = "outer_momentum"
 State = dict[str, list[tuple[FlatShard, Tensor]]]
 """Shards and their flat state tensors, by state name."""
 
+_META = torch.device("meta")
+
+
+class _LiveShard(NamedTuple):
+    """Shard with its state on the device, where a step updates it.
+
+    Attributes:
+        shard: Elements.
+        storage: State by name.
+        rounded: Elements of the parameter, into which the master is rounded; None if the parameter has no other values.
+    """
+
+    shard: FlatShard
+    storage: Mapping[str, StateStorage]
+    rounded: Tensor | None
+
+
+class _Batch(NamedTuple):
+    """Shards that one optimizer updates together.
+
+    Attributes:
+        update: Rule of the update.
+        optimizer: Optimizer of the masters.
+        rounded: Masters that the optimizer does not round, and the parameters into which they are rounded.
+        piece: Piece of offloaded state with these shards; None if their state stays on the device.
+    """
+
+    update: Update
+    optimizer: TensorOptimizer
+    rounded: Mapping[Tensor, Tensor]
+    piece: Piece | None
+
+
+def _part_of(kept: Mapping[nn.Parameter, tuple[int, Tensor]], shard: FlatShard) -> Tensor | None:
+    """Return the elements of `shard` in the master of its parameter in `kept`, or None if there is none."""
+    if shard.param not in kept:
+        return None
+    start, master = kept[shard.param]
+    return master[shard.start - start : shard.end - start]
+
 
 def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]]:
     """Divide `shards`, in order, into lists of up to `elements` elements. A larger shard is one list."""
@@ -87,13 +132,20 @@ def _batches(shards: Sequence[FlatShard], elements: int) -> list[list[FlatShard]
 
 
 def _moments(shard: FlatShard, update: Update, stored: str, seed: int) -> dict[str, StateStorage]:
-    """Allocate the moments of a shard, initially zero. `stored` is the config's name of their dtype."""
+    """Return the moments of a shard on the meta device. `stored` is the config's name of their dtype."""
     dtype = state_dtype(stored, shard.param.dtype)
     if dtype == torch.float8_e4m3fn:
         formats = {name: FIRST if signed else SECOND for name, signed in update.moments.items()}
-        return {name: Fp8MomentStorage(shard, fmt, seed) for name, fmt in formats.items()}
-    device = shard.param.device
-    return {name: PlainStorage(torch.zeros(len(shard), dtype=dtype, device=device)) for name in update.moments}
+        return {name: Fp8MomentStorage(shard, fmt, seed, _META) for name, fmt in formats.items()}
+    return {name: PlainStorage(torch.empty(len(shard), dtype=dtype, device=_META)) for name in update.moments}
+
+
+def _allocated(storage: StateStorage, start: int, end: int, device: torch.device) -> StateStorage:
+    """Return the storage of elements `[start, end)` on `device`, initially zero."""
+    like = zip(storage.tensors, storage.blocks, strict=True)
+    return storage.part(
+        start, end, [torch.zeros(-(-(end - start) // block), dtype=x.dtype, device=device) for x, block in like]
+    )
 
 
 def round_masters(masters: Mapping[Tensor, Tensor]) -> None:
@@ -121,6 +173,8 @@ class MixedPrecisionOptimizer:
         outer: Whether to hold the momentum of outer steps.
 
     Attributes:
+        shards: `shards`, of which one may be divided in two (`optimizer.offload`).
+        storage: State of each of them between steps by name. Copies from the host may still be running.
         reason: One line that says which implementations run, and why.
     """
 
@@ -139,36 +193,49 @@ class MixedPrecisionOptimizer:
     ) -> None:
         assert config.average_decay is None or not config.store_param_remainders
         self._average_decay = config.average_decay
-        self.shards = list(shards)
         self.released = released
-        self._masters: dict[nn.Parameter, Tensor] = {}
-        self.storage: dict[Tensor, dict[str, StateStorage]] = {}  # by master and state name
-        rounded: list[FlatShard] = []
+        self.shards: list[FlatShard] = []
+        self.storage: dict[FlatShard, dict[str, StateStorage]] = {}
+        self._masters: dict[FlatShard, Tensor] = {}
+        self._live: dict[Tensor, _LiveShard] = {}
+        kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        offloaded: list[OffloadedShard] = []
         in_fp32 = all(sum_dtype(shard.param.dtype) == torch.float32 for shard in shards)
-        by_update: dict[Update, list[FlatShard]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
-        for shard in shards:
-            param, master = shard.param, self._make_master(shard, masters)
+        by_update: dict[Update, list[Tensor]] = {config.update(hidden_matrix=hidden): [] for hidden in (False, True)}
+        for shard, count in zip(shards, offloaded_elements(shards, config.offload), strict=True):
+            param, n = shard.param, len(shard)
             update = config.update(hidden_matrix=is_hidden_matrix(spec_of(param)))
-            by_update[update].append(shard)
-            self._masters[param], self.storage[master] = master, {}
-            storage = self.storage[master]
-            average = {} if config.average_decay is None else {AVERAGE: PlainStorage(master.detach().clone())}
-            if outer:
-                average[OUTER_MOMENTUM] = PlainStorage(torch.zeros_like(master.detach()))
-            if config.store_param_remainders and param.dtype == torch.bfloat16 and param not in released:
-                storage["master"] = RemainderStorage(shard.view(param.detach()))
-                master.data = master.data.new_empty(0)
-            elif param.dtype != master.dtype:
-                storage["master"] = PlainStorage(master)
-                rounded += [] if param in released else [shard]
-            storage |= {**_moments(shard, update, config.moments_dtype, seed), **average}
-        self._shard_of = {self._masters[shard.param]: shard for shard in shards}
+            whole = _moments(shard, update, config.moments_dtype, seed)
+            if param in masters or param in released or param.dtype == sum_dtype(param.dtype):
+                self._masters[shard] = self._make_master(shard, masters)
+                kept[param] = shard.start, self._masters[shard]
+            elif config.store_param_remainders and param.dtype == torch.bfloat16:
+                remainder_n = torch.empty(n, dtype=torch.int16, device=_META)
+                whole = {"master": RemainderStorage(shard.view(param.detach()), remainder_n), **whole}
+            else:
+                whole = {"master": PlainStorage(torch.empty(n, dtype=sum_dtype(param.dtype), device=_META)), **whole}
+            if count:
+                part = shard if count == n else FlatShard(param, shard.start, shard.start + count)
+                offloaded.append(OffloadedShard(part, whole))
+            if count < n or not n:
+                part = shard if not count else FlatShard(param, shard.start + count, shard.end)
+                self._add(part, {key: _allocated(x, count, n, param.device) for key, x in whole.items()}, kept)
+                live = self._make_live(part, self.storage[part], kept)
+                by_update[update].append(live)
+                if config.average_decay is not None:
+                    self.storage[part][AVERAGE] = PlainStorage(live.detach().clone())
+                if outer:
+                    self.storage[part][OUTER_MOMENTUM] = PlainStorage(torch.zeros_like(gradient_of(part)))
+        self._offload = OffloadedState(offloaded, device) if offloaded else None
+        for one in offloaded:
+            assert self._offload is not None
+            self._add(one.shard, self._offload.storage[one.shard], kept)
         in_less = config.store_param_remainders or config.moments_dtype != "fp32"
         stored = {update: in_fp32 and update.updates_stored(device, in_less=in_less) for update in by_update}
         matrix_updates = {update for update in by_update if isinstance(update, MatrixUpdate)}
         assert not (matrix_updates and (config.store_param_remainders or config.moments_dtype == "fp8"))
+        assert not (offloaded and (matrix_updates or outer or config.average_decay is not None))
         self._loads_state = in_less and not all(stored[update] for update in by_update if update not in matrix_updates)
-        self._rounded = {self._masters[shard.param]: shard.view(shard.param.detach()) for shard in rounded}
         rates = partial(
             rates_of,
             weight_decay=config.weight_decay,
@@ -176,39 +243,90 @@ class MixedPrecisionOptimizer:
             hidden_learning_rate_scale=config.chosen.hidden_learning_rate_scale(config.learning_rate, width),
             score_learning_rate_scale=1 / width,  # matrix updates leave these weights to AdamW
         )
-        self._optimizers: list[tuple[Update, TensorOptimizer]] = []
-        for update, chosen in by_update.items():
+        self._batches: list[_Batch] = []
+
+        def add_batch(update: Update, batch: Sequence[Tensor], piece: Piece | None = None) -> None:
             loads_state = self._loads_state and update not in matrix_updates
-            for batch in _batches(chosen, BATCH) if loads_state else [chosen]:
-                shard_by_master = {self._masters[shard.param]: shard for shard in batch}
-                groups = self._param_groups(batch, rates)
-                optimizer = (
-                    MatrixOptimizer(update, groups, shard_by_master, matrix_group, device)
-                    if isinstance(update, MatrixUpdate)
-                    else update.make(groups, device, stored=stored[update])
-                )
-                for master in shard_by_master:
-                    if update in matrix_updates:
-                        optimizer.state[master] = self._live_moments(master, update)
-                    elif stored[update]:
-                        optimizer.state[master] = self._stored_state(master, update)
-                    else:  # each step loads it if `loads_state`
-                        optimizer.state[master] = {} if loads_state else self._load_moments(master, update)
-                self._optimizers.append((update, optimizer))
-        by_others = [shard for update, chosen in by_update.items() if not stored[update] for shard in chosen]
-        left = {self._masters[shard.param] for shard in by_others}
-        self._rounded_by_step = {master: param for master, param in self._rounded.items() if master in left}
+            groups = self._param_groups(batch, rates)
+            optimizer = (
+                MatrixOptimizer(update, groups, {x: self._live[x].shard for x in batch}, matrix_group, device)
+                if isinstance(update, MatrixUpdate)
+                else update.make(groups, device, stored=stored[update])
+            )
+            for master in batch:
+                if update in matrix_updates:
+                    optimizer.state[master] = self._live_moments(master, update)
+                elif stored[update]:
+                    optimizer.state[master] = self._stored_state(master, update)
+                else:  # each step loads it if `loads_state`
+                    optimizer.state[master] = {} if loads_state else self._load_moments(master, update)
+            by_caller = {} if stored[update] else {master: self._live[master].rounded for master in batch}
+            rounded = {master: param for master, param in by_caller.items() if param is not None}
+            self._batches.append(_Batch(update, optimizer, rounded, piece))
+
+        for piece in () if self._offload is None else self._offload.pieces:
+            add_batch(config.chosen, [self._make_live(part, storage, kept) for part, storage in piece.shards], piece)
+        for update, chosen in by_update.items():
+            if self._loads_state and update not in matrix_updates:
+                master_of = {self._live[master].shard: master for master in chosen}
+                for batch in _batches([*master_of], BATCH):
+                    add_batch(update, [master_of[shard] for shard in batch])
+            else:
+                add_batch(update, chosen)
         self._boxes: dict[frozenset[str], list[tuple[FlatShard, list[Box]]]] = {}  # by tensor names
         self.reason = "; ".join(update.describe(device, stored=stored[update]) for update in by_update)
+        if offloaded:
+            self.reason += f"; the state of {sum(len(x.shard) for x in offloaded):,} weights is in host memory"
         self.step_count = 0
 
+    def _add(
+        self, shard: FlatShard, storage: dict[str, StateStorage], kept: Mapping[nn.Parameter, tuple[int, Tensor]]
+    ) -> None:
+        """Add a shard with its initial state: moments are zero, and the master is equal to the parameter.
+
+        `kept` are the masters that stay on the device, each with the position of its first element in the parameter.
+        """
+        param = shard.param
+        master = _part_of(kept, shard)
+        if master is not None:
+            self._masters[shard] = master
+            if param.dtype != master.dtype:
+                storage = {"master": PlainStorage(master), **storage}
+        elif isinstance(storage["master"], PlainStorage):
+            (self._masters[shard],) = storage["master"].tensors
+            self._masters[shard].copy_(shard.view(param.detach()))
+        self.shards.append(shard)
+        self.storage[shard] = storage
+
+    def _make_live(
+        self,
+        shard: FlatShard,
+        storage: Mapping[str, StateStorage],
+        kept: Mapping[nn.Parameter, tuple[int, Tensor]],
+    ) -> Tensor:
+        """Return the tensor of a shard that an optimizer updates, and record its state `storage` on the device.
+
+        The tensor is the master; it is empty between steps if the master is stored as a remainder.
+        """
+        param, stored, gradient = shard.param, storage.get("master"), gradient_of(shard)
+        master = _part_of(kept, shard)
+        if master is None:
+            assert stored is not None
+            master = gradient.detach() if isinstance(stored, RemainderStorage) else stored.tensors[0]
+        master.grad = gradient
+        if isinstance(stored, RemainderStorage):
+            master.data = master.data.new_empty(0)
+        rounds = param.dtype != master.dtype and param not in self.released and not isinstance(stored, RemainderStorage)
+        self._live[master] = _LiveShard(shard, storage, shard.view(param.detach()) if rounds else None)
+        return master
+
     def _param_groups(
-        self, shards: Sequence[FlatShard], rates_of_spec: Callable[[ParamSpec], ParamRates]
+        self, masters: Sequence[Tensor], rates_of_spec: Callable[[ParamSpec], ParamRates]
     ) -> list[dict[str, Any]]:
-        """Return PyTorch parameter groups of the masters of `shards`, one for each pair of rates."""
+        """Return PyTorch parameter groups of live masters, one for each pair of rates."""
         alike: dict[ParamRates, list[Tensor]] = {}
-        for shard in shards:
-            alike.setdefault(rates_of_spec(spec_of(shard.param)), []).append(self._masters[shard.param])
+        for master in masters:
+            alike.setdefault(rates_of_spec(spec_of(self._live[master].shard.param)), []).append(master)
         alike = alike or {ParamRates(1.0, 0.0): []}
         return [
             {"params": masters, "weight_decay": rates.weight_decay, "lr_scale": rates.learning_rate_scale}
@@ -216,13 +334,11 @@ class MixedPrecisionOptimizer:
         ]
 
     def _make_master(self, shard: FlatShard, given: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Return the fp32 tensor that the optimizer updates. It shares the memory of an fp32 parameter."""
+        """Return the fp32 values of a shard that stay on the device. They share the memory of an fp32 parameter."""
         param = shard.param
-        master = given.get(param)
-        if master is None:
-            master = shard.view(param.detach()).to(sum_dtype(param.dtype), copy=param in self.released)
-        master.grad = gradient_of(shard)
-        return master
+        if param in given:
+            return given[param]
+        return shard.view(param.detach()).to(sum_dtype(param.dtype), copy=param in self.released)
 
     @property
     def step_count(self) -> int:
@@ -232,7 +348,8 @@ class MixedPrecisionOptimizer:
     @step_count.setter
     def step_count(self, count: int) -> None:
         self._step_count = count
-        for _, optimizer in self._optimizers:
+        for batch in self._batches:
+            optimizer = batch.optimizer
             for group in optimizer.param_groups:
                 group["step"] = count  # apex keeps the count here; torch keeps it in the state
                 for master in group["params"]:
@@ -240,24 +357,30 @@ class MixedPrecisionOptimizer:
                     optimizer.state[master]["step"] = step
 
     def master_of(self, shard: FlatShard) -> Tensor:
-        """Return the live, flat fp32 values of a shard."""
-        return self._masters[shard.param].detach()
+        """Return the live, flat fp32 values of a shard, which are on the device unless they are offloaded."""
+        return self._masters[shard].detach()
 
     def load_master(self, shard: FlatShard) -> Tensor:
         """Return the flat fp32 values of a shard: live, or a copy if they are stored as remainders."""
-        storage = self.storage[self._masters[shard.param]].get("master")
+        storage = self.storage[shard].get("master")
         return storage.load() if isinstance(storage, RemainderStorage) else self.master_of(shard)
 
     @torch.no_grad()
     def store_master(self, shard: FlatShard, values: Tensor) -> None:
         """Set the master of a shard to `values`, fp32 and flat, and round it into the parameter."""
-        master = self._masters[shard.param]
-        storage = self.storage[master].get("master")
+        storage = self.storage[shard].get("master")
         if isinstance(storage, RemainderStorage):
             storage.store(values, self._step_count)
             return
-        master.detach().copy_(values)
-        round_masters({key: param for key, param in self._rounded.items() if key is master})
+        self._masters[shard].copy_(values)
+        self._round([shard])
+
+    def _round(self, shards: Iterable[FlatShard]) -> None:
+        """Round the masters of `shards` into their parameters, unless the parameters have no other values."""
+        separate = ((shard, self.storage[shard].get("master")) for shard in shards if shard.param not in self.released)
+        round_masters(
+            {self._masters[x]: x.view(x.param.detach()) for x, master in separate if isinstance(master, PlainStorage)}
+        )
 
     def released_values(self) -> list[tuple[FlatShard, Tensor]]:
         """Return the shards of released parameters with their flat values in the parameters' dtype.
@@ -268,38 +391,46 @@ class MixedPrecisionOptimizer:
         released = [shard for shard in self.shards if shard.param in self.released]
         return [(shard, self.master_of(shard).to(shard.param.dtype)) for shard in released]
 
-    def state_tensors(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Return the flat state of the shard of `param` by name: `master` if it is separate, moments, `average`.
+    def prefetch(self) -> None:
+        """Start to copy offloaded state to the device. Call this before a step, as early as the host allows."""
+        if self._offload is not None:
+            self._offload.prefetch()
 
-        The tensors are live, or copies on the host (`StateStorage.checkpoint_tensor`).
-        """
-        storage = self.storage[self._masters[param]]
-        return {key: part.checkpoint_tensor() for key, part in storage.items()}
+    def _wait(self) -> None:
+        """Wait until offloaded state on the host is complete."""
+        if self._offload is not None:
+            self._offload.wait()
 
     def stored_tensors(self, shard: FlatShard) -> dict[str, tuple[Tensor, ...]]:
-        """Return the live tensors that hold a shard's `master` and moments between steps."""
-        stored = {key: storage.tensors for key, storage in self.storage[self._masters[shard.param]].items()}
+        """Return the live tensors that hold a shard's `master` and moments between steps, on the host if offloaded."""
+        self._wait()
+        stored = {key: storage.tensors for key, storage in self.storage[shard].items()}
         if shard.param in self.released:  # even if it is fp32
             stored["master"] = (self.master_of(shard),)
         return stored
 
     def state(self) -> State:
-        """Return the `state_tensors` of all shards by name. A checkpoint loads into them, then calls `restore`."""
+        """Return the flat state of all shards by name: `master` if it is separate, moments, `average`.
+
+        The tensors are live, or copies on the host (`StateStorage.checkpoint_tensor`). They do not change before the
+        next step. A checkpoint loads into them, then calls `restore`.
+        """
+        self._wait()
         state: State = {}
         for shard in self.shards:
-            for key, tensor in self.state_tensors(shard.param).items():
-                state.setdefault(key, []).append((shard, tensor))
+            for key, storage in self.storage[shard].items():
+                state.setdefault(key, []).append((shard, storage.checkpoint_tensor()))
         return state
 
     @torch.no_grad()
     def restore(self, state: State, step_count: int) -> None:
         """Store a loaded `state` after `step_count` updates, and round the masters into the parameters."""
+        self._wait()
         self.step_count = step_count
         for key, values in state.items():
             for shard, tensor in values:
-                storage, gradient = self.storage[self._masters[shard.param]][key], gradient_of(shard)
-                storage.store(tensor.to(gradient), step_count)
-        round_masters(self._rounded)
+                self.storage[shard][key].store(tensor.to(gradient_of(shard).dtype), step_count)
+        self._round(self.shards)
 
     @property
     def skips_on_device(self) -> bool:
@@ -307,13 +438,13 @@ class MixedPrecisionOptimizer:
 
         It does not if each step loads and stores state, because storing may round the state again.
         """
-        fused = (getattr(optimizer, "_step_supports_amp_scaling", False) for _, optimizer in self._optimizers)
+        fused = (getattr(batch.optimizer, "_step_supports_amp_scaling", False) for batch in self._batches)
         return not self._loads_state and all(fused)
 
     @property
     def takes_factor(self) -> bool:
         """Whether `step` takes a `factor`."""
-        return all(isinstance(optimizer, FusedOptimizer) for _, optimizer in self._optimizers)
+        return all(isinstance(batch.optimizer, FusedOptimizer) for batch in self._batches)
 
     def step(
         self, lr: float, *, factor: Tensor | None = None, skip: Tensor | None = None, watch: Watch | None = None
@@ -328,23 +459,24 @@ class MixedPrecisionOptimizer:
         """
         assert skip is None or self.skips_on_device
         assert factor is None or self.takes_factor
-        for update, optimizer in self._optimizers:
+        for update, optimizer, rounded, piece in self._batches:
             if isinstance(optimizer, FusedOptimizer):
                 optimizer.count, optimizer.factor, optimizer.skip = self._step_count + 1, factor, skip
             elif skip is not None:
                 optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # torch's name, from gradient scaling
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
-            if isinstance(optimizer, MatrixOptimizer):
-                optimizer.step(watch=watch)
-            elif self._loads_state:
-                self._load_step_store(update, optimizer, watch)
-            elif watch is None:
-                optimizer.step()
-            else:
-                self._step_in_batches(optimizer, watch)
+            with nullcontext() if piece is None or self._offload is None else self._offload.on_device(piece):
+                if isinstance(optimizer, MatrixOptimizer):
+                    optimizer.step(watch=watch)
+                elif self._loads_state:
+                    self._load_step_store(update, optimizer, watch)
+                elif watch is None:
+                    optimizer.step()
+                else:
+                    self._step_in_batches(optimizer, watch)
+                round_masters(rounded)
         self._step_count += 1
-        round_masters(self._rounded_by_step)
 
     @torch.no_grad()
     def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
@@ -360,10 +492,9 @@ class MixedPrecisionOptimizer:
             )
             self._boxes[names] = [(shard, boxes) for shard, boxes in boxes_by_shard if boxes]
         for shard, boxes in self._boxes[names]:
-            master = self._masters[shard.param]
-            storage = self.storage[master].get("master")
+            storage = self.storage[shard].get("master")
             remainder = storage if isinstance(storage, RemainderStorage) else None
-            values = master.detach() if remainder is None else remainder.load()
+            values = self.load_master(shard)
             for box in boxes:
                 rows_n = factors[box.piece.name].narrow(0, box.offset[0], box.shape[0]).to(values.dtype)
                 values[box.start : box.end].view(*box.shape[:1], -1).mul_(rows_n.unsqueeze(1))
@@ -388,7 +519,7 @@ class MixedPrecisionOptimizer:
 
     def _averages_and_masters(self) -> tuple[list[Tensor], list[Tensor]]:
         masters = [self.master_of(shard) for shard in self.shards]
-        return [self.storage[self._masters[shard.param]][AVERAGE].load() for shard in self.shards], masters
+        return [self.storage[shard][AVERAGE].load() for shard in self.shards], masters
 
     def forget_step(self) -> None:
         """Decrement the step count, because the device has skipped the last step."""
@@ -396,35 +527,35 @@ class MixedPrecisionOptimizer:
 
     def _stored_state(self, master: Tensor, update: Update) -> dict[str, StateStorage | Tensor]:
         """Return the state that `FusedOptimizer` updates."""
-        remainder = self.storage[master].get("master")
-        state: dict[str, StateStorage | Tensor] = {key: self.storage[master][key] for key in update.moments}
+        shard, storage, rounded = self._live[master]
+        remainder = storage.get("master")
+        state: dict[str, StateStorage | Tensor] = {key: storage[key] for key in update.moments}
         if isinstance(remainder, RemainderStorage):
-            shard = self._shard_of[master]
             return state | {PARAM: shard.view(shard.param.detach()), REMAINDER: remainder.tensors[0]}
-        return state | ({PARAM: self._rounded[master]} if master in self._rounded else {})
+        return state if rounded is None else state | {PARAM: rounded}
 
     def _live_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
         """Return the live tensors of moments that are stored as one tensor."""
-        return {key: self.storage[master][key].tensors[0] for key in update.moments}
+        return {key: self._live[master].storage[key].tensors[0] for key in update.moments}
 
     def _load_moments(self, master: Tensor, update: Update) -> dict[str, Tensor]:
-        return {key: self.storage[master][key].load().to(master.dtype) for key in update.moments}
+        return {key: self._live[master].storage[key].load().to(master.dtype) for key in update.moments}
 
     def _watched(self, masters: Sequence[Tensor], watch: Watch | None) -> AbstractContextManager[None]:
-        return nullcontext() if watch is None else watch([(self._shard_of[master], master) for master in masters])
+        return nullcontext() if watch is None else watch([(self._live[master].shard, master) for master in masters])
 
     def _remainders(self, masters: Sequence[Tensor]) -> dict[Tensor, RemainderStorage]:
         """Return the storage of the masters that are stored as remainders."""
-        stored = ((master, self.storage[master].get("master")) for master in masters)
+        stored = ((master, self._live[master].storage.get("master")) for master in masters)
         return {master: storage for master, storage in stored if isinstance(storage, RemainderStorage)}
 
     @torch.no_grad()
     def _step_in_batches(self, optimizer: TensorOptimizer, watch: Watch) -> None:
         """Run `optimizer.step()` with up to `BATCH` elements at a time."""
         groups = [group["params"] for group in optimizer.param_groups]
-        shards = [self._shard_of[master] for masters in groups for master in masters]
-        for batch in _batches(shards, BATCH):
-            chosen = [self._masters[shard.param] for shard in batch]
+        master_of = {self._live[master].shard: master for masters in groups for master in masters}
+        for batch in _batches([*master_of], BATCH):
+            chosen = [master_of[shard] for shard in batch]
             in_batch = set(chosen)
             for group, masters in zip(optimizer.param_groups, groups):
                 group["params"] = [master for master in masters if master in in_batch]
@@ -455,7 +586,7 @@ class MixedPrecisionOptimizer:
             optimizer.step()
         for master in masters:
             for key in update.moments:
-                self.storage[master][key].store(state[master].pop(key), self._step_count)
+                self._live[master].storage[key].store(state[master].pop(key), self._step_count)
             if master in remainders:
                 remainders[master].store(master.data, self._step_count)
                 master.data = master.data.new_empty(0)

@@ -2,7 +2,8 @@
 
 Adam computes in fp32. Its state may be stored with less precision: a step then loads the fp32 values of one batch of
 parameters at a time and stores them again. Checkpoints hold the stored values without loss, in dtypes that PyTorch has.
-If no live tensor has these values, they are copied to the host, so that saving needs no device memory.
+If no live tensor has these values, they are copied to the host, so that saving needs no device memory. Live tensors may
+be in host memory between steps (`megafp8.optimizer.offload`); values are computed on the parameter's device.
 
 *Remainders* (`store_param_remainders`) store the fp32 masters of bf16 parameters in two bytes. A bf16 number is the
 upper half of an fp32 number, so the parameter already is one half of its master. The other half is the remainder: the
@@ -19,6 +20,7 @@ Shapes: n elements of a shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +40,18 @@ class StateStorage(ABC):
     def nbytes(self) -> int:
         """Bytes of the live tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of elements that share an entry of each live tensor."""
+        return (1,)
+
+    @abstractmethod
+    def part(self, start: int, end: int, tensors: Sequence[Tensor]) -> StateStorage:
+        """Return the storage of elements `[start, end)`, with `tensors` as live tensors. Copy no values.
+
+        `start` is a multiple of `blocks`.
+        """
 
     @abstractmethod
     def load(self) -> Tensor:
@@ -69,6 +83,10 @@ class PlainStorage(StateStorage):
         """Stored tensor."""
         return (self._tensor,)
 
+    def part(self, start: int, end: int, tensors: Sequence[Tensor]) -> PlainStorage:
+        """Return the storage of some elements."""
+        return PlainStorage(*tensors)
+
     def load(self) -> Tensor:
         """Return the values in fp32 or float64; a copy if the tensor is bf16."""
         return self._tensor.to(sum_dtype(self._tensor.dtype))
@@ -98,23 +116,27 @@ def join_master(param_n: Tensor, remainder_n: Tensor) -> Tensor:
 class RemainderStorage(StateStorage):
     """Master stored as a bf16 parameter and a remainder.
 
-    `param_n`, bf16 `[n]`, is a live view of the parameter, which is one half of the master. The initial master is equal
-    to the parameter.
+    `param_n`, bf16 `[n]`, is a live view of the parameter, which is one half of the master. `remainder_n`, int16 `[n]`,
+    is the other half. By default it is zero, so that the initial master is equal to the parameter.
     """
 
-    def __init__(self, param_n: Tensor) -> None:
+    def __init__(self, param_n: Tensor, remainder_n: Tensor | None = None) -> None:
         assert param_n.dtype == torch.bfloat16
         self._param_n = param_n
-        self._remainder_n = torch.zeros_like(param_n, dtype=torch.int16)
+        self._remainder_n = torch.zeros_like(param_n, dtype=torch.int16) if remainder_n is None else remainder_n
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Remainder, int16 `[n]`."""
         return (self._remainder_n,)
 
+    def part(self, start: int, end: int, tensors: Sequence[Tensor]) -> RemainderStorage:
+        """Return the storage of some elements."""
+        return RemainderStorage(self._param_n[start:end], *tensors)
+
     def load(self) -> Tensor:
         """Return a copy of the master, fp32 `[n]`."""
-        return join_master(self._param_n, self._remainder_n)
+        return join_master(self._param_n, self._remainder_n.to(self._param_n.device))
 
     def store(self, values: Tensor, step: int) -> None:
         """Store a master: round it into the parameter, and store the remainder."""

@@ -20,7 +20,7 @@ from megafp8.optimizer.state_storage import join_master, split_master
 from megafp8.parallel.data.grad_buffer import main_grad_of
 from megafp8.parallel.sharding import FlatShard
 from tests.kernels import DEVICE, noise
-from tests.tiny_model import make_buffer, make_param
+from tests.tiny_model import make_buffer, make_param, state_of
 
 BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 0.01, 0.1
 SIZES = (5, 1024, 3001)
@@ -191,7 +191,7 @@ def test_steps_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, update: str, op
             if not stored:
                 buffer.flat.mul_(clip)
             optimizer.step(LR, factor=clip if stored else None, watch=watch if step == 2 else None)
-        values = [x.float() for param in params for x in optimizer.state_tensors(param).values()]
+        values = [x.float() for param in params for x in state_of(optimizer, param).values()]
         if DEVICE == "cuda" or options.get("store_param_remainders"):  # the interpreter rounds to bf16 in another way
             values += [param.detach().float() for param in params]
         found.append([*values, torch.tensor(watched)])

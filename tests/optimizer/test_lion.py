@@ -17,7 +17,7 @@ from megafp8.parallel.data.grad_buffer import GradBuffer, main_grad_of
 from megafp8.parallel.data.param_buffer import ParamBuffer
 from megafp8.training.describe import planned_stage
 from megafp8.training.state import tensor_kinds
-from tests.tiny_model import CPU, make_buffer, make_param
+from tests.tiny_model import CPU, make_buffer, make_param, state_of
 from tests.training.presets import BF16, config_of
 from tests.world import World
 
@@ -78,7 +78,7 @@ def _train(sharded: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     momenta = {name: np.full(param.numel(), np.nan) for name, param in params.items()}
     for name, param in params.items():
         for shard in (shard for shard in optimizer.shards if shard.param is param):
-            momenta[name][shard.start : shard.end] = optimizer.state_tensors(param)["exp_avg"].double().numpy()
+            momenta[name][shard.start : shard.end] = state_of(optimizer, param)["exp_avg"].double().numpy()
     return {name: (p.detach().double().numpy(), momenta[name].reshape(p.shape)) for name, p in params.items()}
 
 
@@ -107,7 +107,7 @@ def test_a_step_with_state_in_less_than_fp32(options: dict[str, Any], rounded: f
     optimizer = _optimizer(buffer, **options)
 
     def state(name: str) -> tuple[np.ndarray, np.ndarray]:
-        tensors, shape = optimizer.state_tensors(params[name]), SHAPES[name]
+        tensors, shape = state_of(optimizer, params[name]), SHAPES[name]
         return tuple(tensors[key].double().numpy().reshape(shape).copy() for key in ("master", "exp_avg"))  # type: ignore[return-value]
 
     for step, lr in enumerate(LRS, start=1):

@@ -23,7 +23,7 @@ from megafp8.parallel.data.grad_buffer import main_grad_of
 from megafp8.parallel.sharding import FlatShard, Init, ParamShard, ParamSpec, set_spec, shard_dim, stack_rows
 from megafp8.parallel.sharding import unsharded as whole
 from tests.marks import slow_but
-from tests.tiny_model import CPU
+from tests.tiny_model import CPU, state_of
 from tests.world import World
 
 DECAY, BETAS, EPS = 0.1, (0.9, 0.95), 1e-8
@@ -132,7 +132,7 @@ def _pieces(optimizer: MixedPrecisionOptimizer, params: dict[str, nn.Parameter],
     """By tensor, the masters (of fp32 parameters: these) or another state; of whole parameters."""
     found = {}
     for param in params.values():
-        state = optimizer.state_tensors(param)
+        state = state_of(optimizer, param)
         flat = state.get(key, param.detach().flatten()) if key == "master" else state.get(key)
         if flat is not None:
             found |= {piece.name: piece.view(flat.view(param.shape)) for piece in param.spec.shards}  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def test_equals_torch(dtype: torch.dtype, scaling: Any, nesterov: bool) -> None:
         torch.testing.assert_close(found, theirs.state[expected[name]]["momentum_buffer"], rtol=1e-6, atol=1e-6)
     assert _pieces(optimizer, params, "exp_avg_sq").keys() == expected.keys() - hidden
     for param in params.values():
-        master = optimizer.state_tensors(param).get("master", param.detach().flatten())
+        master = state_of(optimizer, param).get("master", param.detach().flatten())
         assert torch.equal(param.detach().flatten(), master.to(dtype))
 
 
@@ -277,7 +277,7 @@ def _train_in_parts(
         optimizer.step(0.02)
     found = []
     for shard in shards:
-        state = optimizer.state_tensors(shard.param)
+        state = state_of(optimizer, shard.param)
         index = [
             _part(piece, torch.arange(math.prod(piece.global_shape)).view(piece.global_shape)).flatten()
             for piece in shard.param.spec.shards  # type: ignore[attr-defined]

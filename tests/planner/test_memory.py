@@ -44,6 +44,7 @@ from megafp8.training.state import save_state
 from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
+from tests.tiny_model import state_of
 from tests.world import World
 
 GPT2 = [
@@ -248,7 +249,7 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
         frozen = sum(shard.values.nbytes for shard in rows if not shard.param.requires_grad)
         whole = sum(param.nbytes for param in strategy.whole)
         masters = sum(shard.values.nbytes for shard in rows) - frozen
-        masters += sum(trainer.optimizer.state_tensors(param)["master"].nbytes for param in strategy.whole)
+        masters += sum(state_of(trainer.optimizer, param)["master"].nbytes for param in strategy.whole)
         return [fp8 + frozen + whole, sum(x.nbytes for x in strategy.gradients), masters, moments, 0], planned
     weights = []
     for module in trainer.model.modules():

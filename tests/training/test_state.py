@@ -38,6 +38,7 @@ from megafp8.training.state import (
 from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import check_writable
 from tests.test_checkpoint_format import is_documented, undocumented_keys
+from tests.tiny_model import state_of
 from tests.training.latest import load_latest
 from tests.training.presets import *  # noqa: F403
 from tests.training.presets import Preset, config_of
@@ -239,7 +240,7 @@ def _resume_with_adamw_for_positions(config: Config, folder: str) -> tuple[dict[
     assert load_latest(trainer, Path(folder)) == 1
     zero = {}
     for shard in trainer.optimizer.shards:
-        tensors = trainer.optimizer.state_tensors(shard.param)
+        tensors = state_of(trainer.optimizer, shard.param)
         zero[spec_of(shard.param).shards[0].name] = not any(x.any() for key, x in tensors.items() if key != "master")
     _, result = trainer.train_step(1, batches(1, trainer.config, parallel))
     return zero, result.skipped
