@@ -53,6 +53,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         optimizer_checks.chosen,
         optimizer_checks.qk_clip,
         optimizer_checks.average,
+        optimizer_checks.offload,
         optimizer_checks.mup,
         _fp8,
         _overlap,

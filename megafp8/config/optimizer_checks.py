@@ -66,6 +66,20 @@ def average(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.average_decay", o.average_decay, rule, "leave one of the two out")
 
 
+def offload(config: Config) -> Iterator[Problem]:
+    """Check that nothing but elementwise updates and checkpoints uses optimizer state that is offloaded."""
+    o = config.optimizer
+    users = {
+        f"optimizer.name is {o.name}, which updates whole matrices": isinstance(o.chosen, MatrixUpdate),
+        "optimizer.average_decay averages masters on the GPU": o.average_decay is not None,
+        "optimizer.qk_clip changes masters on the GPU": o.qk_clip is not None,
+        "resilience.replicas exchange state between GPUs": config.resilience.replicas is not None,
+    }
+    for rule, uses in users.items():
+        if o.offload and uses:
+            yield Problem("optimizer.offload", o.offload, rule, "try 0")
+
+
 def loss_scale(config: Config) -> Iterator[Problem]:
     """Check that a loss scale is used with fp16 only and starts at or above its minimum."""
     t, scale = config.training, config.training.loss_scale

@@ -21,6 +21,8 @@ next step's scales.
 
 *Rows of weights* may be multiplied after the update (QK-clip), in the masters, before the moving average.
 
+*Offloaded state* (`optimizer.offload`) starts to arrive before the norm is known, while the device still computes.
+
 *The host waits once*, for the norm, after the whole step is queued. The device clips and skips by the norm that it has
 computed, and continues. The host waits for the norm before the update only if the optimizer cannot skip on the device
 (`MixedPrecisionOptimizer.skips_on_device`).
@@ -125,6 +127,7 @@ class OptimizerStep:
                 masks made them differ. NaN skips the step without an effect on the loss scale.
             measure: Whether to compute norms by layer. The host then waits for the update.
         """
+        self.optimizer.prefetch()
         self.reduce_shared_gradients()
         factor, loss_scale = grad_scale, None
         if self.scaler is not None:

@@ -226,7 +226,8 @@ def on_cpus(config: Config) -> Config:
 def one_rank(config: Config) -> Config:
     """Return a config of the same computation on one rank."""
     fp8 = config.fp8.model_copy(update={"param_gather": False})
-    return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8})
+    optimizer = config.optimizer.model_copy(update={"offload": 0.0})
+    return config.model_copy(update={"parallel": type(config.parallel)(), "fp8": fp8, "optimizer": optimizer})
 
 
 def _on_cpus(edit: _Edit) -> None:

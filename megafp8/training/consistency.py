@@ -43,6 +43,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -72,14 +73,17 @@ def words_of(x: Tensor) -> Tensor:
 def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the bit sums of each tensor, int64 `[t, 2]` on `device`, without waiting for a GPU.
 
-    Tensors on another device are copied to `device` first.
+    Tensors on another device are copied to `device` one at a time: all offloaded state may not fit.
     """
-    words = [words_of(x.to(device)) for x in tensors]
-    if device.type == "cuda" and words:
-        from megafp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
+    if device.type != "cuda" or not tensors:
+        return bit_sums_reference([words_of(x) for x in tensors])
+    from megafp8.kernels.bit_sums import bit_sums as on_gpu  # needs Triton, which comes with CUDA builds
 
-        return on_gpu(words)
-    return bit_sums_reference(words)
+    sums: list[Tensor] = []
+    for is_there, alike in groupby(tensors, lambda x: x.is_cuda):
+        words = (words_of(x.to(device)) for x in alike)
+        sums += [on_gpu([*words])] if is_there else (on_gpu([w]) for w in words)
+    return torch.cat(sums)
 
 
 def bit_sums_reference(words: Sequence[Tensor]) -> Tensor:

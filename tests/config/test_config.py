@@ -91,6 +91,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             "parallel.layers_per_stage=even",
             "parallel.layers_per_stage = 'even': input should be a valid list, or input should be 'balanced'",
         ),
+        ("optimizer.offload=1.5", "optimizer.offload = 1.5: input should be less than or equal to 1"),
         ("parallel.offload=-1", "parallel.offload = -1: input should be greater than 0"),
         ("fp8.static_amax={a: x}", "fp8.static_amax.a = 'x': input should be a valid number"),
         ("training.steps=0", "training.steps = 0: input should be greater than 0"),
@@ -677,6 +678,9 @@ CASES: list[tuple[list[str], int, str]] = [
      "optimizer.moments_dtype = 'fp8': optimizer.name is muon, which stores its momentum in fp32 or bf16"),
     (["optimizer.name=muon", "optimizer.store_param_remainders=true"], 1,
      "optimizer.store_param_remainders = True: optimizer.name is muon, which stores fp32 masters"),
+    (["optimizer.name=muon", "optimizer.offload=0.5", "optimizer.average_decay=0.9"], 1,
+     "optimizer.offload = 0.5: optimizer.name is muon, which updates whole matrices; try 0\n  optimizer.offload = 0.5: "
+     "optimizer.average_decay averages masters on the GPU; try 0"),
     (["optimizer.name=muon", "optimizer.moments_dtype=bf16", "optimizer.muon.momentum=0.999"], 1,
      "optimizer.muon.momentum = 0.999: optimizer.moments_dtype is bf16, which has 8 bits of precision"),
     (["model.mup.base_hidden_size=16", "model.mtp_num_layers=1"], 1,

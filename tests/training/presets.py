@@ -94,7 +94,7 @@ def config_of(preset: Preset, *, seed: int = 1234, device: str = "cpu", **more: 
 EXECUTION = {
     "training": {"cuda_graphs", "loss_tokens_at_once", "micro_batch_size"},
     "fp8": {"param_gather", "report_interval", "paired_wgrad"},
-    "optimizer": {"store_param_remainders", "reduce_dtype"},
+    "optimizer": {"store_param_remainders", "reduce_dtype", "offload"},
 }
 """Keys beside `parallel` that say how a run is executed and not what it computes."""
 
@@ -312,6 +312,7 @@ BF16_MOMENTS = _preset("bf16-moments", optimizer={"moments_dtype": "bf16"})
 FP8_MOMENTS = _preset("fp8-moments", optimizer={"moments_dtype": "fp8"})
 QK_CLIP = _preset("qk-clip", optimizer={"qk_clip": 0.02})
 REMAINDERS = _preset("remainders", optimizer={"store_param_remainders": True})
+OFFLOAD_STATE = _preset("offload-state", optimizer={"offload": 0.6})
 BF16_REDUCE = _preset("bf16-reduce", optimizer={"reduce_dtype": "bf16"})
 MUON = _preset("muon", optimizer={"name": "muon", "muon": {"newton_schulz_dtype": "fp32"}})
 AVERAGE = _preset("average", optimizer={"average_decay": 0.6})

@@ -283,6 +283,7 @@ OPTIONS: list[dict[str, Preset]] = [  # those of one group exclude each other
     {"bf16-reduce": DP2 | BF16_REDUCE},
     {"bf16-moments": BF16_MOMENTS, "fp8-moments": FP8_MOMENTS},
     {"remainders": BF16 | REMAINDERS},
+    {"offload-state": OFFLOAD_STATE},
     {"tensor": TP2 | NO_SP, "tensor-sequence": TP2},
     {"tensor-overlap": TP2 | CHUNKS},
     {"context": CP2},

@@ -44,7 +44,7 @@ CASES = {
     "fp32": (1, [*ONE_RANK, "fp8.recipe=none"]),
     "delayed": (1, [*ONE_RANK, "fp8.recipe=delayed"]),
     "delayed-dp2-zero": (2, [*ONE_RANK, "fp8.recipe=delayed", "parallel.zero=1", "parallel.bucket_mib=0.1"]),
-    "fp8-moments": (1, [*ONE_RANK, "fp8.recipe=none", "optimizer.moments_dtype=fp8"]),
+    "fp8-moments": (1, [*ONE_RANK, "fp8.recipe=none", "optimizer.moments_dtype=fp8", "optimizer.offload=0.5"]),
     "delayed-tp2-pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "fp8.recipe=delayed", "fp8.interval=3"]),
 }
 
