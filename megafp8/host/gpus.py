@@ -94,6 +94,7 @@ class Gpu:
     ceilings: Ceilings
     nvlink: float
     network: float
+    host_link: float
     reserved: int = 4 * _GIB
     load_bf16: float = 0.985
     load_fp8: float = 0.955
@@ -128,6 +129,7 @@ class Gpu:
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.
 # network: nine tenths of one 400 Gb/s adapter per GPU (NVIDIA's data sheets of DGX H100 and H200). Not measured.
+# host_link: copies of checkpoints, one direction alone (PCIe 5 x16). Not measured with both.
 # optimizer: 2026-11-26-optimizer-step. fp8_moment: 2026-11-29-fp8-moments.
 # Fitted: attention_tile, small_kernel, nvlink_latency, hidden, hidden_copies.
 H200 = Gpu(
@@ -139,6 +141,7 @@ H200 = Gpu(
     ceilings=CEILINGS["NVIDIA H200"],
     nvlink=300e9,
     network=45e9,
+    host_link=50e9,
 )
 _H100_BANDWIDTH = 3.35e12
 

@@ -35,6 +35,7 @@ from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
 from megafp8.numerics.tensor import BLOCK_16X16
 from megafp8.objectives.registry import loss_memory, loss_parts
 from megafp8.optimizer.fp8_moments import BLOCK
+from megafp8.optimizer.offload import BUFFERS, PIECE
 from megafp8.parallel.data.plan import DataParallelPlan
 from megafp8.parallel.pipeline.actions import Action, Kind, Schedule, StagePlacement, split_backwards
 from megafp8.planner.outline import LayerOutline, LinearLayer, ModelOutline, Parameter
@@ -50,17 +51,19 @@ class StateMemory:
 
     `weights`: FP8 data if fp8.param_gather stores nothing else; `fp8_weights` are then the columnwise copies. With
     parallel.fsdp, the high-precision weights are the masters. `moments` includes the moving average of the weights.
+    `host`: pinned host memory of masters and moments (optimizer.offload), which are not counted as such.
     """
 
     weights: int
     gradients: int
     masters: int
     moments: int
+    host: int
 
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Bytes of a rank at its peak. `host` is pinned host memory and not part of the total.
+    """Bytes of a rank at its peak. `host` is pinned host memory, also of activations, and not part of the total.
 
     `frozen`: weights of the frozen model with which the loss compares, and its outputs for all micro-batches of a step.
     """
@@ -73,7 +76,6 @@ class RankMemory(StateMemory):
     communication: int = 0
     workspace: int = 0
     frozen: int = 0
-    host: int = 0
 
     @property
     def total(self) -> int:
@@ -109,20 +111,37 @@ def _weight_bytes(config: Config, parameters: Sequence[Parameter], data: int) ->
 def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataParallelPlan) -> StateMemory:
     """Return the state of parameters if all their gradients are summed over the same ranks."""
     optimizer, dtype = config.optimizer, config.training.precision
-    moments = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
+    counts = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
     elements = plan.held(
         [x.elements for x in parameters],
-        [moments[bool(x.matrices)] for x in parameters],
+        [counts[bool(x.matrices)] for x in parameters],
         own_bucket=[i for i, x in enumerate(parameters) if x.shared],
         fp8=[i for i, x in enumerate(parameters) if x.only_fp8],
     )
+    moments, separate = _moments(config, elements.updated), elements.masters - elements.released
+    masters = elements.released * sum_bytes(config) + separate * separate_master_bytes(config)
+    offloaded = [int(optimizer.offload * nbytes) for nbytes in (separate * separate_master_bytes(config), moments)]
     return StateMemory(
         weights=elements.values * ELEMENT[dtype] + elements.fp8,
         gradients=elements.gradients * sum_bytes(config),
-        masters=(2 if optimizer.store_param_remainders else sum_bytes(config))
-        * (elements.released if ELEMENT[dtype] == sum_bytes(config) else elements.masters),
-        moments=_moments(config, elements.updated),
+        masters=masters - offloaded[0],
+        moments=moments - offloaded[1],
+        host=sum(offloaded),
     )
+
+
+def separate_master_bytes(config: Config) -> int:
+    """Return the bytes of the master of an element that has other values too; only such masters can be offloaded."""
+    if ELEMENT[config.training.precision] == sum_bytes(config):
+        return 0
+    return 2 if config.optimizer.store_param_remainders else sum_bytes(config)
+
+
+def _offload_buffers(config: Config, host: int) -> int:
+    """Return the bytes of the buffers through which a step streams `host` bytes of optimizer state."""
+    masters = 0 if config.parallel.fsdp else PIECE * separate_master_bytes(config)
+    moments = _moments(config, [(len(config.optimizer.update(hidden_matrix=False).moments), PIECE)])
+    return min(host, BUFFERS * (masters + moments))
 
 
 def sum_bytes(config: Config) -> int:
@@ -219,13 +238,14 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
     config, p = outline.config, outline.config.parallel
     parameters = [parameter for layers in stages for parameter in outline.parameters(layers)]
     width = config.spec.stream_width * outline.batch.element
+    state = state_memory(config, parameters, data)
     static = RankMemory(
-        **vars(state_memory(config, parameters, data)),
+        **vars(state),
         fp8_weights=0 if gathers_blocks(config) else sum(fp8_weight_bytes(outline, layers) for layers in stages),
         amax_history=sum(amax_history_bytes(outline, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * outline.stream_tokens * width,
-        workspace=_WORKSPACES,
+        workspace=_WORKSPACES + _offload_buffers(config, state.host),
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
     memory = _peak(static, [_chunk(outline, layers, data, overlaps) for layers in stages], actions)
@@ -269,7 +289,7 @@ def _peak(static: RankMemory, chunks: Sequence[_Chunk], actions: Sequence[Action
         elif action.kind is Kind.WEIGHT:
             nbytes -= chunk.deferred
     activations, loss, backward = peak
-    return replace(static, activations=activations, loss=loss, backward=backward, host=host)
+    return replace(static, activations=activations, loss=loss, backward=backward, host=static.host + host)
 
 
 class _Gathered(NamedTuple):
@@ -407,8 +427,9 @@ def size_text(size: float) -> str:
 
 def memory_table(memories: Sequence[RankMemory]) -> str:
     """Return a table of the memory of each pipeline rank, with the frozen model if there is one."""
-    names = [x.name for x in fields(RankMemory) if x.name != "frozen" or any(memory.frozen for memory in memories)]
-    columns = [*names[:-1], "total", names[-1]]
+    has_frozen = any(memory.frozen for memory in memories)
+    names = [x.name for x in fields(RankMemory) if x.name != "host" and (x.name != "frozen" or has_frozen)]
+    columns = [*names, "total", "host"]
     unit, scale = memory_unit(memory.total for memory in memories)
     lines = [
         f"memory of a rank in {unit}, by formula; CUDA's context and NCCL's buffers come on top; total is without host",

@@ -295,11 +295,12 @@ class _Search:
         plans = data_parallel_plans(config, self.cluster.gpus // (layout.tensor * layout.pipeline))
         values = 1 if config.fp8.param_gather else self.element
         state = (2 if config.optimizer.store_param_remainders else 4) + least_moment_bytes(config)
+        on_device = state * (1 - config.optimizer.offload)
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
             between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
             replica_ranks = max(1, plan.ranks // plan.replicas)  # ranks that may share the optimizer state
-            total += elements * (between_uses / plan.weight_shards + state / replica_ranks)
+            total += elements * (between_uses / plan.weight_shards + on_device / replica_ranks)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has an equal part of the blocks, or one block fewer if they do not divide evenly.
         blocks = config.spec.num_blocks

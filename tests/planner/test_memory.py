@@ -24,6 +24,7 @@ from megafp8.config import Config, load_config
 from megafp8.layers.experts.module import Experts
 from megafp8.layers.recompute import BlockMemory, block_memory
 from megafp8.objectives.registry import loss_memory, loss_of
+from megafp8.optimizer.offload import ALIGNMENT
 from megafp8.parallel.data.strategy import FullySharded, Zero1
 from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.parallel.pipeline.actions import Action, Kind
@@ -316,6 +317,34 @@ def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
     expert = ["parallel.expert=2"] if name == "experts" and ranks == 4 else []
     for measured, planned in world4.run(_state, [*layout, *STATES[name], *expert], ranks=ranks):
         assert measured == planned
+
+
+def _host_bytes(overrides: list[str]) -> tuple[int, int]:
+    """Bytes of a rank's optimizer state on the host, as they are and as planned."""
+    config = _config(*overrides)
+    state = _trainer(config).optimizer._offload
+    assert state is not None
+    (plan,) = _plans(config, 1)
+    return sum(x.nbytes for parts in state.storage.values() for x in parts.values()), plan.host
+
+
+@pytest.mark.parametrize("name", ["remainders", "blockwise", "rowwise", "fsdp"])
+def test_state_on_the_host(world4: World, name: str) -> None:
+    """Against the same plan without offload: what moves to the host leaves the device, but for the buffers."""
+    fsdp = ["parallel.fsdp=true", "training.precision=bf16", "fp8.recipe=none"]
+    options = [*ALONE, *STATES.get(name, fsdp), "optimizer.moments_dtype=fp8"]
+    plain, part, whole = (
+        _plans(_config(*options, f"optimizer.offload={fraction}"), 1)[0] for fraction in (0.0, 0.25, 1.0)
+    )
+    stays = plain.masters if name == "fsdp" else 0
+    assert (whole.masters, whole.moments, whole.host) == (stays, 0, plain.masters - stays + plain.moments)
+    for plan in (part, whole):
+        assert plan.total - plain.total == plan.workspace - plain.workspace - plan.host
+        assert plan.workspace - plain.workspace == plan.host  # as small as one piece
+    for fraction, plan in ((0.25, part), (1.0, whole)):
+        ((held, planned),) = world4.run(_host_bytes, [*options, f"optimizer.offload={fraction}"], ranks=1)
+        assert planned == plan.host
+        assert held == pytest.approx(planned, abs=0 if fraction == 1.0 else 6 * ALIGNMENT)
 
 
 TEACHER = {"model.num_layers": 3, "model.hidden_size": 96, "model.ffn_hidden_size": 128}

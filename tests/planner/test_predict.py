@@ -140,6 +140,20 @@ def test_terms_add_up_and_slow_links_are_exposed() -> None:
     assert near.memory == far.memory
 
 
+def test_offloaded_state_takes_the_time_of_its_copies() -> None:
+    """Masters and moments, or only moments under FSDP, in the direction that takes longer."""
+    for keys, nbytes in ((["parallel.zero=1"], 12), (["parallel.fsdp=true"], 8)):
+        options = [*TINY, "training.precision=bf16", "model.hidden_size=2048", *keys]
+        outline = model_outline(config := load_config(CONFIG, options), build_fp8(config, None))
+        plain = predict(outline, Cluster(H200, 2))
+        config = load_config(CONFIG, [*options, "optimizer.offload=0.5"])
+        offloaded = predict(model_outline(config, build_fp8(config, None)), Cluster(H200, 2))
+        elements = sum(x.elements for x in outline.parameters(range(4))) / 2
+        assert offloaded.seconds - plain.seconds == pytest.approx(offloaded.terms["offload"])
+        copies = offloaded.terms["offload"] + offloaded.terms["optimizer"]
+        assert copies == pytest.approx(0.5 * nbytes * elements / H200.host_link)
+
+
 def test_without_graphs_a_step_takes_the_time_of_the_host() -> None:
     """64 micro-batches of 4 layers."""
     config = load_config(CONFIG, [*TINY, "training.cuda_graphs=false", "training.precision=bf16"])
