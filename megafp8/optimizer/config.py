@@ -71,10 +71,10 @@ class OptimizerConfig(Section):
     without loss. Checkpoints hold fp32 masters either way. Not supported with fp8.param_gather or parallel.fsdp."""
     offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the optimizer state that is in pinned host memory between steps. Each step streams it through the
-    GPU, with the same bits. 1 saves 12 bytes per parameter in fp32, without parallel.zero; it costs time in proportion
-    to the state, and little with many tokens per step (docs/optimizers.md). Masters stay on the GPU under parallel.fsdp
-    and for weights gathered in FP8, so only moments are offloaded there. Not supported with muon, average_decay,
-    qk_clip and resilience.replicas. Default: 0."""
+    GPU, with the same bits. 1 saves all 12 bytes per parameter of fp32 state, or a rank's part of them. It costs time
+    in proportion to the state, so use it with many tokens per step (docs/optimizers.md). Masters stay on the GPU under
+    parallel.fsdp and for weights gathered in FP8, so only moments are offloaded there. Not supported with muon,
+    average_decay, qk_clip and resilience.replicas. Default: 0."""
     average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay rate of an exponential moving average (EMA) of the weights, such as 0.9999. Checkpoints hold the average in
     addition to the weights. It takes 4 bytes per parameter, sharded like the optimizer state. Training does not use it;
