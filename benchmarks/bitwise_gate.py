@@ -170,6 +170,7 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "reduce-bf16": (2, [*DELAYED, "optimizer.reduce_dtype=bf16"]),
     "moments-bf16": (2, [*DELAYED, "parallel.zero=1", "optimizer.moments_dtype=bf16"]),
     "moments-fp8": (2, [*DELAYED, "parallel.zero=1", "optimizer.moments_dtype=fp8"]),
+    "offload-state": (2, [*DELAYED, "parallel.zero=1", "optimizer.offload=0.5"]),
     "remainders": (2, [*DELAYED, "parallel.zero=1", "optimizer.store_param_remainders=true"]),
     "gpt2": (1, [*DELAYED, *GPT2]),
     "gpt2-tp2-pp2": (4, [*CURRENT, *GPT2, "model.tie_embeddings=true", "parallel.tensor=2", *PP2]),

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp2-without-sp-gpt2": (2, {"parallel": {"tensor": 2, "sequence_parallel": False}, **GPT2}),
     "tp2-pp2-tied": (4, {"parallel": {"tensor": 2, "pipeline": 2}, **TIED}),
     "pp2-v-tied": (2, {"parallel": V, "model": {"tie_embeddings": True, "num_layers": 4}}),
-    "dp4": (4, {}),
+    "dp4": (4, {"optimizer": {"offload": 0.5}}),
     "tp2-dp2-zero-delayed": (4, {"parallel": {"tensor": 2, "zero": 1}, "fp8": DELAYED}),
     "pp2-dp2-zero-tied": (4, {"parallel": {"pipeline": 2, "zero": 1}, **TIED}),
     "dp2-zero-param-gather": (2, {"parallel": {"zero": 1}, "fp8": {"recipe": "current", "param_gather": True}}),
