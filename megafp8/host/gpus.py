@@ -129,7 +129,7 @@ class Gpu:
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.
 # network: nine tenths of one 400 Gb/s adapter per GPU (NVIDIA's data sheets of DGX H100 and H200). Not measured.
-# host_link: copies of checkpoints, one direction alone (PCIe 5 x16). Not measured with both.
+# host_link: PCIe 5 x16, each direction while both copy; 2026-11-30-optimizer-offload.
 # optimizer: 2026-11-26-optimizer-step. fp8_moment: 2026-11-29-fp8-moments.
 # Fitted: attention_tile, small_kernel, nvlink_latency, hidden, hidden_copies.
 H200 = Gpu(

@@ -27,6 +27,7 @@ FLOPS_ONLY = Gpu(
     ceilings=Ceilings(bf16=RATE, fp8={}, bandwidth=MUCH, launch=0.0),
     nvlink=MUCH,
     network=MUCH,
+    host_link=MUCH,
     load_bf16=1.0,
     attention_tile=64,
     attention_forward=RATE,
