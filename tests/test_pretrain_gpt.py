@@ -234,17 +234,17 @@ def test_dry_run_shows_shards_and_replicas() -> None:
     """Llama 3 8B on four hosts of 8 ranks."""
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.fsdp=true", "model.vocab_size=128256"]
     said = dry_run("llama3-8b", 32, *layout, "parallel.fsdp_replicas=4")
-    assert "\nfsdp: weights, gradients and optimizer state sharded over 8 ranks, in 4 replicas\n" in said
+    assert "\nfsdp: weights and gradients sharded over 8 ranks, optimizer state over all of 4 replicas\n" in said
     assert "  fsdp_shard         8 ranks: 0, 1, 2, 3, 4, 5, 6, 7  (4 such groups)" in said
     assert "  fsdp_replicate     4 ranks: 0, 8, 16, 24  (8 such groups)" in said
     (line,) = (line for line in said.splitlines() if line.startswith("    0    0-31 "))
-    _, _, parameters, _, gradients, optimizer, _ = line.split()
+    _, _, parameters, *sizes, _ = line.split()
     numel = int(parameters.replace(",", "")) / 8
-    assert (gradients, optimizer) == (f"{numel * 4 / 2**30:.2f}", f"{numel * 12 / 2**30:.2f}")
+    assert sizes == [f"{numel * each / 2**30:.2f}" for each in (2, 4, 12 / 4)]
     assert "sharded over 32 ranks\n" in dry_run("llama3-8b", 32, *layout)
     experts = ["parallel.pipeline=1", "parallel.zero=0", "parallel.fsdp=true", "parallel.fsdp_replicas=2"]
     said = dry_run("qwen3-30b-a3b", 64, *experts, "model.vocab_size=151936")
-    assert "optimizer state sharded over 32 ranks, experts over 4, in 2 replicas\n" in said
+    assert "gradients sharded over 32 ranks, experts over 4, optimizer state over all of 2 replicas\n" in said
     assert "  expert_shard       4 ranks: 0, 8, 16, 24  (16 such groups)" in said
     refused = dry_run("llama3-8b", 32, *layout, "parallel.fsdp_replicas=5", code=2)
     assert refused.splitlines()[-1] == (

@@ -274,17 +274,19 @@ class ParallelConfig(Section):
     fsdp: bool = False
     """Shard weights and gradients over data-parallel ranks, too: ZeRO stage 3, by PyTorch's fully_shard. The weights of
     a block are gathered before its forward and its backward (in FP8 with fp8.param_gather) and freed afterwards.
-    Replaces zero; bucket_mib and overlap_param_gather have no effect. Gradients are reduced after each micro-batch, so
+    Replaces zero; bucket_mib has no effect. Gradients are reduced after each micro-batch, so
     prefer few large micro-batches. Experts are sharded over the ranks that hold the same experts. Cannot be combined
     with schedules that split backward."""
     fsdp_replicas: PositiveInt = 1
-    """Number of replicas of the FSDP shards (HSDP; torchtitan's data_parallel_replicate_degree). Weights, gradients and
-    optimizer state are sharded over data-parallel × context-parallel size / fsdp_replicas adjacent ranks, ideally the
-    ranks of one host. These ranks gather weights and reduce gradients in each micro-batch. Replicas exchange only the
-    sums of gradient shards, once per step. Each rank stores fsdp_replicas times as much. Must divide data-parallel ×
-    context-parallel size, and the number of ranks that hold the same experts."""
+    """Number of replicas of the FSDP shards (Megatron-FSDP's HFSDP; torchtitan's data_parallel_replicate_degree).
+    Weights and gradients are sharded over data-parallel × context-parallel size / fsdp_replicas adjacent ranks, ideally
+    the ranks of one host. These ranks gather weights and reduce gradients in each micro-batch. Optimizer state is
+    sharded over all ranks: replicas reduce-scatter gradient shards and all-gather updated weights, once per step. Each
+    rank stores fsdp_replicas times as many weights and gradients. Must divide data-parallel × context-parallel size,
+    and the number of ranks that hold the same experts."""
     overlap_param_gather: bool = True
-    """Gather updated parameters while the next forward pass already runs. Applies to zero: 1."""
+    """Gather updated parameters while the next forward pass already runs. Applies to zero: 1, and to the gathers
+    between fsdp_replicas."""
 
     @model_validator(mode="before")
     @classmethod

@@ -328,9 +328,11 @@ def gather_seconds(
     reduce = cluster.collective(others.weight_shards, others.stride, reduced)
     copy = gpu.ceilings.bandwidth * gpu.elementwise
     every, sent_fp8 = (sum(counts) for counts in zip(*((values + in_fp8, in_fp8) for _, values, in_fp8 in parts)))
-    # A shard is read in fp32 and written in the gathered format, and gathered data is copied once. Gradients are copied
-    # into the buffer that is reduced. If a rank holds a whole weight, torch copies that buffer in fp32.
-    once = (shards * (4 + e) + (every - sent_fp8) * 2 * e + (multiplied - sent_fp8) * (e + 2 * FP8)) / copy
+    # A shard is read, in fp32 unless it has replicas, and written in the gathered format, and gathered data is copied
+    # once. Gradients are copied into the buffer that is reduced. If a rank holds a whole weight, torch copies that
+    # buffer in fp32.
+    shard_bytes = shards * (e + (4 if others.replicas == 1 else e))
+    once = (shard_bytes + (every - sent_fp8) * 2 * e + (multiplied - sent_fp8) * (e + 2 * FP8)) / copy
     back = once + (every * (e + 2 * 4) + whole * 2 * 4) / copy
 
     def beside(communication: float, computation: float) -> float:

@@ -50,7 +50,8 @@ class StateMemory:
     """Bytes of parameters and of their permanent state on a rank.
 
     `weights`: FP8 data if fp8.param_gather stores nothing else; `fp8_weights` are then the columnwise copies. With
-    parallel.fsdp, the high-precision weights are the masters. `moments` includes the moving average of the weights.
+    parallel.fsdp without replicas, the high-precision weights are the masters. `moments` includes the moving average of
+    the weights.
     `host`: pinned host memory of masters and moments (optimizer.offload), which are not counted as such.
     """
 
@@ -112,11 +113,12 @@ def _state_memory(config: Config, parameters: Sequence[Parameter], plan: DataPar
     """Return the state of parameters if all their gradients are summed over the same ranks."""
     optimizer, dtype = config.optimizer, config.training.precision
     counts = [len(optimizer.update(hidden_matrix=hidden).moments) for hidden in (False, True)]
+    whole = gathers_blocks(config) and not plan.gathers_blocks  # experts that FSDP does not shard, nor gather in FP8
     elements = plan.held(
         [x.elements for x in parameters],
         [counts[bool(x.matrices)] for x in parameters],
         own_bucket=[i for i, x in enumerate(parameters) if x.shared],
-        fp8=[i for i, x in enumerate(parameters) if x.only_fp8],
+        fp8=[i for i, x in enumerate(parameters) if x.only_fp8 and not whole],
     )
     moments, separate = _moments(config, elements.updated), elements.masters - elements.released
     masters = elements.released * sum_bytes(config) + separate * separate_master_bytes(config)

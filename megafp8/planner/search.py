@@ -298,9 +298,9 @@ class _Search:
         on_device = state * (1 - config.optimizer.offload)
         total = 0.0
         for plan, elements in zip(plans, (mine.others, mine.experts), strict=True):
-            between_uses = 4 + (0 if plan.gathers_blocks else values)  # gradients and weights
-            replica_ranks = max(1, plan.ranks // plan.replicas)  # ranks that may share the optimizer state
-            total += elements * (between_uses / plan.weight_shards + on_device / replica_ranks)
+            only_masters = plan.gathers_blocks and plan.replicas == 1
+            between_uses = 4 + (0 if only_masters else values)  # gradients and weights
+            total += elements * (between_uses / plan.weight_shards + on_device / plan.ranks)
         placement = place_stages(layout.schedule, layout.pipeline, layout.virtual_pipeline)
         # A stage has an equal part of the blocks, or one block fewer if they do not divide evenly.
         blocks = config.spec.num_blocks

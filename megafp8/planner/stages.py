@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import Config
-from megafp8.parallel.data.plan import DataParallelPlan, plan_type
+from megafp8.parallel.data.plan import DataParallelPlan, Zero1Plan, plan_type
 from megafp8.parallel.pipeline.actions import StagePlacement
 from megafp8.parallel.pipeline.registry import place_stages
 from megafp8.parallel.pipeline.split import balanced, even, stage_layers
@@ -31,7 +31,7 @@ def stages_of(config: Config) -> tuple[StagePlacement, list[range]]:
 def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, DataParallelPlan]:
     """Return the plan of parameters with gradients that `data` ranks sum, and the plan of experts' parameters.
 
-    If FSDP would give one rank all rows of the experts, the experts are not sharded.
+    If FSDP would give one rank all rows of the experts, the experts are not sharded, but their state is.
     """
     p = config.parallel
     bucket_elements, expert_data = max(1, int(p.bucket_mib * 2**20 / 4)), max(1, data * p.tensor // p.expert_ranks)
@@ -39,7 +39,7 @@ def data_parallel_plans(config: Config, data: int) -> tuple[DataParallelPlan, Da
     others = kind(data, p.tensor, bucket_elements, replicas)
     experts = kind(expert_data, p.expert_ranks, bucket_elements, replicas)
     if experts.gathers_blocks and experts.weight_shards == 1 < others.weight_shards:
-        experts = DataParallelPlan(expert_data, p.expert_ranks, bucket_elements, replicas)
+        experts = Zero1Plan(expert_data, p.expert_ranks, bucket_elements, replicas)
     return others, experts
 
 

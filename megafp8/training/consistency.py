@@ -151,7 +151,7 @@ def rank_state(trainer: RankTrainer) -> list[SharedTensor]:
         if param not in trainer.optimizer.released:
             add(param, f"model.{name}", [param.detach()], strategy.param_axis)
         elif param in fp8_data:
-            add(param, f"FP8 data of model.{name}", [fp8_data[param]], "data")
+            add(param, f"FP8 data of model.{name}", [fp8_data[param]], strategy.param_axis)
     for shard in trainer.optimizer.shards:
         part = "" if len(shard) == shard.param.numel() else f"[{shard.start}:{shard.end}]"
         for key, tensors in trainer.optimizer.stored_tensors(shard).items():

@@ -8,6 +8,7 @@ gathered between their uses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def build_data_parallel(
     candidates = ((weight, state, gathered_format(state)) for weight, state in linear_weights(model))
     fp8_weights = {weight: (state, fmt) for weight, state, fmt in candidates if fmt is not None}
     options: dict[str, Any] = {
-        "tied": tied, "fp8_weights": fp8_weights, "expert_group": expert_group, "amax_group": parallel.amax.group,
+        "tied": tied, "fp8_weights": fp8_weights, "group": parallel.data_context.group, "expert_group": expert_group,
+        "amax_group": parallel.amax.group, "overlaps_gather": p.overlap_param_gather,
     }  # fmt: skip
 
     def grad_buffer(
@@ -76,29 +78,31 @@ def build_data_parallel(
         )
 
     if p.fsdp:
-        whole = _experts_of_one_rank(stages, parallel) if experts_are_whole(config, parallel) else []
-        sharded = _sharded(config, parallel, stages, whole)
+        experts = _modules_of_experts(stages) if experts_are_whole(config, parallel) else []
+        whole = _unsharded_parameters(experts, parallel)
+        sharded = _sharded(config, parallel, stages, whole, tied, fp8_weights.keys())
         learning = [param for param in whole if param.requires_grad]
         return FullySharded(
             sharded,
             whole,
-            [grad_buffer(learning, parallel.expert_data.group)] if learning else [],
-            group=parallel.fsdp_shard.group,
+            [grad_buffer(learning, parallel.expert_data.group, sharded=True)] if learning else [],
+            experts=experts,
             replicas=parallel.fsdp_replicate.size,
             one_host={x.group for x in (parallel.fsdp_shard, parallel.expert_shard) if on_one_host(x, environment)},
             **options,
         )
     initialize_parameters(model, config.seed)
-    group = options["group"] = parallel.data_context.group
-    reduced = [(group, trained)]
+    reduced = [(parallel.data_context.group, trained)]
     if expert_group is not None:
         others = [param for param in trained if not spec_of(param).expert]
-        reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
+        reduced = [
+            (parallel.data_context.group, others),
+            (expert_group, [param for param in trained if spec_of(param).expert]),
+        ]
     buffers = [grad_buffer(members, over, sharded=p.zero == 1) for over, members in reduced]
     if p.zero == 0:
         return Replicated(params, buffers, **options)
-    units = [unit for stage in stages for unit in stage.units] if p.overlap_param_gather else []
-    return Zero1(params, buffers, overlapped=units, **options)
+    return Zero1(params, buffers, overlapped=[unit for stage in stages for unit in stage.units], **options)
 
 
 def experts_are_whole(config: Config, parallel: ParallelState) -> bool:
@@ -111,15 +115,16 @@ def _experts_are_apart(parallel: ParallelState) -> bool:
     return parallel.expert_shard.group != parallel.fsdp_shard.group
 
 
-def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
+def _modules_of_experts(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the submodules that directly own expert weights."""
-    return [m for m in module.modules() if any(spec_of(param).expert for param in m.parameters(recurse=False))]
+    owners = (m for module in modules for m in module.modules())
+    return [m for m in owners if any(spec_of(param).expert for param in m.parameters(recurse=False))]
 
 
-def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) -> list[nn.Parameter]:
-    """Replace the expert weights of `stages` by uninitialized weights on this rank's device, and return them."""
+def _unsharded_parameters(modules: Sequence[nn.Module], parallel: ParallelState) -> list[nn.Parameter]:
+    """Replace the parameters of `modules` by uninitialized ones on this rank's device, and return them."""
     params = []
-    for module in (m for stage in stages for m in _modules_of_experts(stage)):
+    for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
             new = nn.Parameter(torch.empty_like(old, device=parallel.device), requires_grad=old.requires_grad)
             setattr(module, name, set_spec(new, spec_of(old)))
@@ -128,13 +133,20 @@ def _experts_of_one_rank(stages: Sequence[GPTStage], parallel: ParallelState) ->
 
 
 def _sharded(
-    config: Config, parallel: ParallelState, stages: Sequence[GPTStage], whole: Sequence[nn.Parameter]
+    config: Config,
+    parallel: ParallelState,
+    stages: Sequence[GPTStage],
+    whole: Sequence[nn.Parameter],
+    tied: Sequence[nn.Parameter],
+    fp8: AbstractSet[nn.Parameter],
 ) -> ShardedStages:
     """Shard `stages` with FSDP, except the parameters `whole`, and initialize all weights."""
     dtype = DTYPES[config.training.precision]
     sharded = ShardedStages(
         [_units(stage, parallel) for stage in stages],
         replicate_group=parallel.fsdp_replicate.group,
+        own_bucket=tied,
+        fp8=fp8,
         dtype=dtype,
         reduce_dtype=state_dtype(config.optimizer.reduce_dtype, dtype),
         device=parallel.device,
@@ -166,7 +178,7 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
 
     def unit(module: nn.Module) -> Unit:
         inner = _experts_are_apart(parallel) and expert_groups.gather.size() > 1
-        return Unit(module, groups, [Unit(m, expert_groups) for m in _modules_of_experts(module) if inner])
+        return Unit(module, groups, [Unit(m, expert_groups) for m in _modules_of_experts([module]) if inner])
 
     def has_shared_weight(module: nn.Module) -> bool:
         return any(param is stage.shared_weight for param in module.parameters())

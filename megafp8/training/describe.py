@@ -278,10 +278,10 @@ def _describe_shards(config: Config, data: int) -> str:
     others, experts = data_parallel_plans(config, data)
     apart = config.spec.has_experts and experts.ranks != others.ranks
     expert_text = f", experts over {experts.weight_shards}" if apart else ""
-    copies = f", in {others.replicas} replicas" if others.replicas > 1 else ""
-    return (
-        f"fsdp: weights, gradients and optimizer state sharded over {others.weight_shards} ranks{expert_text}{copies}"
-    )
+    over = f"{others.weight_shards} ranks{expert_text}"
+    if others.replicas == 1:
+        return f"fsdp: weights, gradients and optimizer state sharded over {over}"
+    return f"fsdp: weights and gradients sharded over {over}, optimizer state over all of {others.replicas} replicas"
 
 
 def describe_experts(config: Config, world_size: int) -> str:

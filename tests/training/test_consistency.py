@@ -173,7 +173,7 @@ FAULTS: dict[str, list[tuple[int, str, int, str, str]]] = {  # and what the mess
         (1, "fp8.layers.0.mlp.down.input.amax_history", 0, "0", "rank 1 on {h}: different from ranks 0, 3 in "),
     ],
     "dp4-hsdp-param-gather": [  # ranks 0 and 2 hold the upper halves
-        (2, "optimizer.exp_avg.layers.0.mlp.down.weight[0, 0]", 700, "2", "rank 0 on {h}, rank 2 on {h}: no majority "),
+        (2, "FP8 data of model.layers.0.mlp.down.weight[0, 0]", 700, "0", "rank 0 on {h}, rank 2 on {h}: no majority "),
         (1, "fp8.layers.0.mlp.down.input.scale", 0, "0", "rank 1 on {h}: different from ranks 0, 2, 3 in "),
     ],
     "tp2-dp2-ep2-experts": [  # ranks 0 and 2, and 1 and 3, hold the same experts

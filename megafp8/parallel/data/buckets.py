@@ -23,6 +23,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+ALIGN = 64
+"""Number of elements to a multiple of which parameters are aligned."""
+
 
 class Slot(NamedTuple):
     """Elements `[start, end)` of the buffer."""
@@ -95,7 +98,7 @@ class BufferLayout:
 def bucket_layout(
     numels: Sequence[int],
     bucket_elements: int,
-    align: int = 64,
+    align: int = ALIGN,
     *,
     ranks: int = 1,
     own_bucket: Collection[int] = (),
@@ -113,15 +116,26 @@ def bucket_layout(
     if bucket_elements < 1:
         raise ValueError(f"bucket_elements is {bucket_elements}; a gradient bucket needs at least 1 element")
     assert min([align, ranks, *numels]) >= 1
+    rooms = [_round_up(n, align) for n in numels]
+    members = _members(rooms, bucket_elements, set(own_bucket), set(fp8_bucket))
+    return packed(numels, rooms, members, align * ranks, ranks)
+
+
+def packed(
+    numels: Sequence[int], rooms: Sequence[int], members: Sequence[Sequence[int]], multiple: int, ranks: int
+) -> BufferLayout:
+    """Return the layout of buckets with these `members`, the indices of their parameters, in buffer order.
+
+    A parameter has `numels` elements and room for `rooms`. The length of a bucket is a multiple of `multiple`.
+    """
     slots = [Slot(0, 0)] * len(numels)
     buckets: list[Bucket] = []
-    aligned = [_round_up(n, align) for n in numels]
-    for members in _members(aligned, bucket_elements, set(own_bucket), set(fp8_bucket)):
+    for indices in members:
         start = end = buckets[-1].end if buckets else 0
-        for index in members:
+        for index in indices:
             slots[index] = Slot(end, end + numels[index])
-            end += aligned[index]
-        buckets.append(Bucket(start, start + _round_up(end - start, align * ranks), tuple(members)))
+            end += rooms[index]
+        buckets.append(Bucket(start, start + _round_up(end - start, multiple), tuple(indices)))
     return BufferLayout(tuple(slots), tuple(buckets), ranks)
 
 

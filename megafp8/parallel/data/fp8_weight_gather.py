@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.parallel.collectives import all_gather_into_async
+from megafp8.parallel.data.buckets import Slot
 from megafp8.parallel.data.fsdp import Released, RowShard
 from megafp8.parallel.symmetric_memory import SymmetricBuffer, offsets, split
 
@@ -48,9 +49,11 @@ _STUB_BYTES = 16  # bytes that torch gathers for each weight
 class Transport(Protocol):
     """Gather of FP8 data.
 
-    `shards` are this rank's bytes of each weight, to be written between two `synchronize` calls.
+    `memory` are this rank's bytes, and `shards` its bytes of each weight, to be written between two `synchronize`
+    calls.
     """
 
+    memory: Tensor
     shards: list[Tensor]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
@@ -63,11 +66,12 @@ class Transport(Protocol):
 
 
 class CollectiveTransport:
-    """Transport by all-gathers over `group`. `sizes` are a rank's bytes of each weight."""
+    """Transport by all-gathers over `group`. `slots` are the places of each weight in `size` bytes of each rank."""
 
-    def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, slots: Sequence[Slot], size: int, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.shards = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.shards = [self.memory[start:end] for start, end in slots]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
         """Gather some weights of all ranks into `outs` `[t, bytes]`."""
@@ -78,18 +82,19 @@ class CollectiveTransport:
 
 
 class SymmetricTransport:
-    """Transport by copies between GPUs of one host, the ranks of `group`. `sizes` are a rank's bytes of each weight.
+    """Transport by copies between GPUs of one host, the ranks of `group`.
 
-    The constructor is a collective.
+    `slots` are the places of each weight in `size` bytes of each rank. The constructor is a collective.
 
     Raises:
         RuntimeError: On every rank, if symmetric memory cannot be set up.
     """
 
-    def __init__(self, sizes: Sequence[int], group: ProcessGroup, device: torch.device) -> None:
-        buffer = SymmetricBuffer(offsets(sizes)[-1], group, device)
-        self._views, self._rank, self._barrier = buffer.views(tuple(sizes)), group.rank(), buffer.barrier
-        buffer.buffers[self._rank].zero_()  # padding rows are also read
+    def __init__(self, slots: Sequence[Slot], size: int, group: ProcessGroup, device: torch.device) -> None:
+        buffer = SymmetricBuffer(size, group, device)
+        self._views = [[memory[start:end] for start, end in slots] for memory in buffer.buffers]
+        self._rank, self._barrier = group.rank(), buffer.barrier
+        self.memory = buffer.buffers[self._rank].zero_()  # padding rows are also read
         self.shards: list[Tensor] = self._views[self._rank]
 
     def gather(self, weights: Sequence[int], outs: Sequence[Tensor]) -> None:
@@ -105,17 +110,19 @@ class SymmetricTransport:
         self._barrier()
 
 
-def open_transport(sizes: Sequence[int], group: ProcessGroup, device: torch.device, one_host: bool) -> Transport:
+def open_transport(
+    slots: Sequence[Slot], size: int, group: ProcessGroup, device: torch.device, one_host: bool
+) -> Transport:
     """Return a transport by copies if all GPUs are on `one_host` and can map each other's memory; else by collectives.
 
     Collective.
     """
     if one_host and device.type == "cuda" and group.size() > 1:
         try:
-            return SymmetricTransport(sizes, group, device)
+            return SymmetricTransport(slots, size, group, device)
         except RuntimeError as error:
             logger.info(f"fp8.param_gather: {error}; FP8 weights are gathered by collectives")
-    return CollectiveTransport(sizes, group, device)
+    return CollectiveTransport(slots, size, group, device)
 
 
 class GatheredWeight(NamedTuple):
@@ -175,27 +182,32 @@ class _BufferPool:
 
 
 class _Block:
-    """Weights that torch gathers together. `indices` are their indices in the transport."""
+    """Weights that torch gathers together.
+
+    `indices` are their indices in the transport. `arrive` waits for this rank's bytes if they are still being gathered
+    from its replicas, and returns whether they were.
+    """
 
     def __init__(
-        self, weights: Sequence[GatheredWeight], indices: range, transport: Transport, pool: _BufferPool, ranks: int
+        self,
+        weights: Sequence[GatheredWeight],
+        indices: range,
+        transport: Transport,
+        pool: _BufferPool,
+        ranks: int,
+        arrive: Callable[[], bool],
     ) -> None:
-        self._weights, self._indices, self._transport, self._pool, self._ranks = (
-            weights,
-            indices,
-            transport,
-            pool,
-            ranks,
-        )
+        self._weights, self._indices, self._transport = weights, indices, transport
+        self._pool, self._ranks, self.arrive = pool, ranks, arrive
         self._sizes = [ranks * weight.nbytes for weight in weights]
         self._incoming: _Buffer | None = None
         self._current: _Buffer | None = None
         self._stub = torch.zeros(_STUB_BYTES, dtype=torch.uint8, device=weights[0].rows.values.device)
         self._gathered_stub = self._stub  # torch's result, which has storage while the block is gathered
         for i, weight in enumerate(weights):
-            values: Any = weight.rows.values
-            values.fsdp_pre_all_gather = self._start_gather if i == 0 else self._send_stub
-            values.fsdp_post_all_gather = partial(self._finish_gather, i)
+            hooks: Any = weight.rows.sharded
+            hooks.fsdp_pre_all_gather = self._start_gather if i == 0 else self._send_stub
+            hooks.fsdp_post_all_gather = partial(self._finish_gather, i)
 
     def needs(self, buffer: _Buffer) -> bool:
         """Return whether the block will still read from this buffer, which it owns."""
@@ -213,6 +225,8 @@ class _Block:
         """Start to gather the FP8 data of the block, and return the stub that torch gathers."""
         # torch silently drops a gather if it prefetched the wrong block; the buffer is then still assigned.
         self._incoming = self._incoming or self._pool.acquire(offsets(self._sizes)[-1], self)
+        if self.arrive():
+            self._transport.synchronize()
         self._transport.gather(self._indices, self._views(self._incoming))
         return self._send_stub(mesh)
 
@@ -239,16 +253,29 @@ class Fp8WeightGather:
     """FP8 gather for torch's FSDP. `blocks` are the weights of each module that is sharded as one unit.
 
     `shards` are this rank's bytes of each weight, in this order, to be written between two `synchronize` calls.
+    `arrivals` has a function for each block that waits for bytes from replicas, and returns whether it had to.
     """
 
     def __init__(
-        self, blocks: Sequence[Sequence[GatheredWeight]], transport: Transport, ranks: int, device: torch.device
+        self,
+        blocks: Sequence[Sequence[GatheredWeight]],
+        transport: Transport,
+        ranks: int,
+        device: torch.device,
+        arrivals: Sequence[Callable[[], bool]] | None = None,
     ) -> None:
         self.shards, self._transport = transport.shards, transport
         self._pool, start = _BufferPool(device), 0
-        for weights in blocks:
-            if weights:
-                _Block(weights, range(start, start := start + len(weights)), transport, self._pool, ranks)
+        self._blocks = []
+        for weights, arrive in zip(blocks, arrivals or [lambda: False] * len(blocks), strict=True):
+            indices = range(start, start := start + len(weights))
+            self._blocks.append(_Block(weights, indices, transport, self._pool, ranks, arrive))
+
+    def arrive(self) -> None:
+        """Wait for the bytes of all blocks from replicas."""
+        arrived = [block.arrive() for block in self._blocks]
+        if any(arrived):
+            self._transport.synchronize()
 
     def synchronize(self) -> None:
         """Order work of all ranks on the current stream: work queued before completes before work queued after."""

@@ -7,7 +7,7 @@ block's gradients as soon as they are complete (FSDP2; Rajbhandari et al. 2020, 
 *Rows are parameters.* torch keeps a slice of dim 0. For the optimizer, the norm and checkpoints, a row shard is
 therefore a parameter like any other, with a spec that says which rows it has (`sharding.slice_rows`). It is released:
 it has the model's dtype and no storage. Its values are in the fp32 tensor that torch gathers from, which Adam updates
-in place. The masters are thus the only copy, and nothing is rounded in between.
+in place. The masters are thus the only copy, and nothing is rounded in between. (With several replicas, see below.)
 
 *Frozen weights* (`requires_grad` is False) have no gradients: a rank holds its rows in the model's dtype, and these are
 the values of the parameter that represents them.
@@ -18,11 +18,14 @@ summed in fp32: `grad_dtype` makes autograd accept weight gradients as the GEMMs
 them. The reductions of a micro-batch may overlap the next one (`start_overlap`): the gradients of the first blocks, and
 of the embedding, which is the largest, are sent while the next micro-batch computes.
 
-*Replicas* (HSDP, hybrid sharding). The data-parallel ranks may form several such groups, each with all shards. The
-gradients of a group's micro-batches are summed in its shards, and `ReplicaReduction` sums the shards of all groups once
-per step: a unit's shard after its last backward, at the same time as the gathers and reductions of the units before it.
-torch's two-dimensional mesh would do this after every backward, or, with `set_requires_all_reduce`, sum micro-batches
-in a second buffer of `reduce_dtype`.
+*Replicas* (HFSDP). The data-parallel ranks may form several such groups, each with all shards. Within a group weights
+are gathered and gradients reduced for each micro-batch; replicas communicate once per step. They divide the optimizer
+state as ZeRO stage 1 does, with the shards as parameters. A unit's gradient shard is reduce-scattered after its last
+backward (`ReplicaReduction`), at the same time as the gathers and reductions of the units before it. A rank updates a
+slice of the shard in fp32 masters, and the updated shard is all-gathered, in the model's dtype or in FP8, while the
+next forward pass runs (`ParamBuffer`). So torch must send the gathered values, not fp32 masters: its fp32 shards are
+released, and its hooks (below) wait for the values of a unit and send them. Every weight is still rounded once, from
+the master.
 
 *Experts* of expert parallelism are held by different ranks than the rest of their block, so a module of a unit may be
 an inner unit with its own groups. torch gathers both at the same time (`_gather_inner_too`), because an inner unit is
@@ -57,9 +60,10 @@ from torch.distributed.tensor import DTensor
 
 from megafp8.numerics.dtypes import sum_dtype
 from megafp8.parallel import collectives
+from megafp8.parallel.data.buckets import ALIGN, BufferLayout, packed
+from megafp8.parallel.data.grad_buffer import reduce_bucket
+from megafp8.parallel.data.param_buffer import ParamBuffer
 from megafp8.parallel.sharding import FlatShard, set_spec, slice_rows, spec_of
-
-_ALIGN = 64  # fp32 elements (256 bytes)
 
 
 class Released(Tensor):
@@ -86,7 +90,8 @@ class RowShard(NamedTuple):
 
     Attributes:
         param: Parameter that represents the rows.
-        values: Tensor `[m, *rest]` that torch gathers from: fp32, or the values of `param` if the weight is frozen.
+        values: Values `[m, *rest]` that are gathered: fp32; or the values of `param`, if it is frozen or has replicas.
+        sharded: Tensor `[m, *rest]` that torch shards, which may have hooks. Its values are `values`, or released.
         global_shape: Shape of the whole weight.
         ranks: Number of ranks that share the weight.
         padded_rows: Number of rows that each rank sends; on the last ranks, some of them are padding.
@@ -95,10 +100,16 @@ class RowShard(NamedTuple):
 
     param: nn.Parameter
     values: Tensor
+    sharded: Tensor
     global_shape: torch.Size
     ranks: int
     padded_rows: int
     first: int
+
+    @property
+    def padded_numel(self) -> int:
+        """Number of elements that each rank sends."""
+        return self.padded_rows * self.global_shape[1:].numel()
 
 
 class ShardGroups(NamedTuple):
@@ -141,11 +152,16 @@ class ShardedStages:
         units: Parameters that one all-gather gathers, with the ranks that gather them.
         params: `RowShard.param`s in order.
         trained: Parameters that are not frozen.
+        layout: Layout of the shards of `trained`. A unit is one bucket, or two if some of its weights are FP8.
         flat: Buffer of all gradients.
+        owned: Gradients that this rank updates.
+        weights: Values of `trained` that replicas gather from each other; None without replicas.
 
     Args:
         stages: Units of each stage.
         replicate_group: Ranks that hold the same shards.
+        own_bucket: Parameters with their own buckets, because several stages share them.
+        fp8: Parameters that are gathered in FP8.
         dtype: Dtype of gathered weights and of computation.
         reduce_dtype: Dtype of gradients sent to other ranks.
         device: Device of the parameters.
@@ -157,18 +173,22 @@ class ShardedStages:
         stages: Sequence[Sequence[Unit]],
         *,
         replicate_group: ProcessGroup | None = None,
+        own_bucket: Sequence[nn.Parameter] = (),
+        fp8: AbstractSet[nn.Parameter] = frozenset(),
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
         whole: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
+        replicas = collectives.size(replicate_group)
         self.row_shards: dict[nn.Parameter, RowShard] = {}
         self.units: list[tuple[ProcessGroup, list[nn.Parameter]]] = []
         self._modules: list[FSDPModule] = []
         self._roots: dict[FSDPModule, int] = {}  # number of forward passes still to come before `finish`
         sharded: dict[nn.Parameter, DTensor] = {}
+        by_need: list[list[nn.Parameter]] = []  # a forward pass needs the weights of the last unit first
         for stage in stages:
-            root = stage[-1].module
+            root, first = stage[-1].module, len(self.units)
             before = [param for param in root.parameters() if param not in whole]
             for param in before:
                 param.data = param.data.to(sum_dtype(dtype)) if param.requires_grad else param.data
@@ -176,26 +196,34 @@ class ShardedStages:
                 local_params = [param for param in part.module.parameters() if not isinstance(param, DTensor)]
                 self.units.append((part.groups.gather, [param for param in local_params if param not in whole]))
                 self._modules.append(_shard(part, dtype, reduce_dtype, device, whole))
+            by_need += [params for _, params in (self.units[-1], *self.units[first:-1])]
             _gather_inner_too(stage)
             self._roots[self._modules[-1]] = 0
             root.register_forward_pre_hook(self._count)
             now = [cast(DTensor, param) for param in root.parameters() if param not in whole]
             for old, new in zip(before, now, strict=True):
-                self.row_shards[old] = _row_shard(old, new, dtype)
+                self.row_shards[old] = _row_shard(old, new, dtype, replicated=new.requires_grad and replicas > 1)
                 old.data = old.data.new_empty(0)  # only used as a key from here on: free its values
             sharded |= zip(before, now, strict=True)
         self.params = [rows.param for rows in self.row_shards.values()]
         self.trained = [param for param in self.params if param.requires_grad]
-        units = [[param for param in unit if self.row_shards[param].param.requires_grad] for _, unit in self.units]
-        sizes = [[-(-self.row_shards[p].values.numel() // _ALIGN) * _ALIGN for p in unit] for unit in units]
-        self.flat = torch.zeros(sum(map(sum, sizes)), dtype=sum_dtype(dtype), device=device)
-        self.owned = [self.flat]
-        buffers = self.flat.split([sum(unit) for unit in sizes])
-        self._replicas = ReplicaReduction(buffers, [len(unit) for unit in units], replicate_group, reduce_dtype)
-        for unit, params in enumerate(units):
-            for buffer, param in zip(buffers[unit].split(sizes[unit]), params, strict=True):
-                rows, weight = self.row_shards[param], sharded[param]
-                gradient = buffer[: rows.values.numel()].view(rows.values.shape)
+        self.layout, members = self._layout(by_need, replicas, set(own_bucket), fp8)
+        self.weights: ParamBuffer | None = None
+        if replicas > 1 and self.trained:
+            self.weights = ParamBuffer(self.trained, self.layout, replicate_group)
+            self._replace_values(self.weights)
+        self.flat = torch.zeros(self.layout.numel, dtype=sum_dtype(dtype), device=device)
+        rank = collectives.rank(replicate_group)
+        slices = [self.flat[slot.start : slot.end] for slot in self.layout.owned(rank)]
+        self.owned = slices if replicas > 1 and slices else [self.flat]  # empty: nothing is trained
+        self.shards = [FlatShard(self.trained[x.param], x.start, x.end) for x in self.layout.shards(rank)]
+        buckets = [self.flat[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        counts = [len(params) for params in members]
+        self._replicas = ReplicaReduction(buckets, slices, counts, replicate_group, reduce_dtype)
+        for bucket, params in enumerate(members):
+            for index, param in zip(self.layout.buckets[bucket].params, params, strict=True):
+                rows, weight, slot = self.row_shards[param], sharded[param], self.layout.slots[index]
+                gradient = self.flat[slot.start : slot.end].view(rows.values.shape)
                 rows.param.main_grad = gradient  # type: ignore[attr-defined]
                 weight.grad = DTensor.from_local(
                     gradient,
@@ -206,13 +234,51 @@ class ShardedStages:
                     stride=weight.stride(),
                 )
                 # torch calls this hook in the stream of the reduction, once the result has been added to `grad`.
-                weight.register_post_accumulate_grad_hook(partial(self._replicas.count, unit))
-        self.shards = [FlatShard(param, 0, param.numel()) for param in self.trained if param.numel()]
+                weight.register_post_accumulate_grad_hook(partial(self._replicas.count, bucket))
+
+    def _layout(
+        self,
+        units: Sequence[Sequence[nn.Parameter]],
+        replicas: int,
+        own_bucket: AbstractSet[nn.Parameter],
+        fp8: AbstractSet[nn.Parameter],
+    ) -> tuple[BufferLayout, list[list[nn.Parameter]]]:
+        """Return the layout of the trained shards, and the parameters of each bucket.
+
+        Buckets are in the order of backward: the first of `units` in forward is the last.
+        """
+        members = []
+        for unit in reversed(units):
+            trained = [param for param in unit if self.row_shards[param].param.requires_grad]
+            kinds = [[param] for param in trained if param in own_bucket]
+            others = [param for param in trained if param not in own_bucket]
+            kinds += [[param for param in others if (param in fp8) == is_fp8] for is_fp8 in (True, False)]
+            members += [params for params in kinds if params]
+        shards = [rows for rows in self.row_shards.values() if rows.param.requires_grad]
+        multiple = ALIGN * replicas
+        rooms = [-(-rows.padded_numel // multiple) * multiple for rows in shards]
+        index_of = {rows.param: i for i, rows in enumerate(shards)}
+        indices = [[index_of[self.row_shards[param].param] for param in params] for params in members]
+        return packed([rows.param.numel() for rows in shards], rooms, indices, multiple, replicas), members
+
+    def _replace_values(self, weights: ParamBuffer) -> None:
+        """Let torch send the values in `weights`, and free the fp32 shards that it would send."""
+        shards = {rows.param: rows for rows in self.row_shards.values()}
+        for index, (bucket, memory) in enumerate(zip(self.layout.buckets, weights.buckets, strict=True)):
+            for rows, start in ((shards[self.trained[i]], self.layout.slots[i].start) for i in bucket.params):
+                values = memory[start - bucket.start :][: rows.padded_numel].view(-1, *rows.global_shape[1:])
+                hooks: Any = rows.sharded
+                hooks.fsdp_pre_all_gather = partial(_wait_and_send, weights, index, values)
+                hooks.fsdp_post_all_gather = _keep_gathered
+        self.make_callable()  # torch looks for hooks, and does not copy shards after that
+        for rows in (shards[param] for param in self.trained):
+            rows.sharded.untyped_storage().resize_(0)
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """fp32 values of `trained`, flat and live."""
-        return {rows.param: rows.values.view(-1) for rows in self.row_shards.values() if rows.param.requires_grad}
+        """fp32 values of `trained`, flat and live; empty with replicas, because each has masters of other slices."""
+        trained = [rows for rows in self.row_shards.values() if rows.param.requires_grad and self.weights is None]
+        return {rows.param: rows.values.view(-1) for rows in trained}
 
     def clear(self) -> None:
         """Zero all gradients. Call this before the first backward pass of a step."""
@@ -254,65 +320,60 @@ class ShardedStages:
 
 
 class ReplicaReduction:
-    """Sum of gradient shards over `group`, the ranks that hold the same shards, in place and once per step.
+    """Sum of gradient shards over `group`, the ranks that hold the same shards, once per step.
 
-    Units are sent in the order in which backward completes them, which is the model's order and so equal on all ranks.
+    Each rank gets the sums of its slice of a bucket, in place. Buckets are sent in the order in which backward
+    completes them, which is the model's order and so equal on all ranks.
 
     Args:
-        units: fp32 gradients of each unit, flat.
-        params: Number of parameters of each unit.
+        buckets: fp32 gradients of each bucket, flat.
+        owned: Slices of the buckets for this rank.
+        params: Number of parameters of each bucket.
         group: Ranks that hold the same shards.
         dtype: Dtype in which gradients are sent; if it is not fp32, the copies live until `finish`.
     """
 
     def __init__(
-        self, units: Sequence[Tensor], params: Sequence[int], group: ProcessGroup | None, dtype: torch.dtype
+        self,
+        buckets: Sequence[Tensor],
+        owned: Sequence[Tensor],
+        params: Sequence[int],
+        group: ProcessGroup | None,
+        dtype: torch.dtype,
     ) -> None:
-        self._units, self._params, self._group, self._dtype = units, params, group, dtype
-        self._expected: list[int] = []  # per unit: number of parameter gradients still to come
+        self._buckets, self._owned, self._params, self._group, self._dtype = buckets, owned, params, group, dtype
+        self._expected: list[int] = []  # per bucket: number of parameter gradients still to come
         self._works: dict[int, collectives.CollectiveWork] = {}
 
     def start_overlap(self, passes: int) -> None:
-        """Start the sum of a unit after the last of `passes` backward passes has added all of its gradients.
+        """Start the sum of a bucket after the last of `passes` backward passes has added all of its gradients.
 
         Without this call, `finish` starts all sums.
         """
         self._expected = [passes * count for count in self._params]
 
-    def count(self, unit: int, _: Tensor | None = None) -> None:
-        """Record that a gradient of a parameter of `unit` was added on the current stream."""
+    def count(self, bucket: int, _: Tensor | None = None) -> None:
+        """Record that a gradient of a parameter of `bucket` was added on the current stream."""
         if self._expected:
-            self._expected[unit] -= 1
-            assert self._expected[unit] >= 0, (
-                "a gradient came after its unit was sent: more backward passes than announced"
+            self._expected[bucket] -= 1
+            assert self._expected[bucket] >= 0, (
+                "a gradient came after its bucket was sent: more backward passes than announced"
             )
-            if self._expected[unit] == 0:
-                self._start(unit)
+            if self._expected[bucket] == 0:
+                self._start(bucket)
 
     def finish(self) -> None:
         """Wait for all sums on the current stream."""
-        for unit in range(len(self._units)):
-            if unit not in self._works:
-                self._start(unit)
+        for bucket in range(len(self._buckets)):
+            if bucket not in self._works:
+                self._start(bucket)
         for work in self._works.values():
             work.wait()
         self._works, self._expected = {}, []
 
-    def _start(self, unit: int) -> None:
-        """Start the sum of a unit."""
-        gradients = self._units[unit]
-        if collectives.size(self._group) == 1 or not gradients.numel():
-            self._works[unit] = collectives.DONE
-            return
-        sent = gradients.to(self._dtype)
-        work = collectives.all_reduce_async(sent, self._group)
-
-        def wait() -> None:
-            work.wait()
-            if sent is not gradients:
-                gradients.copy_(sent)
-
-        self._works[unit] = collectives.WaitFunction(wait)
+    def _start(self, bucket: int) -> None:
+        """Start the sum of a bucket."""
+        self._works[bucket] = reduce_bucket(self._buckets[bucket], self._owned[bucket], self._group, self._dtype)
 
 
 class _ReduceScatter:
@@ -381,16 +442,32 @@ def _set_grad_dtype_before_forward(module: nn.Module, dtype: torch.dtype, whole:
     handle = module.register_forward_pre_hook(set_grad_dtype)
 
 
+def _wait_and_send(weights: ParamBuffer, bucket: int, values: Tensor, mesh: Any) -> Any:
+    """Wait for the replicas' gather of a bucket, and return the values that torch gathers (`fsdp_pre_all_gather`)."""
+    weights.wait([bucket])
+    return (values,), None
+
+
+def _keep_gathered(
+    outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple[()]] | None:
+    """Return the gathered rows, which torch cuts to the shape of the weight (`fsdp_post_all_gather`)."""
+    return (outputs[0], ()) if out is None else None
+
+
 @torch.no_grad()
-def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype) -> RowShard:
-    """Return this rank's row shard of `old`, which torch has replaced by `new`."""
-    values = new._local_tensor  # torch looks for hooks on this object; `to_local` may wrap it
+def _row_shard(old: nn.Parameter, new: DTensor, dtype: torch.dtype, *, replicated: bool) -> RowShard:
+    """Return this rank's row shard of `old`, which torch has replaced by `new`.
+
+    If it is `replicated`, its values are not allocated yet.
+    """
+    sharded = new._local_tensor  # torch looks for hooks on this object; `to_local` may wrap it
     rank, ranks = new.device_mesh.get_local_rank(), new.device_mesh.size()
     padded_rows = -(-old.shape[0] // ranks)
     first = min(rank * padded_rows, old.shape[0])
-    assert first + len(values) == min(first + padded_rows, old.shape[0]), "torch shards rows in an unexpected way"
-    param = nn.Parameter(values, requires_grad=False)
+    assert first + len(sharded) == min(first + padded_rows, old.shape[0]), "torch shards rows in an unexpected way"
+    param = nn.Parameter(sharded, requires_grad=False)
     if new.requires_grad:
-        param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=values.device).expand(values.shape))
-    set_spec(param, slice_rows(spec_of(old), first, first + len(values)))
-    return RowShard(param, values, old.shape, ranks, padded_rows, first)
+        param = nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=sharded.device).expand(sharded.shape))
+    set_spec(param, slice_rows(spec_of(old), first, first + len(sharded)))
+    return RowShard(param, param if replicated else sharded, sharded, old.shape, ranks, padded_rows, first)

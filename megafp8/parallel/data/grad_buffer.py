@@ -147,7 +147,7 @@ class GradBuffer:
         )
         self.flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.group = data_parallel_group
-        self._reduce_dtype = dtype if reduce_dtype is None or ranks == 1 else reduce_dtype
+        self._reduce_dtype = reduce_dtype or dtype
         rank = data_parallel_group.rank() if data_parallel_group is not None and self.layout.ranks > 1 else 0
         owned = [self.flat[shard.start : shard.end] for shard in self.layout.owned(rank)]
         self.owned = owned or [self.flat]  # empty: a stage may have nothing to train (LoRA)
@@ -248,19 +248,27 @@ class GradBuffer:
         bucket = self.layout.buckets[self._started]
         for index in bucket.params:
             self._sinks[index].complete()
-        self._works.append(self._reduce(self.flat[bucket.start : bucket.end], self.owned[self._started]))
+        gradients, owned = self.flat[bucket.start : bucket.end], self.owned[self._started]
+        self._works.append(reduce_bucket(gradients, owned, self.group, self._reduce_dtype))
         self._started += 1
 
-    def _reduce(self, bucket: Tensor, own: Tensor) -> collectives.CollectiveWork:
-        """Start to sum `bucket` into `own`, which is a slice of the bucket or the whole bucket."""
-        sent, sharded = bucket.to(self._reduce_dtype), self.layout.ranks > 1
-        reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
-        work = reduce(sent, self.group)
-        if sent.dtype == bucket.dtype:
-            return work
 
-        def wait() -> None:
-            work.wait()
-            own.copy_(collectives.own_slice(sent, self.group) if sharded else sent)
+def reduce_bucket(
+    bucket: Tensor, owned: Tensor, group: ProcessGroup | None, dtype: torch.dtype
+) -> collectives.CollectiveWork:
+    """Start to sum `bucket` over `group` into `owned`, which is this rank's slice of the bucket or the whole bucket.
 
-        return collectives.WaitFunction(wait)
+    Gradients are sent in `dtype`.
+    """
+    sent = bucket if collectives.size(group) == 1 else bucket.to(dtype)
+    sharded = owned.numel() < bucket.numel()
+    reduce = collectives.reduce_scatter_in_place_async if sharded else collectives.all_reduce_async
+    work = reduce(sent, group)
+    if sent.dtype == bucket.dtype:
+        return work
+
+    def wait() -> None:
+        work.wait()
+        owned.copy_(collectives.own_slice(sent, group) if sharded else sent)
+
+    return collectives.WaitFunction(wait)

@@ -16,6 +16,8 @@ started together in that order, and a module waits, right before it runs, for th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +85,17 @@ class ParamBuffer:
 
     def release_fp8_params(self) -> None:
         """Free the values of the parameters that are gathered in FP8."""
-        for param in self.fp8_data:
-            param.data = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
+        _release(self.fp8_data)
+
+    def hold_in_fp8(self, bucket: int, memory: Tensor) -> None:
+        """Free the values of a bucket, and gather the FP8 data of its parameters in `memory` instead, one byte each."""
+        assert memory.nbytes == self.buckets[bucket].numel()
+        self.buckets[bucket] = memory
+        _release(param for param, index in self._bucket_of.items() if index == bucket)
+
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> list[int]:
+        """Return the buckets that hold some of `params`, in the order in which they are gathered."""
+        return sorted({self._bucket_of[param] for param in params if param in self._bucket_of}, reverse=True)
 
     def start_gather(self) -> None:
         """Start to gather all slices from their owners."""
@@ -92,11 +103,15 @@ class ParamBuffer:
         for i in reversed(range(len(self.buckets))):
             self._works[i] = collectives.all_gather_in_place_async(self.buckets[i], self._group)
 
-    def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Wait until these buckets (None means all) have been gathered; return at once if no gather is running."""
-        for i in list(self._works) if buckets is None else buckets:
-            if i in self._works:
-                self._works.pop(i).wait()
+    def wait(self, buckets: Iterable[int] | None = None) -> bool:
+        """Wait until these buckets (None means all) have been gathered.
+
+        Return at once if no gather is running, and return whether any was.
+        """
+        running = [i for i in (list(self._works) if buckets is None else buckets) if i in self._works]
+        for i in running:
+            self._works.pop(i).wait()
+        return bool(running)
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
         """Make each of `modules` wait for its own parameters when it is called.
@@ -107,6 +122,15 @@ class ParamBuffer:
         for module in modules:
             params = {param for param in module.parameters() if param in self._bucket_of}
             covered |= params
-            buckets = sorted({self._bucket_of[param] for param in params}, reverse=True)
-            module.register_forward_pre_hook(lambda *_, buckets=buckets: self.wait(buckets))
+            module.register_forward_pre_hook(partial(self._wait_before, self.buckets_of(params)))
         assert covered == self._bucket_of.keys(), "no module would wait for some of the parameters"
+
+    def _wait_before(self, buckets: Sequence[int], *_: Any) -> None:
+        """Wait for the buckets of a module that is called."""
+        self.wait(buckets)
+
+
+def _release(params: Iterable[nn.Parameter]) -> None:
+    """Free the values of parameters, which then read as NaN."""
+    for param in params:
+        param.data = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from megafp8.parallel.data.buckets import BufferLayout, bucket_layout
+from megafp8.parallel.data.buckets import ALIGN, BufferLayout, bucket_layout
 from megafp8.plan import WeightStorage
 
 Ints = Sequence[int]
@@ -120,18 +120,19 @@ class Zero1Plan(DataParallelPlan):
 
 
 class FullyShardedPlan(DataParallelPlan):
-    """Plan in which each rank holds a shard of everything; replicas sum their shards' gradients once per step.
+    """Plan in which each rank holds a shard of everything, and replicas of the shards divide the optimizer state.
 
     `FullySharded` is the strategy.
     """
 
     weight_storage = "fsdp"
     gathers_blocks = True
+    reductions = gathers = 1
 
     @property
     def state_shards(self) -> int:
-        """Number of parts into which the optimizer state is divided: the ranks of one replica."""
-        return self.weight_shards
+        """Number of parts into which the optimizer state is divided: one per rank."""
+        return self.ranks
 
     @property
     def weight_shards(self) -> int:
@@ -144,15 +145,22 @@ class FullyShardedPlan(DataParallelPlan):
         return self.replicas, self.stride * self.weight_shards
 
     def received(self, elements: float) -> float:
-        """Return the size of a shard of `elements`, which a rank receives in the sum over replicas."""
-        return elements / self.weight_shards
+        """Return the part of `elements` that a rank receives from replicas in a collective of the step."""
+        return elements / self.weight_shards * (self.replicas - 1) / self.replicas
 
     def held(self, numels: Ints, moments: Ints, *, own_bucket: Ints, fp8: Ints) -> HeldElements:
-        """Return the elements that a rank holds; see `DataParallelPlan.held`."""
-        shards = [-(-count // self.weight_shards) for count in numels]
-        count, gradients = sum(shards), sum(-(-count // 64) * 64 for count in shards)
-        updated = [*zip(moments, shards, strict=True)]
-        return HeldElements(0, sum(shards[i] for i in fp8), gradients, count, count, updated)
+        """Return the elements that a rank holds; see `DataParallelPlan.held`.
+
+        Without replicas, values are in the masters; with replicas, masters are of a slice of them.
+        """
+        shards, multiple = [-(-count // self.weight_shards) for count in numels], ALIGN * self.replicas
+        rooms = [-(-count // multiple) * multiple for count in shards]
+        count, room, in_fp8 = sum(shards), sum(rooms), sum(rooms[i] for i in fp8)
+        if self.replicas == 1:
+            return HeldElements(0, in_fp8, room, count, count, [*zip(moments, shards, strict=True)])
+        masters, released = min(count, room // self.replicas), min(sum(shards[i] for i in fp8), in_fp8 // self.replicas)
+        updated = [*_with_most_moments(zip(moments, shards, strict=True), masters)]
+        return HeldElements(room - in_fp8, in_fp8, room, masters, released, updated)
 
 
 def _with_most_moments(tensors: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,9 @@
     Replicated      all                 all                 all                 sums of gradients
     Zero1           all                 all, then a shard   a shard             sums of a shard; updated weights
     FullySharded    a shard             a shard             a shard             in each micro-batch: weights of each
-                    (experts on one rank: as Replicated)                        block, twice; sums of a shard
+                    (experts on one rank: as Zero1)                             block, twice; sums of a shard
+                                                            with replicas: a    once, between replicas: as Zero1, of
+                                                            slice of the shard  the shard
 
 The training loop, checkpoints, optimizer and consistency check use only the interface (`DataParallelStrategy`).
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -30,9 +33,10 @@ from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState
 from megafp8.numerics.formats import Format
 from megafp8.parallel.collectives import size
+from megafp8.parallel.data.buckets import ALIGN, Slot
 from megafp8.parallel.data.fp8_weight_gather import Fp8WeightGather, GatheredWeight, open_transport
 from megafp8.parallel.data.fp8_weight_shards import WeightShard, WeightShards
-from megafp8.parallel.data.fsdp import ShardedStages
+from megafp8.parallel.data.fsdp import RowShard, ShardedStages
 from megafp8.parallel.data.grad_buffer import GradBuffer
 from megafp8.parallel.data.param_buffer import ParamBuffer
 from megafp8.parallel.sharding import FlatShard, spec_of
@@ -51,6 +55,7 @@ class DataParallelStrategy:
         sharded: Whether each rank of `group` has a shard of `shards`; otherwise every rank has all of them.
         param_axis: Axis over which parameters that have values are replicated; empty if none.
         state_axis: Axis over which optimizer state is replicated; empty if none.
+        weights: Buffers of weights that are gathered once per step.
         params: Parameters of this rank.
         trained: Parameters that are not frozen.
         tied: Parameters that stages share.
@@ -76,16 +81,19 @@ class DataParallelStrategy:
         group: ProcessGroup | None,
         expert_group: ProcessGroup | None,
         amax_group: ProcessGroup | None,
+        overlaps_gather: bool,
     ) -> None:
         """Collect the shards and gradients of `buffers`.
 
         Each of `buffers` holds gradients of some of `params`, and sums them over its own group of ranks. All ranks of a
         stage run the same backward passes, so ranks in several groups start the sums in the same order. `amax_group`
-        are all ranks with shards of the same weights. The other arguments are described under the attributes.
+        are all ranks with shards of the same weights. With `overlaps_gather`, modules wait for their own weights;
+        otherwise `gather` waits for all. The other arguments are described under the attributes.
         """
         self.params, self.trained = list(params), [param for param in params if param.requires_grad]
         self.tied, self.fp8_weights, self.group, self.expert_group = tied, fp8_weights, group, expert_group
-        self._buffers, self._amax_group = buffers, amax_group
+        self._buffers, self._amax_group, self._overlaps_gather = buffers, amax_group, overlaps_gather
+        self.weights: list[ParamBuffer] = []
         self._weight_shards: WeightShards | None = None
         self._updated = False  # whether weights have changed since they were gathered
         self.gradients = [buffer.flat for buffer in buffers]
@@ -147,6 +155,15 @@ class DataParallelStrategy:
 
     def _gather(self) -> None:
         """Start to gather all weights."""
+        for buffer in self.weights:
+            buffer.start_gather()
+        if not self._overlaps_gather:
+            self._finish_gather()
+
+    def _finish_gather(self) -> None:
+        """Wait for all weights."""
+        for buffer in self.weights:
+            buffer.wait()
 
     def wait(self) -> None:
         """Gather weights that have been updated since the last gather, and wait for them. Collective.
@@ -154,6 +171,7 @@ class DataParallelStrategy:
         Call this before reading the weights.
         """
         self.gather()
+        self._finish_gather()
 
     def invalidate(self) -> None:
         """Make the next `gather` gather all weights.
@@ -161,6 +179,7 @@ class DataParallelStrategy:
         This is needed after weights were loaded, or before a CUDA graph of the gather is captured. A running gather is
         waited for, because a graph cannot wait for a gather that began outside it.
         """
+        self._finish_gather()
         self._updated = True
 
     def end_step(self) -> None:
@@ -194,14 +213,12 @@ class Zero1(DataParallelStrategy):
     ) -> None:
         """Move the parameters to buckets that can be gathered.
 
-        `overlapped` are modules that together have all parameters; each waits for its own parameters. If it is empty,
-        all wait together. `options` are arguments of `DataParallelStrategy`.
+        `overlapped` are modules that together have all parameters. `options` are arguments of `DataParallelStrategy`.
         """
         super().__init__(params, buffers, **options)
         dtypes = {param: fmt.dtype for param, (_, fmt) in self.fp8_weights.items()}
         self.weights = [ParamBuffer(buffer.params, buffer.layout, buffer.group, dtypes) for buffer in buffers]
-        self._overlaps_gather = bool(overlapped)
-        for weights in self.weights if overlapped else ():
+        for weights in self.weights if self._overlaps_gather else ():
             weights.wait_before(overlapped)
 
     @property
@@ -225,25 +242,7 @@ class Zero1(DataParallelStrategy):
     def _gather(self) -> None:
         if self._weight_shards is not None:
             self._weight_shards.quantize()
-        for buffer in self.weights:
-            buffer.start_gather()
-        if not self._overlaps_gather:
-            self._finish_gather()
-
-    def wait(self) -> None:
-        """Gather weights that have been updated since the last gather, and wait. Collective."""
-        self.gather()
-        self._finish_gather()
-
-    def invalidate(self) -> None:
-        """Make the next `gather` gather all weights, after a running gather has ended."""
-        self._finish_gather()
-        super().invalidate()
-
-    def _finish_gather(self) -> None:
-        """Wait for all buckets."""
-        for buffer in self.weights:
-            buffer.wait()
+        super()._gather()
 
     def describe(self) -> str:
         """Return the memory and traffic saved by FP8 weights, for the log; empty without FP8 weights."""
@@ -265,11 +264,11 @@ class FullySharded(DataParallelStrategy):
     """Strategy in which each rank holds a shard of everything; weights are gathered by block (ZeRO stage 3).
 
     `ShardedStages` implements the gathers. Weights of experts that a rank would share with no other rank of its replica
-    are held whole, as by `Replicated`. FP8 layers keep no copies of weights, because the copies would use the memory
-    that sharding saves.
+    are held whole, as by `Zero1`. FP8 layers keep no copies of weights, because the copies would use the memory that
+    sharding saves.
     """
 
-    param_axis = state_axis = "fsdp_replicate"  # only frozen and whole parameters have values
+    param_axis = "fsdp_replicate"
 
     def __init__(
         self,
@@ -277,9 +276,9 @@ class FullySharded(DataParallelStrategy):
         whole: Sequence[nn.Parameter],
         whole_gradients: Sequence[GradBuffer],
         *,
+        experts: Sequence[nn.Module],
         tied: Sequence[nn.Parameter],
         fp8_weights: Fp8Weights,
-        group: ProcessGroup,
         replicas: int,
         one_host: AbstractSet[ProcessGroup],
         **options: Any,
@@ -290,55 +289,97 @@ class FullySharded(DataParallelStrategy):
             stages: Sharded parameters.
             whole: Parameters that are not in `stages`.
             whole_gradients: Gradients of the trained parameters in `whole`.
+            experts: Modules with the parameters in `whole`.
             tied: Parameters that stages share, as they were before sharding.
             fp8_weights: Weights gathered in FP8, by the parameters before sharding.
-            group: Ranks with the shards of one replica.
             replicas: Number of replicas of the shards.
             one_host: Groups of ranks with shards that are on one host.
             **options: Further arguments of `DataParallelStrategy`.
         """
-        rows_of, device = stages.row_shards, stages.flat.device
+        rows_of = stages.row_shards
         super().__init__(
             [*stages.params, *whole],
             [stages, *whole_gradients],
             tied=[rows_of[param].param for param in tied],
             fp8_weights={rows_of[param].param: how for param, how in fp8_weights.items()},
-            group=group,
             **options,
         )
-        self.stages, self.whole, self._replicas, self._one_host = stages, whole, replicas, group in one_host
-        self._fp8_gathers: list[Fp8WeightGather] = []
-        shards = []
-        for ranks in dict.fromkeys(ranks for ranks, _ in stages.units):
-            members = [
-                [x for x in unit if x in fp8_weights] for unit_ranks, unit in stages.units if unit_ranks is ranks
-            ]
-            units = [[(rows_of[x], *fp8_weights[x]) for x in unit] for unit in members if unit]
-            if not units:
-                continue
-            blocks = [
-                [GatheredWeight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in x] for x in units
-            ]
-            sizes = [x.nbytes for block in blocks for x in block]
-            gather = Fp8WeightGather(
-                blocks, open_transport(sizes, ranks, device, ranks in one_host), ranks.size(), device
-            )
-            self._fp8_gathers.append(gather)
-            for (rows, state, fmt), shard in zip(chain.from_iterable(units), gather.shards, strict=True):
-                data_mk = shard.view(fmt.dtype).view(-1, rows.global_shape[1])
-                shards.append(WeightShard(state, data_mk, 0, rows.values.view(-1), rows.param.dtype, rows.first))
-        if shards:
-            self._weight_shards = WeightShards(shards, self._amax_group, device)
+        self.stages, self.whole, self._replicas = stages, whole, replicas
+        self._shard_group, self._one_host = stages.units[-1][0], stages.units[-1][0] in one_host
+        self.weights = [ParamBuffer(buffer.params, buffer.layout, buffer.group) for buffer in whole_gradients]
+        for weights in self.weights if self._overlaps_gather else ():
+            weights.wait_before(experts)
+        self.weights += [] if stages.weights is None else [stages.weights]
+        self._fp8_rows: list[tuple[RowShard, Tensor]] = []  # with the FP8 data of the rows and their padding
+        self._fp8_buckets: dict[int, Tensor] = {}
+        groups = dict.fromkeys(ranks for ranks, _ in stages.units)
+        self._fp8_gathers = [gather for ranks in groups for gather in self._fp8_gather(ranks, one_host)]
+
+    def _fp8_gather(self, ranks: ProcessGroup, one_host: AbstractSet[ProcessGroup]) -> list[Fp8WeightGather]:
+        """Return the gather of the FP8 weights that are sharded over `ranks`, if there are any. Collective.
+
+        Weights of a bucket are adjacent in its memory, so that replicas can gather the bucket.
+        """
+        stages, size = self.stages, 0
+        units = [[stages.row_shards[x] for x in unit] for unit_ranks, unit in stages.units if unit_ranks is ranks]
+        units = [[rows for rows in unit if rows.param in self.fp8_weights] for unit in units]
+        units = [unit for unit in units if unit]
+        shards = [*chain.from_iterable(units)]
+        if not shards:
+            return []
+        params, starts, places = {rows.param for rows in shards}, dict[nn.Parameter, int](), dict[int, Slot]()
+        for index, bucket in enumerate(stages.layout.buckets):
+            members = {stages.trained[i]: stages.layout.slots[i] for i in bucket.params}
+            if members.keys() <= params:
+                starts |= {param: size + slot.start - bucket.start for param, slot in members.items()}
+                places[index] = Slot(size, size := size + bucket.end - bucket.start)
+        for rows in (rows for rows in shards if not rows.param.requires_grad):
+            starts[rows.param], size = size, size + -(-rows.padded_numel // ALIGN) * ALIGN
+        slots = [Slot(starts[rows.param], starts[rows.param] + rows.padded_numel) for rows in shards]
+        transport = open_transport(slots, size, ranks, stages.flat.device, ranks in one_host)
+        self._fp8_buckets |= {index: transport.memory[start:end] for index, (start, end) in places.items()}
+        for rows, shard in zip(shards, transport.shards, strict=True):
+            _, fmt = self.fp8_weights[rows.param]
+            self._fp8_rows.append((rows, shard.view(fmt.dtype).view(-1, rows.global_shape[1])))
+        blocks, arrivals = [], []
+        for unit in units:
+            layers = [(rows, *self.fp8_weights[rows.param]) for rows in unit]
+            blocks.append([GatheredWeight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in layers])
+            if stages.weights is not None:
+                members_of_unit = stages.weights.buckets_of([rows.param for rows in unit])
+                arrivals.append(partial(stages.weights.wait, members_of_unit))
+        return [Fp8WeightGather(blocks, transport, ranks.size(), stages.flat.device, arrivals or None)]
 
     @property
     def released(self) -> AbstractSet[nn.Parameter]:
         """Parameters with values only in the optimizer's masters."""
-        return set(self.stages.trained)
+        return {x for x in self.stages.trained if self.stages.weights is None or x in self.fp8_weights}
 
     @property
     def masters(self) -> Mapping[nn.Parameter, Tensor]:
-        """Masters of the sharded parameters, fp32 and flat."""
+        """Masters of the sharded parameters that exist before the optimizer, fp32 and flat."""
         return self.stages.masters
+
+    @property
+    def fp8_data(self) -> Mapping[nn.Parameter, Tensor]:
+        """FP8 data of the row shards that exist only in FP8, which all replicas hold between steps."""
+        return {rows.param: data[: len(rows.values)] for rows, data in self._fp8_rows if rows.param.requires_grad}
+
+    def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
+        """Release the values of FP8 weights, then quantize their shards and gather them from replicas. Collective."""
+        if self._fp8_rows:
+            updated, shards = {shard.param: shard for shard in self.shards}, []
+            for rows, data_mk in self._fp8_rows:
+                (state, _), shard = self.fp8_weights[rows.param], updated.get(rows.param)
+                start, master_f = (0, rows.values.new_empty(0)) if shard is None else (shard.start, master_of(shard))
+                if not rows.param.requires_grad:
+                    master_f = rows.values.view(-1)
+                shards.append(WeightShard(state, data_mk, start, master_f, rows.param.dtype, rows.first))
+            self._weight_shards = WeightShards(shards, self._amax_group, self.stages.flat.device)
+            if self.stages.weights is not None:
+                for index, memory in self._fp8_buckets.items():
+                    self.stages.weights.hold_in_fp8(index, memory)
+        super().begin(master_of)
 
     def gather(self) -> None:
         """Start to gather updated weights, and make FP8 gathers wait for all work that is queued so far. Collective."""
@@ -352,14 +393,20 @@ class FullySharded(DataParallelStrategy):
         self.stages.make_callable()
 
     def _gather(self) -> None:
-        """Free gathered weights; torch gathers a block's weights when the block runs."""
+        """Free gathered weights, and gather the updated shards of replicas; torch gathers a block's when it runs."""
         self.stages.reshard()
+        for gather in self._fp8_gathers:
+            gather.synchronize()  # no rank may still read data that is about to be overwritten
         if self._weight_shards is not None:
-            for gather in self._fp8_gathers:
-                gather.synchronize()  # no rank may still read data that is about to be overwritten
             self._weight_shards.quantize()
-            for gather in self._fp8_gathers:
-                gather.synchronize()
+        super()._gather()
+        for gather in self._fp8_gathers:
+            gather.synchronize()
+
+    def _finish_gather(self) -> None:
+        for gather in self._fp8_gathers:
+            gather.arrive()
+        super()._finish_gather()
 
     def describe(self) -> str:
         """Return the memory and traffic of the sharded weights on this rank, for the log."""
@@ -367,7 +414,8 @@ class FullySharded(DataParallelStrategy):
         for rows in self.stages.row_shards.values():
             fp8, element = rows.param in self.fp8_weights, rows.param.element_size()
             received = rows.global_shape.numel() * (rows.ranks - 1) / rows.ranks
-            sharded += rows.values.nbytes + rows.padded_rows * rows.global_shape[1:].numel() * fp8
+            sharded += rows.values.nbytes * (rows.param not in self.fp8_data or self._replicas == 1)
+            sharded += rows.padded_numel * fp8
             values += received * element
             gathered += received * (1 if fp8 else element)
         in_fp8 = len(self.fp8_weights)
@@ -387,7 +435,7 @@ class FullySharded(DataParallelStrategy):
         if self._replicas > 1:
             hosts = "one host" if self._one_host else "several hosts"
             lines.append(
-                f"parallel.fsdp_replicas: {self._replicas} replicas of the shards, each on {size(self.group)} ranks of "
-                f"{hosts}"
+                f"parallel.fsdp_replicas: {self._replicas} replicas of the shards, each on {size(self._shard_group)} "
+                f"ranks of {hosts}, with a slice of the optimizer state"
             )
         return "\n".join(lines)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import group as groups
 
+from megafp8.parallel.data.buckets import Slot
 from megafp8.parallel.data.fp8_weight_gather import (
     CollectiveTransport,
     Fp8WeightGather,
@@ -16,6 +17,7 @@ from megafp8.parallel.data.fp8_weight_gather import (
     SymmetricTransport,
 )
 from megafp8.parallel.data.fsdp import ShardedStages, ShardGroups, Unit
+from megafp8.parallel.symmetric_memory import offsets
 from tests.parallel.test_symmetric_memory import map_files
 from tests.tiny_model import CPU, set_specs
 from tests.world import World
@@ -76,8 +78,10 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
         blocks.append([GatheredWeight(shard, torch.uint8, set_gathered(i)) for i, shard in enumerate(matrices)])
     weights = [weight for block in blocks for weight in block]
     map_files(group, folder)
+    starts = offsets([w.nbytes for w in weights])
+    slots = [Slot(start, start + w.nbytes) for start, w in zip(starts, weights)]
     transport = {"collective": CollectiveTransport, "symmetric": SymmetricTransport}[name](
-        [w.nbytes for w in weights], group, CPU
+        slots, starts[-1], group, CPU
     )
     gather = Fp8WeightGather(blocks, transport, group.size(), CPU)
     expected = []

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megafp8.parallel import collectives
 from megafp8.parallel.data.fsdp import ShardedStages, ShardGroups, Unit
+from megafp8.parallel.data.grad_buffer import gradient_of
 from megafp8.parallel.parallel_state import ParallelState, initialize_model_parallel
 from megafp8.parallel.sharding import spec_of
 from tests.marks import slow_but
@@ -106,11 +107,19 @@ def _rows(shard: nn.Parameter, whole: Tensor) -> Tensor:
     return whole.narrow(0, piece.offset[0], piece.shape[0])
 
 
+def _expected(parallel: ParallelState) -> dict[str, Tensor]:
+    return _unsharded(parallel.amax.ranks) | {INNER: _unsharded(parallel.expert_data.ranks)[INNER]}
+
+
 def _assert_sums(sharded: ShardedStages, parallel: ParallelState, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    expected = _unsharded(parallel.amax.ranks) | {INNER: _unsharded(parallel.expert_data.ranks)[INNER]}
-    for param in sharded.params:
-        (piece,) = spec_of(param).shards
-        torch.testing.assert_close(param.main_grad, _rows(param, expected[piece.name]), rtol=rtol, atol=atol)
+    expected = _expected(parallel)
+    for shard in sharded.shards:
+        (piece,) = spec_of(shard.param).shards
+        sums = shard.view(_rows(shard.param, expected[piece.name]).contiguous())
+        torch.testing.assert_close(gradient_of(shard), sums, rtol=rtol, atol=atol)
+    updated = torch.tensor(sum(len(shard) for shard in sharded.shards))
+    # Every element once, of all inner units.
+    assert collectives.all_reduce(updated, parallel.amax.group) == WIDTH**2 * (3 + parallel.expert_model.size)
 
 
 def _sums(overlap: bool) -> list[bool]:
@@ -176,21 +185,35 @@ def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World, overlap: 
         assert waited == ([False, False, True] * 2 if overlap else [True] * 6)
 
 
+def _update(model: nn.Module, sharded: ShardedStages, parallel: ParallelState) -> None:
+    """Subtracts a rank's gradients from what it owns; asserts that it then computes with all updated weights."""
+    twin = _model()
+    with torch.no_grad():
+        for name, param in twin.named_parameters():
+            param -= _expected(parallel)[name]
+        for shard in sharded.shards:
+            shard.view(shard.param).sub_(gradient_of(shard))
+        assert sharded.weights is not None
+        sharded.weights.start_gather()
+        for x in _inputs(parallel.rank):
+            torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-5)
+
+
 def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
-    """As `_sums`, two replicas; how many elements each all-reduce of a step sums, before and in `finish`."""
+    """As `_sums`, two replicas; how many elements each reduction of a step sums, before and in `finish`."""
     parallel = initialize_model_parallel(fsdp_replicas=2, expert_model_parallel_size=2)
     model, sharded = _sharded_model(parallel, reduce_dtype)
     tolerance = (1e-5, 1e-6) if reduce_dtype == torch.float32 else (2e-2, 2e-2)
     reduced: list[list[int]] = []
-    all_reduce_async = collectives.all_reduce_async
+    reduce_scatter = collectives.reduce_scatter_in_place_async
 
-    def counted(x: Tensor, group: ProcessGroup | None, *op: Any) -> collectives.CollectiveWork:
+    def counted(x: Tensor, group: ProcessGroup | None) -> collectives.CollectiveWork:
         assert group is parallel.fsdp_replicate.group
         assert x.dtype == reduce_dtype
         reduced[-1].append(x.numel())
-        return all_reduce_async(x, group, *op)
+        return reduce_scatter(x, group)
 
-    with mock.patch.object(collectives, "all_reduce_async", counted):
+    with mock.patch.object(collectives, "reduce_scatter_in_place_async", counted):
         for _ in range(2):  # steps
             sharded.clear()
             if overlap:
@@ -201,6 +224,8 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
             reduced.append([])
             sharded.finish()
             _assert_sums(sharded, parallel, *tolerance)
+    if reduce_dtype == torch.float32:
+        _update(model, sharded, parallel)
     return reduced
 
 
@@ -209,6 +234,6 @@ def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
 )
 def test_replicas_are_summed_once_a_step(world4: World, overlap: bool, dtype: torch.dtype) -> None:
     """A unit at a time, the last ones first, and in the last pass's backward where that is overlapped."""
-    units = [64] * 4  # 3 × 6 elements, and all 36 of the inner unit, padded
+    units = [128] * 4  # 3 × 6 elements, and all 36 of the inner unit, padded
     for reduced in world4.run(_replicated, overlap, dtype):
         assert reduced == [[], [], *([units, []] if overlap else [[], units])] * 2

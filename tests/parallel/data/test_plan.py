@@ -41,21 +41,23 @@ def test_zero_holds_at_most_its_shard(ranks: int) -> None:
 
 
 def test_fsdp_holds_rows_of_everything() -> None:
-    """4 ranks in 2 replicas: halves, rounded up; weights are masters but for FP8 data."""
-    held = FullyShardedPlan(4, 1, 2000, 2).held([1001, 70], [2, 1], own_bucket=[], fp8=[0])
-    assert (held.values, held.fp8, held.masters, held.released) == (0, 501, 536, 536)
-    assert held.gradients == 512 + 64
-    assert list(held.updated) == [(2, 501), (1, 35)]
+    """Halves, rounded up. Weights are masters but for FP8 data; 2 replicas have half of the masters each, with padding,
+    and values."""
+    one, two = (FullyShardedPlan(2 * r, 1, 2000, r).held([1001, 70], [2, 1], own_bucket=[], fp8=[0]) for r in (1, 2))
+    assert (one.values, one.fp8, one.masters, one.released) == (0, 512, 536, 536)
+    assert (two.values, two.fp8, two.masters, two.released) == (128, 512, 320, 256)
+    assert (one.gradients, two.gradients) == (512 + 64, 512 + 128)
+    assert (list(one.updated), list(two.updated)) == ([(2, 501), (1, 35)], [(2, 320), (1, 0)])
 
 
 def test_collectives_of_a_step() -> None:
-    """Once a step: an all-reduce; a reduce-scatter and an all-gather; an all-reduce of the shards of 4 ranks."""
+    """Once a step: an all-reduce; a reduce-scatter and an all-gather; both, of the shards of 4 ranks in 2 replicas."""
     replicated, zero, fsdp = (plan_type(*how)(8, 2, 100, 2) for how in ((0, False), (1, False), (0, True)))
-    assert [(x.reductions, x.gathers) for x in (replicated, zero, fsdp)] == [(2, 0), (1, 1), (2, 0)]
+    assert [(x.reductions, x.gathers) for x in (replicated, zero, fsdp)] == [(2, 0), (1, 1), (1, 1)]
     assert replicated.step_group == zero.step_group == (8, 2)
     assert replicated.received(800) == zero.received(800) == 700
     assert fsdp.step_group == (2, 8)
-    assert fsdp.received(800) == 200
+    assert fsdp.received(800) == 100
 
 
 def test_collectives_of_a_block() -> None:
