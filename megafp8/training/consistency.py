@@ -8,9 +8,9 @@ is undefined which rank's weights a checkpoint holds.
 The layout determines which state is replicated:
 
     over data and context parallelism   weights; without ZeRO also masters and moments; with fp8.param_gather the FP8
-                                        data of weights and their scales; with FSDP no weights
+                                        data of weights and their scales; with FSDP nothing
     over ranks with the same experts    weights of experts, like other weights in the row above; their FP8 state
-    over replicas of FSDP's shards      optimizer state, including the masters, which are the weights; frozen weights
+    over replicas of FSDP's shards      weights, or their FP8 data
     over tensor parallelism             norms, biases of row-parallel layers, learned positions; their optimizer state
     over first and last pipeline stage  tied embeddings and their optimizer state
     over data, context and tensor       the state of FP8 scaling and of the loss scale, the number of optimizer steps

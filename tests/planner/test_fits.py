@@ -78,9 +78,9 @@ def test_a_key_that_saves_enough_memory_is_suggested() -> None:
 
 
 def test_fewer_replicas_are_suggested() -> None:
-    """Llama 3 8B with 40 layers: 16 bytes of each of 9.8e9 parameters fit where two ranks share them."""
+    """Llama 3 8B with 100 layers: 6 + 12 / 16 bytes of each of 22.9e9 parameters do not fit, and half of them do."""
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=128256", "training.global_batch_size=16"]
-    small = ["training.seq_length=1024", "fp8.recipe=none", "parallel.fsdp=true", "model.num_layers=40"]
+    small = ["training.seq_length=1024", "fp8.recipe=none", "parallel.fsdp=true", "model.num_layers=100"]
     said = refusal("llama3-8b", *layout, *small, "parallel.fsdp_replicas=16", world_size=16)
     assert "try parallel.fsdp_replicas=8, or " in said
     for replicas in (1, 8):

@@ -350,6 +350,7 @@ ZERO = _preset("zero", parallel={"zero": 1})
 LATE_GATHER = _preset("late-gather", parallel={"overlap_param_gather": False})
 FSDP = _preset("fsdp", parallel={"fsdp": True})
 HSDP = _preset("hsdp", parallel={"fsdp": True, "fsdp_replicas": 2})
+ONE_SHARD = _preset("one-shard", parallel={"fsdp": True, "fsdp_replicas": 4})
 
 # memory and launches
 FULL = _preset("full", parallel={"recompute": "full"})

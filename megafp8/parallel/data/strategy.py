@@ -33,7 +33,7 @@ from megafp8.linear.group_state import GroupState
 from megafp8.linear.state import LinearState
 from megafp8.numerics.formats import Format
 from megafp8.parallel.collectives import size
-from megafp8.parallel.data.buckets import ALIGN, Slot
+from megafp8.parallel.data.buckets import Slot
 from megafp8.parallel.data.fp8_weight_gather import Fp8WeightGather, GatheredWeight, open_transport
 from megafp8.parallel.data.fp8_weight_shards import WeightShard, WeightShards
 from megafp8.parallel.data.fsdp import RowShard, ShardedStages
@@ -333,8 +333,6 @@ class FullySharded(DataParallelStrategy):
             if members.keys() <= params:
                 starts |= {param: size + slot.start - bucket.start for param, slot in members.items()}
                 places[index] = Slot(size, size := size + bucket.end - bucket.start)
-        for rows in (rows for rows in shards if not rows.param.requires_grad):
-            starts[rows.param], size = size, size + -(-rows.padded_numel // ALIGN) * ALIGN
         slots = [Slot(starts[rows.param], starts[rows.param] + rows.padded_numel) for rows in shards]
         transport = open_transport(slots, size, ranks, stages.flat.device, ranks in one_host)
         self._fp8_buckets |= {index: transport.memory[start:end] for index, (start, end) in places.items()}
@@ -363,7 +361,7 @@ class FullySharded(DataParallelStrategy):
     @property
     def fp8_data(self) -> Mapping[nn.Parameter, Tensor]:
         """FP8 data of the row shards that exist only in FP8, which all replicas hold between steps."""
-        return {rows.param: data[: len(rows.values)] for rows, data in self._fp8_rows if rows.param.requires_grad}
+        return {rows.param: data[: len(rows.values)] for rows, data in self._fp8_rows}
 
     def begin(self, master_of: Callable[[FlatShard], Tensor]) -> None:
         """Release the values of FP8 weights, then quantize their shards and gather them from replicas. Collective."""
@@ -372,8 +370,6 @@ class FullySharded(DataParallelStrategy):
             for rows, data_mk in self._fp8_rows:
                 (state, _), shard = self.fp8_weights[rows.param], updated.get(rows.param)
                 start, master_f = (0, rows.values.new_empty(0)) if shard is None else (shard.start, master_of(shard))
-                if not rows.param.requires_grad:
-                    master_f = rows.values.view(-1)
                 shards.append(WeightShard(state, data_mk, start, master_f, rows.param.dtype, rows.first))
             self._weight_shards = WeightShards(shards, self._amax_group, self.stages.flat.device)
             if self.stages.weights is not None:
@@ -414,8 +410,7 @@ class FullySharded(DataParallelStrategy):
         for rows in self.stages.row_shards.values():
             fp8, element = rows.param in self.fp8_weights, rows.param.element_size()
             received = rows.global_shape.numel() * (rows.ranks - 1) / rows.ranks
-            sharded += rows.values.nbytes * (rows.param not in self.fp8_data or self._replicas == 1)
-            sharded += rows.padded_numel * fp8
+            sharded += rows.values.nbytes * (not fp8 or self._replicas == 1) + rows.padded_numel * fp8
             values += received * element
             gathered += received * (1 if fp8 else element)
         in_fp8 = len(self.fp8_weights)

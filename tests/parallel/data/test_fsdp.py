@@ -187,10 +187,10 @@ def test_gradient_shards_are_sums_over_passes_and_ranks(world2: World, overlap: 
 
 def _update(model: nn.Module, sharded: ShardedStages, parallel: ParallelState) -> None:
     """Subtracts a rank's gradients from what it owns; asserts that it then computes with all updated weights."""
-    twin = _model()
+    twin, expected = _model(), _expected(parallel)
     with torch.no_grad():
         for name, param in twin.named_parameters():
-            param -= _expected(parallel)[name]
+            param -= expected[name]
         for shard in sharded.shards:
             shard.view(shard.param).sub_(gradient_of(shard))
         assert sharded.weights is not None
