@@ -14,6 +14,9 @@ whenever it wants, with its copy engines, between two barriers per step: before 
 made its last copy; once it has been written, every rank may copy. (torch gathers the rest of a block, its norms, as
 usual.)
 
+*Replicas* of the shards each quantize a slice of a rank's bytes and gather the rest from each other. A block's first
+gather after that waits for its bytes (`arrive`), and then for the other ranks', by one more barrier.
+
 *Buffers.* torch keeps its gathered tensor until it reshards a block, and then resizes the storage to zero, which shows
 that the block's buffer is free. Kernels queued before may still read it: an event, recorded when the next block's data
 arrives, is waited for before the buffer is written again. In forward and in backward, this needs two buffers, one being

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,8 +59,10 @@ class _Layer(nn.Module):
         self.seen.append(([data[:, 0].tolist() for data in self.gathered], self.gathered[0].data_ptr()))
 
 
-def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
-    """What three layers see in two steps, between which the data change, and what they should see."""
+def _case(name: str, folder: str, late: bool) -> tuple[list[Any], list[Any]]:
+    """What three layers see in two steps, between which the data change, and what they should see.
+
+    `late`: a block's data comes, as from replicas, once the block is gathered."""
     group = groups.WORLD
     assert group is not None
     seen: list[tuple[list[list[int]], int]] = []
@@ -83,13 +86,25 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
     transport = {"collective": CollectiveTransport, "symmetric": SymmetricTransport}[name](
         slots, starts[-1], group, CPU
     )
-    gather = Fp8WeightGather(blocks, transport, group.size(), CPU)
+    step, missing = 0, set[int]()
+
+    def arrive(block: int) -> bool:
+        if block not in missing:
+            return False
+        missing.remove(block)
+        for i in (2 * block, 2 * block + 1):
+            m = weights[i].rows.padded_rows
+            values = torch.arange(m)[:, None] + m * group.rank() + 10 * i + 100 * step
+            gather.shards[i].view(m, -1).copy_(values)
+        return True
+
+    gather = Fp8WeightGather(blocks, transport, group.size(), CPU, [partial(arrive, block) for block in range(3)])
     expected = []
     for step in range(2):
         gather.synchronize()
-        for i, (own, weight) in enumerate(zip(gather.shards, weights, strict=True)):
-            m = weight.rows.padded_rows
-            own.view(m, -1).copy_(torch.arange(m)[:, None] + m * group.rank() + 10 * i + 100 * step)
+        missing |= {0, 1, 2}
+        if not late:
+            gather.arrive()
         gather.synchronize()
         sharded.clear()
         model(torch.ones(2, requires_grad=True)).sum().backward()
@@ -103,7 +118,7 @@ def _case(name: str, folder: str) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["collective", "symmetric"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_layer_finds_the_data_of_all_ranks(world4: World, name: str, ranks: int, tmp_path: Any) -> None:
-    for seen, expected in world4.run(_case, name, str(tmp_path), ranks=ranks):
+@pytest.mark.parametrize(("ranks", "late"), [(2, True), (3, False)])
+def test_a_layer_finds_the_data_of_all_ranks(world4: World, name: str, ranks: int, late: bool, tmp_path: Any) -> None:
+    for seen, expected in world4.run(_case, name, str(tmp_path), late, ranks=ranks):
         assert seen == expected
