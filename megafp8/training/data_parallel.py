@@ -55,8 +55,9 @@ def build_data_parallel(
     tied = [weight for weight in shared if weight.requires_grad]
     candidates = ((weight, state, gathered_format(state)) for weight, state in linear_weights(model))
     fp8_weights = {weight: (state, fmt) for weight, state, fmt in candidates if fmt is not None}
+    group = parallel.data_context.group
     options: dict[str, Any] = {
-        "tied": tied, "fp8_weights": fp8_weights, "group": parallel.data_context.group, "expert_group": expert_group,
+        "tied": tied, "fp8_weights": fp8_weights, "group": group, "expert_group": expert_group,
         "amax_group": parallel.amax.group, "overlaps_gather": p.overlap_param_gather,
     }  # fmt: skip
 
@@ -92,13 +93,10 @@ def build_data_parallel(
             **options,
         )
     initialize_parameters(model, config.seed)
-    reduced = [(parallel.data_context.group, trained)]
+    reduced = [(group, trained)]
     if expert_group is not None:
         others = [param for param in trained if not spec_of(param).expert]
-        reduced = [
-            (parallel.data_context.group, others),
-            (expert_group, [param for param in trained if spec_of(param).expert]),
-        ]
+        reduced = [(group, others), (expert_group, [param for param in trained if spec_of(param).expert])]
     buffers = [grad_buffer(members, over, sharded=p.zero == 1) for over, members in reduced]
     if p.zero == 0:
         return Replicated(params, buffers, **options)

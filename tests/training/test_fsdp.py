@@ -72,8 +72,7 @@ def test_the_log_says_where_replicas_are(world4: World) -> None:
     for found in world4.run(_report, config_of(MOE | DP4 | EP2 | HSDP)):
         assert found.endswith(
             "\nparallel.fsdp: weights of experts are not sharded, 0.000 GiB more"
-            "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host, with a slice of the optimizer "
-            "state"
+            "\nparallel.fsdp_replicas: 2 replicas of the shards, each on 2 ranks of one host, share the optimizer state"
         )
 
 

@@ -344,8 +344,7 @@ class FullySharded(DataParallelStrategy):
             layers = [(rows, *self.fp8_weights[rows.param]) for rows in unit]
             blocks.append([GatheredWeight(rows, fmt.dtype, state.set_gathered_data) for rows, state, fmt in layers])
             if stages.weights is not None:
-                members_of_unit = stages.weights.buckets_of([rows.param for rows in unit])
-                arrivals.append(partial(stages.weights.wait, members_of_unit))
+                arrivals.append(partial(stages.weights.wait, stages.weights.buckets_of(rows.param for rows in unit)))
         return [Fp8WeightGather(blocks, transport, ranks.size(), stages.flat.device, arrivals or None)]
 
     @property
@@ -431,6 +430,6 @@ class FullySharded(DataParallelStrategy):
             hosts = "one host" if self._one_host else "several hosts"
             lines.append(
                 f"parallel.fsdp_replicas: {self._replicas} replicas of the shards, each on {size(self._shard_group)} "
-                f"ranks of {hosts}, with a slice of the optimizer state"
+                f"ranks of {hosts}, share the optimizer state"
             )
         return "\n".join(lines)
