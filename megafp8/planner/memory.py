@@ -139,9 +139,14 @@ def separate_master_bytes(config: Config) -> int:
     return 2 if config.optimizer.store_param_remainders else sum_bytes(config)
 
 
+def masters_are_gathered(config: Config) -> bool:
+    """Return whether FSDP gathers from the masters, which then stay on the device."""
+    return config.parallel.fsdp and config.parallel.fsdp_replicas == 1
+
+
 def _offload_buffers(config: Config, host: int) -> int:
     """Return the bytes of the buffers through which a step streams `host` bytes of optimizer state."""
-    masters = 0 if config.parallel.fsdp else PIECE * separate_master_bytes(config)
+    masters = 0 if masters_are_gathered(config) else PIECE * separate_master_bytes(config)
     moments = _moments(config, [(len(config.optimizer.update(hidden_matrix=False).moments), PIECE)])
     return min(host, BUFFERS * (masters + moments))
 

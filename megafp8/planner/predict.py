@@ -25,7 +25,7 @@ from megafp8.parallel.pipeline.registry import SCHEDULES, training_schedule
 from megafp8.parallel.pipeline.simulate import StageTimes, simulate
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
 from megafp8.planner.hardware import Cluster
-from megafp8.planner.memory import RankMemory, pipeline_memory, separate_master_bytes
+from megafp8.planner.memory import RankMemory, masters_are_gathered, pipeline_memory, separate_master_bytes
 from megafp8.planner.outline import LayerOutline, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, stages_of
 
@@ -271,7 +271,9 @@ def step_end(config: Config, cluster: Cluster, rank: Held, micro_batch: Phases) 
     moved = owned * (8 + 8 + moments + element + average) + 4 * zeroed
     costs["optimizer"] = moved / (gpu.ceilings.bandwidth * gpu.optimizer)
     if optimizer.offload:  # copies in both directions overlap with each other and with the update
-        masters = separate_master_bytes(config) * (1 - (1.0 if p.fsdp else 0.9 * config.fp8.param_gather))
+        masters = separate_master_bytes(config) * (
+            1 - (1.0 if masters_are_gathered(config) else 0.9 * config.fp8.param_gather)
+        )
         streamed = owned * optimizer.offload * (masters + stored * len(optimizer.update(hidden_matrix=False).moments))
         costs["offload"] = max(0.0, streamed / gpu.host_link - costs["optimizer"])
     if rank.update_flops > 0:  # the ranks share the work; each sends its parts and receives the updated parts

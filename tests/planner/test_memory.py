@@ -45,7 +45,6 @@ from megafp8.training.state import save_state
 from megafp8.training.trainer import RankTrainer
 from tests.marks import slow_but
 from tests.quickstart_data import CONFIG
-from tests.tiny_model import state_of
 from tests.world import World
 
 GPT2 = [
