@@ -67,8 +67,8 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {  # overrides, number of rank
         "fp8.margin = 2: fp8.recipe rowwise has no such option; delayed, static have it; leave it out (its default is "
         "0), or try fp8.recipe=delayed"),
     "a size that no machine has": (["model.vocab_size=3e9"], 4,
-        "model.vocab_size = 3000000000: by formula a rank needs 7,152.6 GiB (loss 2,861.0 GiB, moments 2,145.8 GiB, "
-        "weights 1,072.9 GiB), and this host has for it"),
+        "model.vocab_size = 3000000000: by formula a rank needs 4,336.3 GiB (moments 2,145.8 GiB, weights 1,072.9 GiB, "
+        "gradients 1,072.9 GiB), and this host has for it"),
     "a missing checkpoint to start from": (["checkpoint.init_from=/absent"], 4, "checkpoint.init_from = '/absent': "),
     "world size not divisible": ([], 3, "the world has 3 ranks, not a multiple of 4; start 4 processes"),
     "a stage with no layers": (["parallel.pipeline=8", "parallel.tensor=1"], 8,

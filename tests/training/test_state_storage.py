@@ -124,6 +124,7 @@ def _offloaded(config: Config, source: str | None, folder: str) -> RankResult:
         [
             BF16 | DP2 | ZERO, BF16 | REMAINDERS | FP8_MOMENTS | DP2 | ZERO, FP8_MOMENTS | DP2 | FSDP,
             BF16 | DELAYED | TIED | DP2 | ZERO | FP8_GATHER, MOE | BF16 | DP2 | EP2 | FSDP, FP64 | TP2 | PP2,
+            LAYERS_4 | BF16 | DP4 | HSDP, BF16 | DELAYED | DP4 | HSDP | FP8_GATHER,
         ],
         BF16 | REMAINDERS | FP8_MOMENTS | DP2 | ZERO, FP8_MOMENTS | DP2 | FSDP,
     ),

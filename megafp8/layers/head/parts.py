@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megafp8.kernels.arithmetic import ceil_div
 from megafp8.layers.head.op import LabelLosses
 from megafp8.linear.grad_sink import one_gradient
 
@@ -49,9 +48,9 @@ def token_parts(rows: int, b: int, *, shards: int, at_once: int) -> list[TokenPa
 
     The parts are as even as alignment allows.
     """
-    size = ceil_div(rows, ceil_div(rows * shards * b, at_once))
+    size = -(-rows // -(-(rows * shards * b) // at_once))
     if size > _ALIGN:
-        size = min(rows, ceil_div(size, _ALIGN) * _ALIGN)
+        size = min(rows, -(-size // _ALIGN) * _ALIGN)
     return [TokenPart(start, min(start + size, rows), shards) for start in range(0, rows, size)]
 
 
