@@ -72,9 +72,9 @@ class OptimizerConfig(Section):
     offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the optimizer state that is in pinned host memory between steps. Each step streams it through the
     GPU, with the same bits. 1 saves all 12 bytes per parameter of fp32 state, or a rank's part of them. It costs time
-    in proportion to the state, so use it with many tokens per step (docs/optimizers.md). Masters stay on the GPU under
-    parallel.fsdp and for weights gathered in FP8, so only moments are offloaded there. Not supported with muon,
-    average_decay, qk_clip and resilience.replicas. Default: 0."""
+    in proportion to the state, so use it with many tokens per step (docs/optimizers.md). Masters stay on the GPU if
+    parallel.fsdp gathers from them (without fsdp_replicas) and for weights gathered in FP8; there only moments are
+    offloaded. Not supported with muon, average_decay, qk_clip and resilience.replicas. Default: 0."""
     average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay rate of an exponential moving average (EMA) of the weights, such as 0.9999. Checkpoints hold the average in
     addition to the weights. It takes 4 bytes per parameter, sharded like the optimizer state. Training does not use it;
