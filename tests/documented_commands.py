@@ -1,4 +1,4 @@
-"""Commands of README.md and docs/, run as they stand there, from an installed package in an empty folder.
+"""Commands of README.md, AGENTS.md and docs/, run as they stand there, from an installed package in an empty folder.
 
 `python -m tests.documented_commands FOLDER [PAGE ...]` prints a line for each. `inputs` makes what pages assume a user
 has: runs, text, models (small ones under the names of large ones). Each page starts from a copy, and its commands run
@@ -26,6 +26,7 @@ from urllib.request import Request, urlopen
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     "README.md",
+    "AGENTS.md",
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")) if path.stem != "tutorial"),
 )
 """The tutorial's commands build on its other blocks: tests/test_tutorial.py runs all of them."""
@@ -249,7 +250,7 @@ def results(folder: Path, programs: Programs, pages: Sequence[str] = PAGES) -> I
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="a new folder")
-    parser.add_argument("pages", nargs="*", default=PAGES, help="default: README.md and all of docs/")
+    parser.add_argument("pages", nargs="*", default=PAGES, help="default: README.md, AGENTS.md and all of docs/")
     parser.add_argument("--programs", type=Path, help="the folder of the command megafp8; default: this checkout's")
     arguments = parser.parse_args()
     environment = {"OMP_NUM_THREADS": "1", "SERVER_KEY": "key", "HF_HUB_OFFLINE": "1"}

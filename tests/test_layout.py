@@ -116,6 +116,18 @@ def test_the_functions_of_a_step_exist() -> None:
             assert attrgetter(name)(module) is not None
 
 
+def test_agents_are_told_of_files_and_targets_that_exist() -> None:
+    """tests/documented_commands.py runs the commands."""
+    text, makefile = (ROOT / "AGENTS.md").read_text(), (ROOT / "Makefile").read_text()
+    assert len(text.splitlines()) <= 120
+    paths = [x for x in re.findall(r"`([\w./-]+/[\w./-]*)`", text) if "<" not in x]
+    assert len(paths) > 20
+    assert [x for x in paths if not (ROOT / x).exists()] == []
+    targets = re.findall(r"^make ([\w-]+)", text, re.MULTILINE)
+    assert len(targets) > 3
+    assert [x for x in targets if not re.search(rf"^{x}:", makefile, re.MULTILINE)] == []
+
+
 IMPORTABLE = {
     "record": {"record"},
     "reference": {"reference"},

@@ -75,10 +75,8 @@ def _our_logits(config: Config, run: Path, ids: Tensor, decoder_ids: Tensor | No
     loaded.load(reader_of(run))
     loaded.trainer.strategy.wait()
     (stage,) = loaded.trainer.stages
-    head = stage.head
-    assert head is not None
-    head.forward = lambda x, branch, *_: head.logits(x, branch)  # type: ignore[method-assign]
-    logits_sbv = stage(None, Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids))
+    batch = Batch(ids, ids if decoder_ids is None else decoder_ids, decoder_tokens=decoder_ids)
+    logits_sbv: Tensor = stage(None, batch, read=lambda logits, _: logits)
     return logits_sbv.transpose(0, 1)[..., : config.spec.stem.vocab_size]
 
 

@@ -26,7 +26,7 @@ from megafp8.parallel.parallel_state import destroy_model_parallel
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import make_model, tokens
 from tests.conversion.huggingface.drawn_families import DRAWN
-from tests.conversion.huggingface.test_logits import compare_gradients, from_folder, weights_of_loss
+from tests.conversion.huggingface.test_logits import compare_gradients, in_float64, logits_in_float64, weights_of_loss
 from tests.world import Ranks, World
 
 MODELS = 10
@@ -44,8 +44,8 @@ class Differences(NamedTuple):
     """Largest differences of a random model from `transformers`.
 
     Attributes:
-        logits: Absolute difference of the logits in fp32.
-        gradients: Difference of a weight's gradient, relative to the largest value of the gradient.
+        logits: Absolute difference of the logits in float64.
+        gradients: Difference of a weight's gradient in float64, relative to the largest value of the gradient.
         written: Absolute difference of the logits of the folder that we write from theirs.
         texts: Number of greedy texts that differ, together or alone.
     """
@@ -60,18 +60,19 @@ def differences(world: World, folder: Path, name: str, seed: int) -> Differences
     """Compare a random model of `transformers` with ours, in both directions."""
     kind, norms = DRAWN[name].kind, DRAWN[name].norms
     model = make_model(kind, drawn_keys(name, seed), seed, norms)
-    weights, gradients, back = folder / "weights", folder / "gradients", folder / "back"
+    weights, precise, gradients, back = (folder / x for x in ("weights", "precise", "gradients", "back"))
     model.save_pretrained(weights)
-    logits = model(tokens()).logits
-    theirs = logits.detach()
+    theirs = model(tokens()).logits.detach()
     assert theirs.std() > 0.1, "logits that say nothing"
     texts = differing_texts(model, weights)
+    in_float64(model).save_pretrained(precise)
+    logits = model(tokens()).logits
     (logits * weights_of_loss()).sum().backward()
     for x in [*model.parameters(), *model.buffers()]:
         x.data = torch.zeros_like(x) if x.grad is None else x.grad
     model.save_pretrained(gradients)
-    (ours,) = world.run(from_folder, weights, 1, 1, ranks=1)
-    ((compared, worst),) = world.run(compare_gradients, weights, gradients, ranks=1)
+    (ours,) = world.run(logits_in_float64, precise, ranks=1)
+    ((compared, worst),) = world.run(compare_gradients, precise, gradients, ranks=1)
     assert compared > 10
     convert(HfSource(weights), HfSink(back))
     config = type(model.config).from_pretrained(back)
@@ -80,7 +81,7 @@ def differences(world: World, folder: Path, name: str, seed: int) -> Differences
     assert json.loads((back / "config.json").read_text())["model_type"] == name
     with torch.no_grad():
         written = loaded.eval()(tokens()).logits
-    return Differences(_worst(ours, theirs), worst, _worst(written, theirs), texts)
+    return Differences(_worst(ours, logits), worst, _worst(written, theirs), texts)
 
 
 def _worst(a: Tensor, b: Tensor) -> float:

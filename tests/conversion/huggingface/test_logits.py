@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,12 +52,14 @@ def our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> Tenso
         return _our_logits(source, tp, pp, ep)[1]
 
 
-def _our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> tuple[GPTStage, Tensor | None]:
+def _our_logits(
+    source: CheckpointSource, tp: int, pp: int, ep: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[GPTStage, Tensor | None]:
     """This rank's stage, and the logits on the last one."""
     state = initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     model, ids_bs = source.model, tokens()
     context = BuildContext(
-        state.tensor.group, Fp8Manager(None, amax_group=None), torch.float32, state.device, True,
+        state.tensor.group, Fp8Manager(None, amax_group=None), dtype, state.device, True,
         expert=state.expert.group, expert_overlap=default_overlap(state.expert.group, sequence_parallel=True),
         sequence_group=state.tensor.group,
     )  # fmt: skip
@@ -83,9 +86,23 @@ def _our_logits(source: CheckpointSource, tp: int, pp: int, ep: int = 1) -> tupl
     return stage, logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 
+def in_float64(model: Any) -> Any:
+    """The model in float64, with experts whose products torch has in this dtype."""
+    model.set_experts_implementation("eager")
+    return model.double()
+
+
+def logits_in_float64(path: Path) -> Tensor:
+    """Logits `[b, s, v]` of `tokens()` by a folder, in float64 on one rank."""
+    with torch.no_grad():
+        logits = _our_logits(HfSource(path, vocab_multiple=8), 1, 1, dtype=torch.float64)[1]
+    assert logits is not None
+    return logits
+
+
 def compare_gradients(weights: Path, gradients: Path) -> tuple[int, float]:
     """Number of our gradients, and the largest difference from those in a folder, relative to a tensor's largest."""
-    stage, logits = _our_logits(HfSource(weights, vocab_multiple=8), 1, 1)
+    stage, logits = _our_logits(HfSource(weights, vocab_multiple=8), 1, 1, dtype=torch.float64)
     assert logits is not None
     (logits * weights_of_loss()).sum().backward()
     ours = collect(stage.parameters(), lambda param: param.grad, "model.")
@@ -212,8 +229,8 @@ def _baichuan_logits(folder: Path, ids_bs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", slow_but(THEIRS, *GRADIENTS))
 def test_gradients(world2: World, tmp_path: Path, name: str) -> None:
-    """Theirs are saved as weights are, so that conversion gives each of ours its own."""
-    model = make_theirs(name)
+    """Theirs are saved as weights are, so that conversion gives each of ours its own. In float64."""
+    model = in_float64(make_theirs(name))
     model.save_pretrained(tmp_path / "weights")
     (model(tokens()).logits * weights_of_loss()).sum().backward()
     for x in [*model.parameters(), *model.buffers()]:
