@@ -182,9 +182,8 @@ def _with_gradients(
             results.append((value.detach(), report))
             del x_part, value, report  # the next part needs their memory
     value, report = _total(results) if known is None else known
-    if not dx:  # nothing before the output layer is trained
-        return SummedLoss(value.detach(), report)
-    gradients = [torch.cat(dx) if len(dx) > 1 else dx[0], *(leaf.grad for leaf in own_others)]
+    whole_dx = torch.cat(dx) if len(dx) > 1 else next(iter(dx), None)
+    gradients = [whole_dx, *(leaf.grad for leaf in own_others)]
     return SummedLoss(_Differentiated.apply(value.detach(), gradients, x_sbh, *others), report)
 
 
