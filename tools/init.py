@@ -3,10 +3,14 @@
     megafp8 init                                lists the configs
     megafp8 init llama3-8b                      writes llama3-8b.yaml, and megafp8.schema.json next to it
     megafp8 init llama3-8b configs/mine.yaml
+    megafp8 init --from train_gpt.sh mine.yaml  writes mine.yaml from the config of another project
     megafp8 init launch                         writes launch/: scripts for nodes and Slurm, manifests for Kubernetes
 
 The config keeps its comments. Its first line lets editors with the YAML language server (VS Code, Neovim, Emacs,
 JetBrains) complete and check keys. Existing configs and scripts are not overwritten.
+
+--from reads a command line or script of Megatron-LM's pretrain_gpt.py, YAML of Megatron Bridge, NeMo 1, nanotron and
+axolotl, and TOML of torchtitan. Keys without a counterpart become comments at the end of the file. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 
 from megafp8 import __version__
 from megafp8.host.arguments import ArgumentParser
+from megafp8.host.messages import value_text
 from megafp8.host.shipped import shipped, shipped_configs
 from megafp8.host.suggestions import near_name
 from megafp8.host.tool import run_tool
@@ -101,6 +106,31 @@ def write_config(name: str, file: Path | None) -> None:
     print(f"to see its memory and layout: megafp8 pretrain {target} --dry-run")
 
 
+def write_imported(source: Path, file: Path | None) -> None:
+    """Write the config of another project as a megafp8 config. Raises ValueError if the file already exists."""
+    from megafp8.conversion.configs.engine import write
+    from megafp8.conversion.configs.formats import import_config
+
+    target = file or Path(f"{source.stem}.megafp8.yaml")
+    imported = import_config(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with target.open("x", encoding="utf-8") as written:
+            written.write(write(imported, source.name))
+    except FileExistsError:
+        raise ValueError(f"{target} exists and is not overwritten; give another file: --from {source} FILE") from None
+    print(
+        f"{target}: {imported.converted} keys of {imported.project} converted, {len(imported.left)} without counterpart"
+    )
+    for note in imported.notes:
+        print(note)
+    for key, value, reason in imported.left:
+        print(f"  {key} = {value_text(value)}: {reason}")
+    if imported.missing:
+        print(f"fill in, as marked in the file: {', '.join(imported.missing)}")
+    print(f"to see its memory and layout: megafp8 pretrain {target} --dry-run")
+
+
 def write_launch(folder: Path) -> None:
     """Copy the launch scripts into the folder. Raises ValueError if it exists."""
     if folder.exists():
@@ -126,6 +156,7 @@ def init(name: str | None, file: Path | None) -> None:
 def make_parser() -> ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="source", type=Path, help="config of another project; NAME is the file to write")
     parser.add_argument("name", nargs="?", help="a shipped config, or launch; default: list all names")
     parser.add_argument("file", nargs="?", type=Path, help="file or folder to write; default: NAME.yaml, or launch/")
     return parser
@@ -133,8 +164,13 @@ def make_parser() -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = make_parser().parse_args(argv)
-    return run_tool(lambda: init(arguments.name, arguments.file))
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.source is None:
+        return run_tool(lambda: init(arguments.name, arguments.file))
+    if arguments.file is not None:
+        parser.error("--from takes one file to write")
+    return run_tool(lambda: write_imported(arguments.source, None if arguments.name is None else Path(arguments.name)))
 
 
 if __name__ == "__main__":

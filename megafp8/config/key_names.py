@@ -10,7 +10,7 @@ from megafp8.config.reader import section_of
 from megafp8.config.schema import Config
 from megafp8.section import Section
 
-_HUGGING_FACE = {  # names of TrainingArguments, config.json, and axolotl, which uses many of them
+HUGGING_FACE = {  # names of TrainingArguments, config.json, and axolotl, which uses many of them
     "adam_epsilon": "optimizer.eps",
     "adapter": "lora",
     "base_model": "checkpoint.init_from",
@@ -163,7 +163,7 @@ _MEGATRON = {
     "use_distributed_optimizer": "parallel.zero",
     "use_torch_fsdp2": "parallel.fsdp",
 }
-_TORCHTITAN = {
+TORCHTITAN = {
     "activation_checkpoint.mode": "parallel.recompute",
     "async_mode": "checkpoint.async_save",
     "context_parallel_degree": "parallel.context",
@@ -202,7 +202,7 @@ _TORCHTITAN = {
     "validation.freq": "training.eval_interval",
     "validation.steps": "training.eval_steps",
 }
-OTHER_NAMES: Mapping[str, str] = _HUGGING_FACE | _MEGATRON | _TORCHTITAN
+OTHER_NAMES: Mapping[str, str] = HUGGING_FACE | _MEGATRON | TORCHTITAN
 """Keys of a config by their names in other frameworks; a name with a dot counts in that section only."""
 _MOST = 3
 """Maximum number of suggestions in one message."""

@@ -34,8 +34,13 @@ class Problem:
         """Return the problem of a required key that is not given."""
         return cls(path, _REQUIRED, "is required", works)
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether a required key is not given."""
+        return self.value is _REQUIRED
+
     def __str__(self) -> str:
-        if self.value is _REQUIRED:
+        if self.is_missing:
             return f"{self.where}{self.path} {self.rule}: {self.works}"
         return f"{self.where}{self.path} = {value_text(self.value)}: {self.rule}; {self.works}"
 

@@ -26,7 +26,7 @@ Args = Mapping[str, Any]
 Implementation = Literal["transformer_engine", "local"]
 
 _ROPE_SCALING = RopeScaling()  # Megatron-LM has all of these numbers in its code, except for the factor
-_REFUSED = {
+REFUSED = {
     "latent attention": "multi_latent_attention",
     "multi-token prediction": "mtp_num_layers",
     "layers of several kinds": "hybrid_override_pattern hybrid_layer_pattern",
@@ -54,7 +54,7 @@ _REFUSED = {
     "routing by token": "moe_n_hash_layers",
 }
 """Features that megafp8 does not have, and the arguments that request them."""
-_UNUSED = {
+UNUSED = {
     "rotary_percent": (1,), "rotary_seq_len_interpolation_factor": (1,), "moe_expert_capacity_factor": (-1,),
     "softmax_type": ("vanilla", "learnable"),
 }  # fmt: skip
@@ -244,6 +244,50 @@ _EXPERTS = (
 )  # fmt: skip
 
 
+class _Recorder(dict[str, Any]):
+    """Arguments that record which of them are read."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__(args)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def model_fields(args: Args, *, whole: bool) -> tuple[Fields, set[str], dict[str, str]]:
+    """Return what arguments say about the network, property by property.
+
+    Args:
+        args: Arguments of a run.
+        whole: Whether the arguments describe a whole network, so that missing ones have Megatron-LM's defaults.
+            Otherwise properties of which no argument is given are left out.
+
+    Returns:
+        Flat keys of the model, the arguments from which they follow, and reasons by argument that is not supported.
+    """
+    fields, read, refused = Fields(), set[str](), dict[str, str]()
+    for trait in (*_MODEL, *(_EXPERTS if args.get("num_experts") else ())):
+        if trait.keys and not whole:  # renamed keys, each of which would get its default
+            continue
+        recorder = _Recorder(args)
+        try:
+            properties = trait.read(recorder)
+        except (ValueError, KeyError) as error:
+            keys = recorder.read & args.keys()
+            named = keys & {str(error).split()[0]} if isinstance(error, ValueError) else keys
+            refused |= dict.fromkeys(named or keys, str(error) if named else "num_layers is not given")
+        else:
+            fields |= properties if whole or recorder.read & args.keys() else {}
+        read |= recorder.read & args.keys()
+    return fields, read, refused
+
+
 def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = False) -> ModelSpec:
     """Return the model that Megatron-LM's arguments describe.
 
@@ -259,9 +303,9 @@ def read_args(args: Args, vocab_size: int, vocab_multiple: int, *, bert: bool = 
     args = {key: value for key, value in args.items() if value is not None}
     if type(args.get("num_layers")) is int and args["num_layers"] > MOST_LAYERS:  # traits loop over the layers
         refuse("num_layers", args["num_layers"], f"up to {MOST_LAYERS:,}")
-    for meaning, keys in _REFUSED.items():
+    for meaning, keys in REFUSED.items():
         for key in keys.split():
-            if args.get(key) and args[key] not in _UNUSED.get(key, ()):
+            if args.get(key) and args[key] not in UNUSED.get(key, ()):
                 raise ValueError(f"{key} = {args[key]!r}, {meaning}, which megafp8 does not have")
     if args.get("qk_layernorm") and args.get("normalization", "LayerNorm") == "LayerNorm":
         raise ValueError("qk_layernorm with normalization = 'LayerNorm': megafp8 only has RMSNorm of queries and keys")
