@@ -164,6 +164,7 @@ def inputs(folder: Path, programs: Programs) -> None:
     for name in ("a", "b", "llama3-8b-sft"):
         shutil.copytree(folder / "runs" / "mine", folder / "runs" / name)
     shutil.copy(folder / "mine.yaml", folder / "my.yaml")
+    (folder / "train_gpt.sh").write_text("torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --seq-length 64\n")
     lines = [
         json.dumps({"text": f"Sentence {i} is short. Another one is about {i} things.\n\n" * 8}) for i in range(300)
     ]

@@ -72,6 +72,7 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("pretrain --config frist.yaml", "did you mean first.yaml?"),
     Mistake("pretrain --config .", "."),
     Mistake("pretrain --config corpus/a.jsonl", "corpus/a.jsonl"),
+    Mistake("init --from first.yaml", "no config that megafp8 init --from reads"),
     Mistake("launch", "launch"),
     Mistake("launch --nproc-per-node 2 pretrian --config first.yaml", "pretrian"),
     Mistake("launch --nproc-per-node none pretrain --config first.yaml", "none"),

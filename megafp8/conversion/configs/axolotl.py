@@ -100,7 +100,7 @@ def read_axolotl(tree: Mapping[str, Any]) -> Foreign:
     notes = [
         "global_batch_size is for one data-parallel rank: multiply it by their number.",
         "checkpoint.init_from must be the folder of the model, or its name on the Hub. It completes the model section; "
-        "megafp8 pretrain FILE --print-config shows the result (docs/huggingface.md).",
+        "megafp8 pretrain FILE --dry-run shows the result (docs/huggingface.md).",
     ]
     values = {key: number(value) for key, value in tree.items() if value is not None}
     return Foreign("axolotl", values, RULES, _DEFAULTS, notes=notes)

@@ -39,6 +39,9 @@ _DEFAULTS = {"lr_decay_style": "linear", "weight_decay": 0.01, "adam_beta2": 0.9
 """Values of missing arguments of a whole run, where megafp8 has another default."""
 _LATENT = "multi_latent_attention"
 _OPS = {"core_attn": "attention", "layernorm": "norms", "moe_act": "activation"}
+_YARN = {"rotary_scaling_factor": "factor"} | {
+    key: key for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings")
+}
 _TOKENIZERS = dict.fromkeys(
     ("sentencepiece", "llama2tokenizer", "sentencepiecetokenizer", "gptsentencepiecetokenizer"), "sentencepiece"
 ) | {"huggingface": "huggingface", "huggingfacetokenizer": "huggingface", "tiktokenizer": "tiktoken"}
@@ -168,11 +171,8 @@ RULES: Mapping[str, Rule] = {
     **{name: when(_LATENT, f"model.latent_attention.{ours}") for name, ours in {
         "q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_head_dim": "nope_head_dim",
         "qk_pos_emb_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"}.items()},
-    **{name: when(_LATENT, f"model.yarn.{ours}") for name, ours in {
-        "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings",
-        **{key: key for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")}}.items()},
-    "rope_type": lambda value, source: implied(value, source) if value == ("yarn" if source.get(_LATENT) else "rope")
-    else refuse("megafp8 has yarn with latent attention here, else rope")(value, source),
+    **{name: when(_LATENT, f"model.yarn.{ours}") for name, ours in _YARN.items()},
+    "rope_type": _unless(_LATENT, word("", rope=None)),
     "squared_relu": fixed(model__activation="squared_relu"), "quick_geglu": _quick_geglu,
     **{key: when("quick_geglu", implied) for key in ("glu_linear_offset", "activation_func_clamp_value")},
     "bf16": fixed(training__precision="bf16"), "fp16": fixed(training__precision="fp16"),
@@ -212,6 +212,7 @@ RULES: Mapping[str, Rule] = {
         "create_attention_mask_in_dataloader empty_unused_memory_level tp_comm_overlap overlap_p2p_comm batch_p2p_comm",
         "megafp8 computes it in fp32": "attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 moe_router_dtype "
         "grad_reduce_in_fp32",
+        "set model.activation": "activation activation_func",
         "see megafp8 launch": "nproc_per_node nnodes node_rank master_addr master_port",
         "data.tokenizer reads a folder with both files": "vocab_file merge_file",
         "megafp8 has one checkpoint format": "ckpt_format auto_detect_ckpt_format dist_ckpt_strictness",
@@ -251,9 +252,11 @@ def describe(project: str, values: Source, names: Mapping[str, str], notes: list
             used = args[key] and args[key] not in UNUSED.get(key, ())
             rules[key] = refuse(f"megafp8 does not have {feature}, or not under this name") if used else implied
     rules |= {key: refuse(reason) for key, reason in refused.items()}
+    rules |= dict.fromkeys(_YARN, implied) if args.get("rope_type") == "rope" else {}
     replaced = {f"model.{x}" for x in ("head_dim", "num_query_groups", "qk_norm")} if args.get(_LATENT) else set()
     replaced |= {rule for key in args if isinstance(rule := rules.get(key), str)}
-    if args.get("squared_relu") or args.get("quick_geglu") or not (whole or "swiglu" in args):
+    stated = any(args.get(key) for key in ("squared_relu", "quick_geglu", "activation"))
+    if stated or not (whole or "swiglu" in args):
         replaced.add("model.activation")
     sections: dict[str, Any] = {"": Config.model_fields["model"].annotation, "moe.": MoeConfig}
     ours = {f"{at}{x}": y.default for at, section in sections.items() for x, y in section.model_fields.items()}
