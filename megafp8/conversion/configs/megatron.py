@@ -188,7 +188,7 @@ RULES: Mapping[str, Rule] = {
     "tokenizer_type": word("data.tokenizer.kind", **_TOKENIZERS), "tensorboard_dir": fixed(logging__tensorboard=True),
     "distributed_timeout_minutes": lambda value, source: {"timeout_seconds": 60.0 * value},
     "fp8_format": lambda value, source: word("fp8.format", hybrid="hybrid", e4m3="e4m3")(value, source)
-    | {"fp8.recipe": "delayed"},
+    | ({} if "fp8_recipe" in source else {"fp8.recipe": "delayed"}),
     "fp8_recipe": when("fp8_format", word(
         "fp8.recipe", delayed="delayed", tensorwise="current", blockwise="blockwise", mxfp8="mxfp8")),
     "no_fp8_wgrad": fixed(fp8__override_linear_precision=[False, False, True]),

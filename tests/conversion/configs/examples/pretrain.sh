@@ -31,7 +31,7 @@ OPTIONS="\
   --train-samples 512000 \
   --lr 3e-4 --min-lr 3.0e-5 --lr-decay-style cosine \
   --lr-warmup-fraction 0.01 \
-  --bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 16 "
+  --bf16 --fp8-recipe tensorwise --fp8-format hybrid --fp8-amax-history-len 16 "
 if [ -n "${X}" ]; then
     RUN_ARGS+=("--save $OUT/run-1" --tensorboard-dir "logs/$GPUS")
 fi
