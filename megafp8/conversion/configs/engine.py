@@ -231,7 +231,7 @@ def write(imported: Imported, origin: str) -> str:
     if imported.missing:
         head.append(f"Fill in, as marked below: {', '.join(imported.missing)}.")
     text = yaml.safe_dump(imported.tree, sort_keys=False, allow_unicode=True, width=120)
-    text = re.sub(rf"{_FILL_IN}:[\w.]+", f"1  # {_FILL_IN}", text)
+    text = re.sub(rf"{_FILL_IN}:[\w.]+", _FILL_IN, text)  # not a number: a config that is not filled in must not start
     tail = [f"{key} = {value!r}: {reason}" for key, value, reason in imported.left]
     blocks = [head, ["Without counterpart:", *tail] if tail else []]
     before, after = ("".join(f"# {' '.join(line.split())}\n" for line in block) for block in blocks)

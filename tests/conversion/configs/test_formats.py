@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megafp8.config import load_config
+from megafp8.config import ConfigError, load_config
 from megafp8.host.shipped import shipped_configs
 from tools.init import main
 
@@ -24,8 +24,13 @@ def _imported(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Import an example by the command, and return the written config and the lines without counterpart by key."""
     file = folder / "mine.yaml"
     assert main(["--from", str(EXAMPLES / name), str(file)]) == 0
-    load_config(file, complete=_without_folder)
     text = file.read_text()
+    filled = file.with_name("filled.yaml")
+    filled.write_text(text.replace(": FILL_IN", ": 1"))
+    load_config(filled, complete=_without_folder)
+    if filled.read_text() != text:
+        with pytest.raises(ConfigError, match="FILL_IN"):
+            load_config(file, complete=_without_folder)
     comments = text.partition("# Without counterpart:\n")[2].splitlines()
     return yaml.safe_load(text), dict(line.removeprefix("# ").split(" = ", 1) for line in comments)
 
@@ -95,7 +100,7 @@ AXOLOTL = {
     "name": "axolotl", "run_dir": "./outputs/lora",
     "model": {},
     "parallel": {"recompute": "full"},
-    "training": {"steps": 1, "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 8, "precision": "bf16"},
+    "training": {"steps": "FILL_IN", "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 8, "precision": "bf16"},
     "optimizer": {"name": "adamw", "learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 10, "weight_decay": 0.0,
                   "beta2": 0.999},
     "data": {"train": ["FILL_IN"], "packing": "best_fit", "split": "980,20,0", "reset_at_documents": True,
