@@ -100,7 +100,8 @@ AXOLOTL = {
     "name": "axolotl", "run_dir": "./outputs/lora",
     "model": {},
     "parallel": {"recompute": "full"},
-    "training": {"steps": "FILL_IN", "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 8, "precision": "bf16"},
+    "training": {
+        "steps": "FILL_IN", "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 8, "precision": "bf16"},
     "optimizer": {"name": "adamw", "learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 10, "weight_decay": 0.0,
                   "beta2": 0.999},
     "data": {"train": ["FILL_IN"], "packing": "best_fit", "split": "980,20,0", "reset_at_documents": True,
