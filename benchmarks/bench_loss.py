@@ -23,7 +23,6 @@ from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.objectives.registry import loss_parts
 from megafp8.parallel.parallel_state import initialize_distributed
-from megafp8.training.loss import MicroBatchLoss
 from megafp8.training.parallel import build_parallel
 from megafp8.training.trainer import RankTrainer
 
@@ -55,7 +54,7 @@ def measure(config: Config, trainer: RankTrainer, steps: int) -> dict[str, float
     generator = torch.Generator(device).manual_seed(0)
     x_sbh = torch.randn(s, 1, config.model.hidden_size, dtype=torch.bfloat16, device=device, generator=generator)
     tokens = torch.randint(size, (1, s), device=device, generator=generator)
-    loss = MicroBatchLoss(trainer.stage_functions[0].loss, Batch(tokens, tokens), s, None)  # type: ignore[attr-defined]
+    loss = trainer.stage_functions[0].part_loss(Batch(tokens, tokens))  # type: ignore[attr-defined]
     x_sbh.requires_grad_()
     times, on_cuda = [], device.type == "cuda"
     before = 0
@@ -74,7 +73,7 @@ def measure(config: Config, trainer: RankTrainer, steps: int) -> dict[str, float
         if step >= 3:
             times.append(milliseconds(start, end))
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if on_cuda else None
-    parts = loss_parts(config, s)
+    parts = loss_parts(config)
     predicted = max(parts) * size * 2 + 3 * s * config.model.hidden_size * 2  # x has been counted, its norm has not
     return {
         "parts": len(parts), "ms": statistics.median(times), "GiB": peak, "predicted": predicted / 2**30,

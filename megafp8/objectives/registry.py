@@ -46,12 +46,12 @@ def loss_tokens_at_once(config: Config) -> int:
     return config.training.loss_tokens_at_once or max(1, most)
 
 
-def loss_parts(config: Config, tokens: int) -> list[int]:
-    """Return how many tokens have logits at the same time, for each part of a micro-batch's `tokens` on a rank."""
-    p = config.parallel
+def loss_parts(config: Config) -> list[int]:
+    """Return how many tokens have logits on a rank at the same time, for each part of a micro-batch."""
+    p, s = config.parallel, config.decoder_length or config.training.seq_length
     b = config.training.micro_batch_size * (1 + config.spec.num_prediction_layers)
     shards = p.tensor if p.sequence_parallel else 1
-    parts = token_parts(tokens // b // shards, b, shards=shards, at_once=loss_tokens_at_once(config))
+    parts = token_parts(s // p.context // shards, b, shards=shards, at_once=loss_tokens_at_once(config))
     return [(part.stop - part.start) * shards * b for part in parts]
 
 

@@ -369,7 +369,8 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
         output = in_high_precision(config, cluster, LinearSize(tokens, h, v))
         logits = tokens * v * e
         # The loss reads logits twice; their gradient overwrites them. All parts but the first add to the fp32 gradient.
-        sums = (len(loss_parts(config, tokens)) - 1) * v * h * 2 * sum_bytes(config)
+        parts = len(loss_parts(config))
+        sums = (parts - 1) * v * h * 2 * sum_bytes(config)
         output += Phases(2 * logits / copy, 2 * logits / copy, sums / copy)
         p = config.parallel
         if p.tensor > 1 and p.sequence_parallel:
@@ -385,7 +386,6 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
                 gather = gather_seconds(config, cluster, BlockElements(0, 0, 0, table), 0, compute)
                 costs["fsdp"] = costs.get("fsdp", Phases()) + gather
     if last:  # the loss computes its gradients in the forward pass; a weight gradient in one part can be deferred
-        output = costs["output layer"]
-        deferred = output.weight if len(loss_parts(config, tokens)) == 1 else 0.0
+        deferred = output.weight if parts == 1 else 0.0
         costs["output layer"] = Phases(output.total - deferred, weight=deferred)
     return costs

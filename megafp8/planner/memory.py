@@ -361,7 +361,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         statistics = NORMS[config.spec.norm.kind].statistics
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
-    parts = loss_parts(config, predicted)
+    parts = loss_parts(config)
     logits = max(parts) * (config.spec.stem.rows // config.parallel.tensor) * e
     last = layers.stop == len(config.spec.layers)
     candidates = []

@@ -258,8 +258,7 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
 
 def _describe_loss(config: Config) -> list[str]:
     """Return a line about the parts of a micro-batch whose logits exist at the same time; empty for a single part."""
-    s = (config.decoder_length or config.training.seq_length) // config.parallel.context
-    parts = loss_parts(config, s * config.training.micro_batch_size * (1 + config.spec.num_prediction_layers))
+    parts = loss_parts(config)
     if len(parts) == 1:
         return []
     return [f"loss: in {len(parts)} parts of a micro-batch; at most {max(parts):,} tokens have logits at the same time"]

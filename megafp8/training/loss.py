@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.layers.head.op import LabelLosses
-from megafp8.layers.head.parts import SummedLoss, TokenPart
+from megafp8.layers.head.parts import PartLoss, SummedLoss, TokenPart
 from megafp8.models.gpt import GPTStage
 from megafp8.objectives import ObjectiveLoss
 from megafp8.parallel.pipeline.engine import StageOutput
@@ -190,37 +191,6 @@ class OwnLoss:
 
 
 @dataclass(frozen=True)
-class MicroBatchLoss:
-    """Loss of a micro-batch as backward differentiates it: scaled, and divided by the nominal number of tokens.
-
-    It implements `megafp8.layers.head.parts.PartLoss`. `loss_scale` is the loss scale of fp16, or None.
-    """
-
-    loss: StepLoss
-    microbatch: Batch
-    nominal_tokens: int
-    loss_scale: Tensor | None
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of token losses."""
-        return self.loss.reads_logits
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether losses and reports of parts of the tokens add up to the values for all tokens."""
-        return self.loss.adds_up
-
-    def __call__(self, output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
-        """Return the loss of a part of the tokens, and its report."""
-        batch = self.microbatch.part(part) if self.loss.adds_up else self.microbatch
-        loss, report = self.loss(output, batch)
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale
-        return loss / self.nominal_tokens, report
-
-
-@dataclass(frozen=True)
 class TrainedStage:
     """Forward pass of a stage in training and evaluation, with the loss on the last stage.
 
@@ -238,9 +208,19 @@ class TrainedStage:
 
     def __call__(self, x: Tensor | None, microbatch: Batch) -> StageOutput:
         """Return the stage's output, or on the last stage the scaled loss and the report of the micro-batch."""
-        loss = MicroBatchLoss(self.loss, microbatch, self.nominal_tokens, self.loss_scale)
-        output: Tensor | SummedLoss = self.stage(x, microbatch, loss=loss)
+        output: Tensor | SummedLoss = self.stage(x, microbatch, loss=self.part_loss(microbatch))
         return StageOutput(*output) if isinstance(output, SummedLoss) else StageOutput(output)
+
+    def part_loss(self, microbatch: Batch) -> PartLoss:
+        """Return the scaled loss of a micro-batch as a function of its parts."""
+        return PartLoss(partial(self.of_part, microbatch), self.loss.reads_logits, self.loss.adds_up)
+
+    def of_part(self, microbatch: Batch, output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
+        """Return the scaled loss of a part of a micro-batch, and its report."""
+        loss, report = self.loss(output, microbatch.part(part) if self.loss.adds_up else microbatch)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale
+        return loss / self.nominal_tokens, report
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megafp8.layers.experts.own_rows import own_rows
 from megafp8.layers.head.parts import TokenPart
 from megafp8.optimizer.step import OptimizerStep
 from megafp8.training.history import History
-from megafp8.training.loss import MicroBatchLoss
+from megafp8.training.loss import TrainedStage
 from megafp8.training.trainer import RankTrainer
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -43,14 +43,14 @@ def no_all_reduce_of_replicated() -> Iterator[None]:
 @fault
 def average_per_microbatch() -> Iterator[None]:
     """Gradients are those of the mean of micro-batches' mean losses, however many tokens each has."""
-    loss_of = MicroBatchLoss.__call__
+    of_part = TrainedStage.of_part
 
-    def averaged(self: MicroBatchLoss, output: Any, part: TokenPart) -> tuple[Tensor, Tensor]:
-        loss, report = loss_of(self, output, part)
-        counted = report[1] / len(self.microbatch.tokens) / self.microbatch.labels.shape[1]
+    def averaged(self: TrainedStage, microbatch: Batch, output: Any, part: TokenPart) -> tuple[Tensor, Tensor]:
+        loss, report = of_part(self, microbatch, output, part)
+        counted = report[1] / len(microbatch.tokens) / microbatch.labels.shape[1]
         return loss / counted, report
 
-    with patch.object(MicroBatchLoss, "__call__", averaged):
+    with patch.object(TrainedStage, "of_part", averaged):
         yield
 
 

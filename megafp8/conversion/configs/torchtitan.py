@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -30,6 +30,9 @@ _MODELS = {
 }  # fmt: skip
 """Shipped configs with the network of a model and flavor."""
 _FLOAT8 = ("float8", "quantize.dense.float8", "quantize.linear.float8")
+_CHECKPOINT = ("checkpoint.enable", "checkpoint.enable_checkpoint")
+_VALIDATION = ("validation.enable", "validation.enabled")
+"""Switches of sections, in older and newer releases."""
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -57,14 +60,9 @@ def _float8(value: Any, source: Source) -> Keys:
     return keys | wgrad if names else {}
 
 
-def _checkpoint(key: str) -> Rule:
-    names = ("checkpoint.enable", "checkpoint.enable_checkpoint")
-    return lambda value, source: {key: value} if any(source.get(name) for name in names) else {}
-
-
-def _validation(key: str) -> Rule:
-    names = ("validation.enable", "validation.enabled")
-    return lambda value, source: {key: value} if any(source.get(name) for name in names) else {}
+def _enabled(switches: Sequence[str], key: str) -> Rule:
+    """Return a rule that counts only if one of the switches is on."""
+    return lambda value, source: {key: value} if any(source.get(name) for name in switches) else {}
 
 
 RULES: Mapping[str, Rule] = {
@@ -95,12 +93,12 @@ RULES: Mapping[str, Rule] = {
             "1f1b": "1f1b", "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipev",
         })(value, source),
     "activation_checkpoint.mode": word("parallel.recompute", none="none", full="full"),
-    **dict.fromkeys(("checkpoint.enable", "checkpoint.enable_checkpoint"), implied),
-    **dict.fromkeys(("validation.enable", "validation.enabled"), implied),
-    "checkpoint.interval": _checkpoint("checkpoint.interval"),
-    "checkpoint.keep_latest_k": _checkpoint(TORCHTITAN["keep_latest_k"]),
+    **dict.fromkeys((*_CHECKPOINT, *_VALIDATION), implied),
+    "checkpoint.interval": _enabled(_CHECKPOINT, "checkpoint.interval"),
+    "checkpoint.keep_latest_k": _enabled(_CHECKPOINT, TORCHTITAN["keep_latest_k"]),
     "checkpoint.async_mode": lambda value, source: {TORCHTITAN["async_mode"]: value != "disabled"},
-    "validation.freq": _validation("training.eval_interval"), "validation.steps": _validation("training.eval_steps"),
+    "validation.freq": _enabled(_VALIDATION, "training.eval_interval"),
+    "validation.steps": _enabled(_VALIDATION, "training.eval_steps"),
     **dict.fromkeys(("model.hf_assets_path", "model.tokenizer_path"), lambda value, source: {
         "data.tokenizer.kind": "huggingface", "data.tokenizer.path": value}),
     **without({

@@ -140,9 +140,9 @@ class Head(nn.Module):
             read: Function that maps the logits `[n, b, v/t]` of a part of the tokens to a tensor `[n, ...]`. The tensor
                 for all tokens is returned, without gradients.
         """
-        hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         if labels_bs is None:
-            return self._logits(self._transformed(hidden_sbh), capped=capped)
+            return self.logits(x_sbh, branch_sbh, dropout, capped=capped)
+        hidden_sbh = self._hidden(x_sbh, branch_sbh, dropout)
         binary: list[Tensor] = []
         output: Output = self._logits_of_part
         if read is None and (loss is None or not loss.reads_logits):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,20 +74,18 @@ class SummedLoss(NamedTuple):
     report: Tensor
 
 
-class PartLoss(Protocol):
-    """Function that returns the loss of some tokens of a micro-batch."""
+class PartLoss(NamedTuple):
+    """Loss of a micro-batch, computed part by part.
 
-    @property
-    def reads_logits(self) -> bool:
-        """Whether the loss is computed from this rank's logits `[s, b, v/t]` instead of the losses of labels."""
+    Attributes:
+        of_part: Function that returns the loss and the report of a part, from the logits or label losses of its tokens.
+        reads_logits: Whether it reads this rank's logits `[s, b, v/t]` instead of the losses of labels.
+        adds_up: Whether the loss and the report of the micro-batch are the sums over its parts.
+    """
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether the loss and the report of a micro-batch are the sums over parts of its tokens."""
-
-    def __call__(self, output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
-        """Return the loss and the report of a part, from the logits or label losses of its tokens."""
-        ...
+    of_part: Callable[[Tensor | LabelLosses, TokenPart], tuple[Tensor, Tensor]]
+    reads_logits: bool
+    adds_up: bool
 
 
 class _Differentiated(Function):
@@ -126,7 +124,7 @@ def summed_loss(
     """Return the loss of a micro-batch, with its gradients if they are enabled.
 
     Args:
-        loss: Loss of the outputs.
+        loss: Loss of the micro-batch.
         output: Function that returns the output for a part.
         parts: Parts of the sequence.
         layer: Output layer. The gradients of its parameters are added right away, in the forward pass.
@@ -137,7 +135,7 @@ def summed_loss(
     if loss.adds_up or len(parts) == 1:
 
         def compute(part: TokenPart, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-            return loss(output(part, *inputs), part)
+            return loss.of_part(output(part, *inputs), part)
 
         if trains:
             return _with_gradients(compute, parts, layer, x_sbh, others)
@@ -147,7 +145,8 @@ def summed_loss(
     with torch.no_grad():
         entropy_sb, z_loss_sb = label_losses(output, parts, x_sbh, others)
     entropy_sb.requires_grad_(trains)
-    known = SummedLoss(*loss(LabelLosses(entropy_sb, z_loss_sb), TokenPart(0, len(x_sbh), parts[0].shards)))
+    all_tokens = TokenPart(0, len(x_sbh), parts[0].shards)
+    known = SummedLoss(*loss.of_part(LabelLosses(entropy_sb, z_loss_sb), all_tokens))
     if not trains:
         return known
     (weight_sb,) = torch.autograd.grad(known.value, entropy_sb)

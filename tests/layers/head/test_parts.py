@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.layers.head.op import LabelLosses
-from megafp8.layers.head.parts import SummedLoss, TokenPart, joined, summed_loss, token_parts
+from megafp8.layers.head.parts import PartLoss, SummedLoss, TokenPart, joined, summed_loss, token_parts
 
 S, B, H, V = 10, 2, 8, 16
 
@@ -33,18 +33,15 @@ def test_parts_are_even_and_aligned(rows: int, b: int, shards: int, at_once: int
     assert first[0].tolist() == [3 * (shard * rows + i) for shard in range(shards) for i in range(sizes[0])]
 
 
-class _Squares:
-    """A loss whose value depends on each token alone, or on all of them."""
+def _squares(adds_up: bool) -> PartLoss:
+    """Return a loss whose value depends on each token alone, or on all of them."""
 
-    reads_logits = False
-
-    def __init__(self, adds_up: bool) -> None:
-        self.adds_up = adds_up
-
-    def __call__(self, output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
+    def of_part(output: Tensor | LabelLosses, part: TokenPart) -> tuple[Tensor, Tensor]:
         assert isinstance(output, LabelLosses)
         x = output.cross_entropy
-        return x.square().sum() if self.adds_up else x.sum().square(), torch.stack([x.detach().sum()])
+        return x.square().sum() if adds_up else x.sum().square(), torch.stack([x.detach().sum()])
+
+    return PartLoss(of_part, reads_logits=False, adds_up=adds_up)
 
 
 class _Counter(nn.Linear):
@@ -72,9 +69,9 @@ def test_gradients_are_those_of_autograd(learns: tuple[bool, bool], at_once: int
     def gradients(at_once: int | None) -> tuple[SummedLoss, list[Tensor]]:
         layer.zero_grad()
         inputs = [tensor.clone().requires_grad_(needed) for tensor, needed in zip((x, other), learns)]
-        loss, whole = _Squares(adds_up), TokenPart(0, S, 1)
+        loss, whole = _squares(adds_up), TokenPart(0, S, 1)
         if at_once is None:
-            result = SummedLoss(*loss(output(whole, *inputs), whole))
+            result = SummedLoss(*loss.of_part(output(whole, *inputs), whole))
         else:
             parts = token_parts(S, B, shards=1, at_once=at_once)
             result = summed_loss(loss, output, parts, layer, inputs[0], inputs[1:])
@@ -90,13 +87,13 @@ def test_gradients_are_those_of_autograd(learns: tuple[bool, bool], at_once: int
         torch.testing.assert_close(one, another, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         parts = token_parts(S, B, shards=1, at_once=at_once)
-        for one, another in zip(summed_loss(_Squares(adds_up), output, parts, layer, x, [other]), expected[0]):
+        for one, another in zip(summed_loss(_squares(adds_up), output, parts, layer, x, [other]), expected[0]):
             torch.testing.assert_close(one, another, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_that_is_scaled_after_its_gradients_is_an_error() -> None:
     layer, x = nn.Linear(H, V), torch.randn(S, B, H, requires_grad=True)
     parts = token_parts(S, B, shards=1, at_once=6)
-    losses = summed_loss(_Squares(True), lambda _, x: LabelLosses(layer(x).sum(-1), x[..., 0]), parts, layer, x)
+    losses = summed_loss(_squares(True), lambda _, x: LabelLosses(layer(x).sum(-1), x[..., 0]), parts, layer, x)
     with pytest.raises(RuntimeError, match="nonzero"):
         (2 * losses.value).backward()

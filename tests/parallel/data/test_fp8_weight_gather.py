@@ -60,7 +60,7 @@ class _Layer(nn.Module):
 
 
 def _case(name: str, folder: str, late: bool) -> tuple[list[Any], list[Any]]:
-    """What three layers see in two steps, between which the data change, and what they should see.
+    """Return what three layers see in two steps, between which the data change, and what they should see.
 
     `late`: a block's data comes, as from replicas, once the block is gathered."""
     group = groups.WORLD

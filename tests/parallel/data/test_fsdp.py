@@ -200,7 +200,7 @@ def _update(model: nn.Module, sharded: ShardedStages, parallel: ParallelState) -
 
 
 def _replicated(overlap: bool, reduce_dtype: torch.dtype) -> list[list[int]]:
-    """As `_sums`, two replicas; how many elements each reduction of a step sums, before and in `finish`."""
+    """Return how many elements each reduction of a step of two replicas sums, before and in `finish`; see `_sums`."""
     parallel = initialize_model_parallel(fsdp_replicas=2, expert_model_parallel_size=2)
     model, sharded = _sharded_model(parallel, reduce_dtype)
     tolerance = (1e-5, 1e-6) if reduce_dtype == torch.float32 else (2e-2, 2e-2)
