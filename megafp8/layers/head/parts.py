@@ -78,12 +78,12 @@ class PartLoss(NamedTuple):
     """Loss of a micro-batch, computed part by part.
 
     Attributes:
-        of_part: Function that returns the loss and the report of a part, from the logits or label losses of its tokens.
+        compute: Function that returns the loss and the report of a part, from the logits or label losses of its tokens.
         reads_logits: Whether it reads this rank's logits `[s, b, v/t]` instead of the losses of labels.
         adds_up: Whether the loss and the report of the micro-batch are the sums over its parts.
     """
 
-    of_part: Callable[[Tensor | LabelLosses, TokenPart], tuple[Tensor, Tensor]]
+    compute: Callable[[Tensor | LabelLosses, TokenPart], tuple[Tensor, Tensor]]
     reads_logits: bool
     adds_up: bool
 
@@ -135,7 +135,7 @@ def summed_loss(
     if loss.adds_up or len(parts) == 1:
 
         def compute(part: TokenPart, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-            return loss.of_part(output(part, *inputs), part)
+            return loss.compute(output(part, *inputs), part)
 
         if trains:
             return _with_gradients(compute, parts, layer, x_sbh, others)
@@ -146,7 +146,7 @@ def summed_loss(
         entropy_sb, z_loss_sb = label_losses(output, parts, x_sbh, others)
     entropy_sb.requires_grad_(trains)
     all_tokens = TokenPart(0, len(x_sbh), parts[0].shards)
-    known = SummedLoss(*loss.of_part(LabelLosses(entropy_sb, z_loss_sb), all_tokens))
+    known = SummedLoss(*loss.compute(LabelLosses(entropy_sb, z_loss_sb), all_tokens))
     if not trains:
         return known
     (weight_sb,) = torch.autograd.grad(known.value, entropy_sb)

@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd(learns: tuple[bool, bool], at_once: int
         inputs = [tensor.clone().requires_grad_(needed) for tensor, needed in zip((x, other), learns)]
         loss, whole = _squares(adds_up), TokenPart(0, S, 1)
         if at_once is None:
-            result = SummedLoss(*loss.of_part(output(whole, *inputs), whole))
+            result = SummedLoss(*loss.compute(output(whole, *inputs), whole))
         else:
             parts = token_parts(S, B, shards=1, at_once=at_once)
             result = summed_loss(loss, output, parts, layer, inputs[0], inputs[1:])
