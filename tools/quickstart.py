@@ -54,11 +54,11 @@ def run(*words: str | Path) -> None:
         sys.exit(code or _INTERRUPTED)
 
 
-def write_file_list() -> Path:
-    """Write the paths of the standard library's modules, one per line, and return the file."""
+def write_file_list(folder: Path) -> Path:
+    """Write the paths of the standard library's modules into `folder`, one per line, and return the file."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in sorted(library.rglob("*.py")) if not set(p.relative_to(library).parts) & set(EXCLUDED)]
-    path = DATA / "files.txt"
+    path = folder / "files.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(map(str, files)) + "\n", encoding="utf-8")
     print(f"{len(files)} files, {sum(p.stat().st_size for p in files) / 1e6:.1f} MB of Python source in {library}")
@@ -100,7 +100,7 @@ def quickstart(overrides: Sequence[str]) -> None:
     check_layout(config, RANKS, "quickstart")
     run_folder, model, prefix = Path(config.run_dir) / config.name, DATA / "tokenizer.model", DATA / "stdlib"
     before = newest_checkpoint(run_folder)
-    files = write_file_list()
+    files = write_file_list(DATA)
     if not model.exists():
         run("train-tokenizer", "--text-files", "--input-list", files, "--output", model, "--vocab-size", "2048")
     if not prefix.with_suffix(".idx").exists():

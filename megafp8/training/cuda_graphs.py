@@ -25,8 +25,8 @@ watchdog does not see collectives in a graph, so without this collective it woul
 - While static scaling calibrates in high precision, everything runs eagerly.
 - The noise of stochastic rounding is a function of the step and the micro-batch, which are tensors.
 - The number of rows of a rank's experts changes in every step. A graph has room for somewhat more rows than were seen
-  before it was recorded. If there are still more rows, the results of the replay are discarded
-  (`megafp8.layers.experts.own_rows`).
+  before it was recorded. If there are still more rows, the results of the replay are discarded and a graph with more
+  room is recorded (`megafp8.layers.experts.own_rows`).
 - Dropout masks are a function of the samples' indices in the run, which are tensors of the micro-batch.
 - Exchanges through symmetric memory alternate between two buffers and assume that consecutive exchanges use different
   buffers. The last exchange of a replay and the first exchange of the next replay may use the same buffer. This is
@@ -109,9 +109,9 @@ class Part(Generic[T]):
     microbatches: Sequence[Batch]
 
     @property
-    def shapes(self) -> Hashable:
-        """Shapes of all tensors of the micro-batches."""
-        return tuple(x.shape for batch in self.microbatches for x in batch.tensors)
+    def shapes(self) -> tuple[Hashable, ...]:
+        """Shapes of the tensors of each micro-batch."""
+        return tuple(tuple(x.shape for x in batch.tensors) for batch in self.microbatches)
 
 
 def in_parts(microbatches: Sequence[Batch], work: Callable[..., T]) -> list[Part[T]]:
@@ -165,11 +165,12 @@ class Graphs:
         Args:
             name: Name of the kind of work.
             parts: Parts of the work.
-            eager_runs: Number of eager runs before the capture.
+            eager_runs: Number of eager runs before the capture. Runs with micro-batches of the same shapes count,
+                whatever the number of micro-batches: they compile the same kernels.
             before_capture: Function that ends the work of other threads on the device, which could break a capture.
             capturing: Function that returns a context in which a capture runs.
         """
-        kind = (name, tuple(part.shapes for part in parts))
+        kind = (name, frozenset(shapes for part in parts for shapes in part.shapes))
         eager = self._eager_runs.setdefault(kind, 0) < eager_runs
         if eager:
             self._eager_runs[kind] += 1
@@ -197,11 +198,6 @@ class Graphs:
         self._replays.clear()
         self._inputs.clear()
         self._capture = None
-
-    def restart(self) -> None:
-        """Free all graphs, and repeat the eager runs before new captures."""
-        self.drop()
-        self._eager_runs.clear()
 
     def _record(self, name: str, work: Callable[[Sequence[Batch]], T], inputs: Sequence[Batch]) -> Callable[[], T]:
         if self._capture is None:

@@ -528,7 +528,7 @@ class RankTrainer:
         return passes.report, self.strategy.gradients
 
     def _exceeded(self, report: Tensor) -> bool:
-        """Return whether a replayed graph had no room for all rows of its experts, and drop all graphs if so.
+        """Return whether a replayed graph had no room for all rows of its experts; if so, make the next graphs larger.
 
         `report` is on the host.
         """
@@ -538,7 +538,8 @@ class RankTrainer:
         logger.info(
             "CUDA graphs: experts had more rows than the graph has room for; the step is computed again with more room"
         )
-        self.graphs.restart()
+        self.graphs.drop()
+        self.row_bound.grow()
         return True
 
     def run_passes(
@@ -577,7 +578,7 @@ class RankTrainer:
     def _begin_passes(self) -> None:
         """Zero the gradients and counters of the previous step."""
         self.strategy.clear()
-        self.row_bound.exceeded.zero_()
+        self.row_bound.surplus.zero_()
         if self.load_collector is not None:
             self.load_collector.zero()
         for index_loss in self._index_losses:
@@ -617,14 +618,14 @@ class RankTrainer:
         return [batch.shard(context.rank, context.size, cuts_documents=cuts) for batch in later]
 
     def _sum(self, reports: Sequence[Tensor]) -> Tensor:
-        """Return the sum of this rank's reports, float64, and the count of layers that lack room for expert rows.
+        """Return the sum of this rank's reports, float64, and the number of expert rows that had no room.
 
         All losses are zero if no stage of this rank computes the loss.
         """
         total = torch.zeros(self._loss.report_size + 1, dtype=torch.float64, device=self.parallel.device)
         if self._has_loss and reports:
             torch.sum(torch.stack(list(reports)), dim=0, out=total[:-1])
-        total[-1] = self.row_bound.exceeded
+        total[-1] = self.row_bound.surplus.sum()
         return total
 
     def _gather_fp8_records(self, statistics: Statistics) -> list[Fp8Record]:
@@ -661,7 +662,7 @@ class RankTrainer:
         `first` and `last` say whether they begin or end an evaluation.
         """
         if first:
-            self.row_bound.exceeded.zero_()
+            self.row_bound.surplus.zero_()
             self.strategy.gather()
         actions = self._plan_of(batches).evaluate[self.parallel.pipeline.rank]
         shards = self._with_reference(self._own_tokens(batches))

@@ -151,26 +151,38 @@ def test_a_step_in_parts_is_an_eager_step(world4: World, preset: Preset, samples
 
 
 def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
-    """Results of steps and an evaluation with graphs that have room for half of the rows of experts that they meet."""
-    own_rows.MARGIN, own_rows._MULTIPLE, margins = 0.5, 1, (own_rows.MARGIN, own_rows._MULTIPLE)
+    """Results of steps and evaluations, and captures and replays.
+
+    The first graph of each kind has room for half of the rows of experts that it meets.
+    """
+    settings = config_of(preset)
+    trainer, parallel = start(settings)
+    bound, usual = trainer.row_bound, (own_rows.MARGIN, own_rows._MULTIPLE)
+    grow = bound.grow
+
+    def growing() -> None:
+        own_rows.MARGIN = usual[0]
+        grow()
+
+    bound.grow = growing  # type: ignore[method-assign]
+    results: list[Any] = []
     try:
-        settings = config_of(preset)
-        trainer, parallel = start(settings)
-        results = [trainer.train_step(step, batches(step, settings, parallel)) for step in range(4)]
-        results += [trainer.evaluate(batches(step, settings, parallel)) for step in range(2)]
+        for run, count in ((trainer.train_step, 4), (lambda _, given: trainer.evaluate(given), 2)):
+            own_rows.MARGIN, own_rows._MULTIPLE = 0.5, 1
+            results += [run(step, batches(step, settings, parallel)) for step in range(count)]
     finally:
-        own_rows.MARGIN, own_rows._MULTIPLE = margins
+        own_rows.MARGIN, own_rows._MULTIPLE = usual
     rerun = trainer.graphs.rerun if isinstance(trainer.graphs, RerunGraphs) else None
     return results, *((rerun.captures, rerun.replays) if rerun is not None else (0, 0))
 
 
-def test_a_graph_without_room_for_all_rows_of_experts_is_discarded(world4: World) -> None:
+def test_a_graph_without_room_for_all_rows_of_experts_is_replaced_by_a_larger_one(world4: World) -> None:
     """Whatever it computed, results are those of eager steps."""
     preset = MOE | BF16 | DELAYED | DP2 | EP2
     expected = world4.run(_with_too_little_room, preset, ranks=2)
     found = world4.run(_with_too_little_room, preset | GRAPHS, ranks=2)
     assert [results for results, *_ in found] == [results for results, *_ in expected]
-    assert [counts for _, *counts in found] == [[4, 4]] * 2  # steps 1 to 3, and the second evaluation
+    assert [counts for _, *counts in found] == [[4, 6]] * 2, "one step and one evaluation are computed twice"
 
 
 def _leaves_left(settings: Config) -> int:
@@ -209,11 +221,11 @@ def test_each_kind_of_step_is_eager_before_it_is_captured(caplog: pytest.LogCapt
     log: list[Any] = []
     graphs = Graphs(torch.device("cpu"), new_capture=lambda: LoggedCapture(log))
 
-    def step(name: str, tokens: int = 3) -> list[Any]:
+    def step(name: str, tokens: int = 3, count: int = 1) -> list[Any]:
         log.clear()
         batch = Batch(torch.ones(1, tokens), torch.ones(1, tokens))
         graphs.run(
-            name, lambda _: log.append(name), [batch], eager_runs=2 if name == "a" else 1,
+            name, lambda _: log.append(name), [batch] * count, eager_runs=2 if name == "a" else 1,
             before_capture=lambda: log.append("before"),
         )  # fmt: skip
         return list(log)
@@ -225,8 +237,9 @@ def test_each_kind_of_step_is_eager_before_it_is_captured(caplog: pytest.LogCapt
     assert [step("b", tokens=5) for _ in range(2)] == [["b"], ["before", "b", "replay"]], (
         "other shapes are another kind"
     )
+    assert step("b", tokens=5, count=2) == ["before", "b", "replay"], "more micro-batches run the same kernels"
     assert caplog.messages[0].startswith("CUDA graphs: a recorded in ")
-    assert len(caplog.messages) == 4
+    assert len(caplog.messages) == 5
 
 
 def test_a_step_that_cannot_be_recorded_says_how_to_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 Only the device knows how many choices fall on a rank's experts. Outside CUDA graphs the host reads this number and
 allocates exactly that many rows. A graph cannot wait for the host. Its buffers have room for `MARGIN` times the most
 rows that a layer had before the graph was recorded, and kernels read the actual number on the device. If there are more
-rows than room, the surplus is left out and `RowBound.exceeded` records it. The caller that replays the graph must then
-discard the results and compute them without the graph (`megafp8.training.trainer`). So no token is ever dropped, and
-users need not configure a buffer size.
+rows than room, the surplus is left out and counted in `RowBound.surplus`. The caller that replays the graph must then
+discard the results, call `RowBound.grow`, and record another graph (`megafp8.training.trainer`). So no token is ever
+dropped, and users need not configure a buffer size.
 
 Shapes: n tokens of all ranks, k experts per token.
 """
@@ -23,6 +23,7 @@ from megafp8.layers.experts.permute_op import Permutation, by_expert
 MARGIN = 1.25
 """Room of a CUDA graph as a multiple of the most rows that a layer had before."""
 _MULTIPLE = 128  # the room is a multiple of this number of rows
+_MOST_LAYERS = 4096
 
 
 class RowBound:
@@ -30,9 +31,11 @@ class RowBound:
 
     def __init__(self, device: torch.device) -> None:
         self._largest: dict[str, int] = {}  # most rows so far, by layer
+        self._rooms: dict[str, int] = {}  # room in the newest graph, by layer
         self._is_fixed = False
-        self.exceeded = torch.zeros((), dtype=torch.int32, device=device)
-        """Number of times that a layer had more rows than room, int32 `[]`; the caller resets it to zero."""
+        self.surplus = torch.zeros(_MOST_LAYERS, dtype=torch.int32, device=device)
+        """Most rows without room in each layer, in the order of the first forward pass; the caller resets it to zero.
+        Graphs write it, so it stays where it is."""
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
@@ -56,8 +59,21 @@ class RowBound:
             self._largest[layer] = max(self._largest.get(layer, 0), count)
             return count
         room = min(most, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
-        self.exceeded += (rows > room).squeeze()
+        self._rooms[layer] = room
+        index = self._index(layer)
+        surplus = self.surplus[index : index + 1]
+        torch.maximum(surplus, rows - room, out=surplus)
         return room
+
+    def grow(self) -> None:
+        """Give layers that had no room for all rows as much room as they needed. Waits for the device."""
+        surplus = self.surplus.tolist()
+        for layer, room in self._rooms.items():
+            if more := surplus[self._index(layer)]:
+                self._largest[layer] = room + more
+
+    def _index(self, layer: str) -> int:
+        return list(self._largest).index(layer)
 
 
 def own_rows(
