@@ -284,8 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(arguments.table))
         return 0
     name, precision, gpus = arguments.model, arguments.precision, int(os.environ.get("WORLD_SIZE", "1"))
-    steps = EAGER_STEPS + 1 + arguments.steps
-    overrides = [f"training.steps={steps}", *arguments.overrides]
+    overrides = arguments.overrides
     try:
         config = RECORDS[name].config(name, precision, gpus, overrides)
     except ValueError as error:
