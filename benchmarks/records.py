@@ -98,7 +98,7 @@ class Record:
         path = str(ROOT / "configs" / f"{name}.yaml")
         config = load_config(path, [
             f"training.seq_length={self.seq_length}", f"training.global_batch_size={self.sequences * gpus}",
-            "training.eval_interval=0", "optimizer.warmup_steps=100", "data.reset_at_documents=false",
+            "training.eval_interval=0", "data.reset_at_documents=false",
             *self.overrides, *(self.bf16 if precision == "bf16" else self.fp8),
             *(["fp8.recipe=none"] if precision == "bf16" else []), *overrides,
         ])  # fmt: skip

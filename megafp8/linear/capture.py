@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -29,6 +30,7 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], T]) -> Callable[[], T]:
         """Record `work` into a CUDA graph and return a function that replays it."""
+        gc.collect()  # garbage in cycles, such as a caught exception's frames, can hold leaf nodes of an eager step
         graph = torch.cuda.CUDAGraph()
         # thread_local: work of other threads, such as a loader that pins memory or a process group's watchdog, must
         # not break a capture.
