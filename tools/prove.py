@@ -62,9 +62,10 @@ def make_parser() -> ArgumentParser:
 
 def certificate_path(config: str, out: Path | None, device: str) -> Path:
     """Return the path of the certificate. Raises ValueError if it is another file or cannot be written."""
+    from megafp8.prove.certificate import FILES
+
     file = Path(config)  # a shipped config has only a name, and its certificate goes to the current folder
-    kind = "certificate" if device == "cpu" else f"{device}.certificate"
-    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{kind}.json")
+    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{FILES[device]}")
     if path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> bool:
     device, timeout = arguments.device, arguments.timeout
     certificate = prove(config, arguments.ranks, device=device, timeout=timeout, begun=begun, show=show)
     certificate.command = arguments.command
-    certificate.config_hash = hash_of(arguments.config, arguments.overrides)
+    certificate.config_hash = hash_of(arguments.config, [*arguments.overrides, *filter(None, [arguments.stage])])
     out.write_text(certificate.as_json(), encoding="utf-8")
     result = "nothing differs" if certificate.passed else "NOT PROVEN"
     print(f"\n{result}; {certificate.seconds:.0f} s, {certificate.cpu_seconds:.0f} CPU seconds; {out}")

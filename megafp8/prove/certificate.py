@@ -22,6 +22,10 @@ Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 """Outcome of a check. `within`: not equal because of rounding, but below a bound."""
 
 
+FILES = {"cpu": "certificate.json", "cuda": "cuda.certificate.json"}
+"""Ends of the default names of certificates, by the device of the proof."""
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """Outcome of one check.
