@@ -90,10 +90,10 @@ def read_card(config: str, folder: Path) -> Card:
     measured = [x for x in map(_read, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
     rows = sorted(measured, key=lambda row: str(row["date"]), reverse=True)
     claims = [
-        _proof("proven", "The layout computes what one rank computes, in float64", prove, on_cpu, config_hash),
-        _proof("converted", "An export to Hugging Face reads back bit for bit", prove, on_cpu, config_hash),
-        _proof("logits", "transformers computes the same logits from the export", prove, on_cpu, config_hash),
-        _proof("proven on GPUs", "A small copy computes the same on GPUs as on a CPU", f"{prove} --device cuda",
+        _proof("proven", "In its layout, a small copy computes what one rank computes, in float64", prove, on_cpu, config_hash),
+        _proof("converted", "The small copy, exported to Hugging Face, reads back bit for bit", prove, on_cpu, config_hash),
+        _proof("logits", "transformers computes the logits of the small copy from its export", prove, on_cpu, config_hash),
+        _proof("proven on GPUs", "On GPUs, a small copy computes what one CPU rank computes", f"{prove} --device cuda",
                on_gpus, config_hash),
         _training(rows),
         Claim("trained whole", "A run reached its last step", "megafp8 pretrain", evidence=_NO_RECORD),
