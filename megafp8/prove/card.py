@@ -89,10 +89,11 @@ def read_card(config: str, folder: Path) -> Card:
     prove = f"megafp8 prove {name if file in shipped_configs().values() else file}"
     measured = [x for x in map(_read, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
     rows = sorted(measured, key=lambda row: str(row["date"]), reverse=True)
+    proof = prove, on_cpu, config_hash
     claims = [
-        _proof("proven", "In its layout, a small copy computes what one rank computes, in float64", prove, on_cpu, config_hash),
-        _proof("converted", "The small copy, exported to Hugging Face, reads back bit for bit", prove, on_cpu, config_hash),
-        _proof("logits", "transformers computes the logits of the small copy from its export", prove, on_cpu, config_hash),
+        _proof("proven", "In its layout, a small copy computes what one rank computes, in float64", *proof),
+        _proof("converted", "The small copy, exported to Hugging Face, reads back bit for bit", *proof),
+        _proof("logits", "transformers computes the logits of the small copy from its export", *proof),
         _proof("proven on GPUs", "On GPUs, a small copy computes what one CPU rank computes", f"{prove} --device cuda",
                on_gpus, config_hash),
         _training(rows),
