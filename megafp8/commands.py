@@ -27,6 +27,7 @@ COMMANDS = {
     "lighthouse": "tools.lighthouse",
     "plan": "tools.plan",
     "prove": "tools.prove",
+    "card": "tools.card",
     "doctor": "tools.doctor",
     "check-cluster": "tools.check_cluster",
     "train-tokenizer": "tools.train_tokenizer",

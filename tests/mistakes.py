@@ -254,6 +254,8 @@ MISTAKES: Sequence[Mistake] = [
     Mistake("prove first.yaml --stage later", "no stages"),
     Mistake("prove first.yaml --out data/text.idx", "not a certificate"),
     Mistake("prove first.yaml --out nowhere/x.json", "nowhere"),
+    Mistake("card frist.yaml", "did you mean first.yaml?"),
+    Mistake("card first.yaml --evidence nowhere", "nowhere"),
     Mistake("plot-schedule 1f2b", "1f1b"),
     Mistake("plot-schedule 1f1b --pipeline 0", "pipeline"),
     Mistake("plot-schedule zb-v --measured none.json", "none.json"),

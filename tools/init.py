@@ -25,7 +25,7 @@ from pathlib import Path
 from megafp8 import __version__
 from megafp8.host.arguments import ArgumentParser
 from megafp8.host.messages import value_text
-from megafp8.host.shipped import shipped, shipped_configs
+from megafp8.host.shipped import introduction, shipped, shipped_configs
 from megafp8.host.suggestions import near_name
 from megafp8.host.tool import run_tool
 
@@ -34,17 +34,6 @@ LAUNCH = "launch"
 _MADE_BY = "made by megafp8 init"
 _BASE = re.compile(r"^base: ([\w-]+)\.yaml", re.MULTILINE)
 """Base of a shipped config that is itself a shipped config."""
-
-
-def introduction(path: Path) -> str:
-    """Return the first paragraph of a config's comment."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.removeprefix("#").strip()
-        if not line.startswith("#") or not text:
-            break
-        lines.append(text)
-    return re.sub(":$", ".", " ".join(lines))
 
 
 def listing() -> str:

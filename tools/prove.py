@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ if __package__ in (None, ""):  # started as a file
 
 from megafp8.commands import add_config_flags, parse_with_config
 from megafp8.host.arguments import ArgumentParser, at_least
+from megafp8.host.redaction import redact_arguments
 from megafp8.host.tool import run_tool
 
 
@@ -60,9 +62,10 @@ def make_parser() -> ArgumentParser:
 
 def certificate_path(config: str, out: Path | None, device: str) -> Path:
     """Return the path of the certificate. Raises ValueError if it is another file or cannot be written."""
+    from megafp8.prove.certificate import FILES
+
     file = Path(config)  # a shipped config has only a name, and its certificate goes to the current folder
-    kind = "certificate" if device == "cpu" else f"{device}.certificate"
-    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{kind}.json")
+    path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{FILES[device]}")
     if path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +81,7 @@ def certificate_path(config: str, out: Path | None, device: str) -> Path:
 def run(arguments: argparse.Namespace) -> bool:
     """Prove the config, print and write the certificate, and return whether it passed."""
     from megafp8.config import ConfigError, Problem, load_config, planned_stages
-    from megafp8.prove.certificate import Certificate, CheckResult, describe_changes, row_line
+    from megafp8.prove.certificate import Certificate, CheckResult, describe_changes, hash_of, row_line
     from megafp8.prove.proof import prove
     from megafp8.training.init_from import complete_model
 
@@ -104,6 +107,8 @@ def run(arguments: argparse.Namespace) -> bool:
 
     device, timeout = arguments.device, arguments.timeout
     certificate = prove(config, arguments.ranks, device=device, timeout=timeout, begun=begun, show=show)
+    certificate.command = arguments.command
+    certificate.config_hash = hash_of(arguments.config, [*arguments.overrides, *filter(None, [arguments.stage])])
     out.write_text(certificate.as_json(), encoding="utf-8")
     result = "nothing differs" if certificate.passed else "NOT PROVEN"
     print(f"\n{result}; {certificate.seconds:.0f} s, {certificate.cpu_seconds:.0f} CPU seconds; {out}")
@@ -113,6 +118,8 @@ def run(arguments: argparse.Namespace) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0; 1 if something differs; 2 for bad input."""
     arguments = parse_with_config(make_parser(), argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments.command = shlex.join(["megafp8", "prove", *redact_arguments(words)])
     passed = False
 
     def tool() -> None:

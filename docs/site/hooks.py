@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site")]
 
+import cards  # noqa: E402
 import reference  # noqa: E402
 
 GENERATED = {
@@ -27,10 +28,16 @@ GENERATED = {
     "reference/commands.md": reference.commands,
     "reference/python.md": reference.python,
     "stylesheets/site.css": lambda: (Path(__file__).parent / "site.css").read_text(encoding="utf-8"),
+    **cards.GENERATED,
 }
 FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 """Pages made of files outside docs/, whose links start there."""
-OF_SOURCES = {"megafp8/config/schema.py": "reference/config.md", "megafp8/__init__.py": "reference/python.md"}
+OF_SOURCES = {
+    "megafp8/config/schema.py": "reference/config.md",
+    "megafp8/__init__.py": "reference/python.md",
+    "docs/cards": cards.OVERVIEW,
+    **{f"configs/{name}.yaml": page for name, page in cards.PAGES.items()},
+}
 """Pages that links to sources lead to, where the source is what there is in the repository."""
 HISTORY = ("measurements/", "decisions/", "LOG.md", "changelog.md")
 """Pages that a search lists after pages for users."""
@@ -66,6 +73,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for entry in config.nav or []:
         for name in lists.keys() & entry.keys():
             entry[name] = [path.relative_to(docs).as_posix() for path in lists[name]]
+        if "Cards" in entry:
+            entry["Cards"] = [cards.OVERVIEW, *cards.PAGES.values()]
     return config
 
 

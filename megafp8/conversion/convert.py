@@ -194,7 +194,7 @@ def _files_digest(path: Path) -> str:
 
 def _fingerprint(name: str, tensor: Tensor, model: ModelSpec) -> str:
     """Return shape, dtype and SHA-256 of a tensor's bits as text, without rows of padding after the vocabulary."""
-    if name.endswith((".embedding.word.weight", ".output.weight")):
+    if name.endswith((".embedding.word.weight", ".output.weight", ".output.bias")):
         tensor = tensor[: model.stem.vocab_size]
     info = TensorInfo(tuple(tensor.shape), tensor.dtype)
     return f"{info} with SHA-256 {hashlib.sha256(as_bytes(tensor)).hexdigest()[:16]}…"

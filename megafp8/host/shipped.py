@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -34,3 +35,14 @@ def shipped(folder: str) -> Path:
 def shipped_configs() -> dict[str, Path]:
     """Return the configs that are part of the package, by name."""
     return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+
+
+def introduction(path: Path) -> str:
+    """Return the first paragraph of a config's comment."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.removeprefix("#").strip()
+        if not line.startswith("#") or not text:
+            break
+        lines.append(text)
+    return re.sub(":$", ".", " ".join(lines))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 from megafp8 import __version__
+from megafp8.checkpoint import config_hash
+from megafp8.config.files import file_of, read_tree
 from megafp8.prove.shrink import Change
+from megafp8.training.run_log import source_commit
 
 Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 """Outcome of a check. `within`: not equal because of rounding, but below a bound."""
+
+
+FILES = {"cpu": "certificate.json", "cuda": "cuda.certificate.json"}
+"""Ends of the default names of certificates, by the device of the proof."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,27 @@ class CheckResult:
         return self.status in ("equal", "within", "skipped")
 
 
+def hash_of(config: str | Path, overrides: Iterable[str] = ()) -> str:
+    """Return a hash of the values in a config file, with its bases, and of overrides. Comments have no effect."""
+    return config_hash({"file": read_tree(str(file_of(str(config)))).values, "overrides": sorted(overrides)})
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that the proof uses, if they are installed."""
+    versions = dict[str, str]()
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
 @dataclass
 class Certificate:
     """All rows of a proof.
 
     `ranks`: ranks of the config and of its small copy. `config`: the small config. `cpu_seconds`: CPU time of this
-    process and of the ranks.
+    process and of the ranks. `commit`: commit of the source, if it is a checkout. `command`, `config_hash`: how
+    `megafp8 prove` was started, and the hash of the proved file and overrides (`hash_of`).
     """
 
     name: str
@@ -52,6 +78,11 @@ class Certificate:
     rows: list[CheckResult] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).date().isoformat())
+    commit: str | None = field(default_factory=source_commit)
+    versions: Mapping[str, str] = field(default_factory=_versions)
+    command: str | None = None
+    config_hash: str | None = None
 
     @property
     def passed(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.config import Config
-from megafp8.conversion.convert import Selected, convert
+from megafp8.conversion.convert import Selected, convert, verify
 from megafp8.conversion.formats import FORMATS
 from megafp8.prove.runs import TrialRun, begin, reader_of
 
@@ -30,27 +30,46 @@ def why_not(config: Config) -> str | None:
     return None
 
 
+def with_all_keys_chosen(config: Config) -> Config:
+    """Return `config` with sparse attention that selects every token.
+
+    An indexer with few heads gives equal scores, and any choice among them is valid.
+    """
+    sparse = config.model.sparse_attention
+    if sparse is None:
+        return config
+    all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": config.training.seq_length})}
+    return config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
+
+
+def round_trip(config: Config, run: Path, folder: Path) -> str | None:
+    """Export the checkpoint in `run` to `folder`, and read it back. Raises ValueError if any bit differs.
+
+    Return the reason why the model has no export, or None.
+    """
+    to, path = FORMATS["hf"], reader_of(run).path
+    selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
+    if config.model.sparse_attention is not None:
+        selected.model = with_all_keys_chosen(config).spec
+    sink = to.sink(folder)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        try:
+            convert(selected, sink, {})
+        except ValueError as error:
+            return str(error)
+        sink.publish()
+        verify(selected, to.source(folder))
+    return None
+
+
 def logits_difference(config: Config, run: Path, folder: Path) -> float | str:
-    """Export the checkpoint in `run` to `folder` and compare its logits with the logits of `transformers`, on one rank.
+    """Compare the logits of the checkpoint in `run` with those that `transformers` computes from its export `folder`.
 
     Return the largest difference relative to the largest logit, or the reason why there is nothing to compare.
     """
     import transformers
 
-    to, path = FORMATS["hf"], reader_of(run).path
-    selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
-    sparse, length = config.model.sparse_attention, config.training.seq_length
-    if sparse is not None:  # an indexer with few heads gives equal scores, and any choice among them is valid
-        all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": length})}
-        config = config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
-        selected.model = config.spec
-    sink = to.sink(folder)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
-            convert(selected, sink, {})
-    except ValueError as error:
-        return str(error)
-    sink.publish()
+    config = with_all_keys_chosen(config)
     (architecture,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     if not hasattr(transformers, architecture):
         return f"transformers has no {architecture}; its code is in the model's own repository"

@@ -264,7 +264,7 @@ class _Proof:
                 yield self._failed("checkpoint", "the layout trains in FP8 and saves", error)
                 return
         yield from self._checkpoints(layout_folder, results, expected, has_fp8)
-        yield self._export(layout_folder)
+        yield from self._export(layout_folder)
 
     def _data_order(
         self, check: str, found: Sequence[RunResult], expected: Sequence[Sequence[Microbatch]], first: int = 0
@@ -357,19 +357,31 @@ class _Proof:
         ]
         yield self._compared("resumed in the layout", how, 0.0, *differences)
 
-    def _export(self, own: Path) -> CheckResult:
-        how = f"logits of transformers, to {IN_FP32:g} of the largest, in fp32"
-        reason = export.why_not(self._small)
-        if reason is not None:
-            return self._row("export", how, "skipped", None, reason)
+    def _export(self, own: Path) -> Iterator[CheckResult]:
+        """Yield the rows of the export to Hugging Face, unless the model has none."""
+        checks = {
+            "conversion": ("exported to Hugging Face and read back, bit for bit", export.round_trip, 0.0),
+            "export": (
+                f"logits of transformers, to {IN_FP32:g} of the largest, in fp32",
+                export.logits_difference,
+                IN_FP32,
+            ),
+        }
         plain = one_rank(self._small).model_copy(update={"fp8": type(self._small.fp8)()})
-        try:
-            (difference,) = self._run(export.logits_difference, plain, own, self._folder / "hugging-face", ranks=1)
-        except RanksFailed as error:
-            return self._failed("export", how, error)
-        if isinstance(difference, str):
-            return self._row("export", how, "skipped", None, difference)
-        return self._compared("export", how, IN_FP32, Difference(difference, ""))
+        reason = export.why_not(self._small)
+        for check, (how, function, limit) in checks.items():
+            difference = reason
+            if reason is None:
+                try:
+                    (difference,) = self._run(function, plain, own, self._folder / "hugging-face", ranks=1)
+                except RanksFailed as error:
+                    yield self._failed(check, how, error)
+                    return
+            if isinstance(difference, str):
+                reason = difference
+                yield self._row(check, how, "skipped", None, reason)
+            else:
+                yield self._compared(check, how, limit, Difference(difference or 0.0, ""))
 
 
 def steps_apart(found: Sequence[RunResult], expected: Sequence[Step]) -> Difference:

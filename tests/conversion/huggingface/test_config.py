@@ -775,6 +775,17 @@ def test_every_family_is_documented() -> None:
         assert len(text.splitlines()) - descriptions <= 150, name
 
 
+def test_the_families_with_fp8_folders() -> None:
+    """The table says so of a family if each matrix of its models is a tensor of its own, `[out, in]`."""
+    for family, options in OURS.values():
+        model, record = model_spec(options), FAMILIES[family]
+        shapes = {name: shape for name, shape in model_tensors(model).items() if len(shape) == 2 and ".layers." in name}
+        locations = [record.names.locate(model, name, shape) for name, shape in shapes.items()]
+        have_one_each = not any(x.transposed or x.outer is not None for x in locations)
+        marks = ("✓",) if model.has_experts else ("✓", "without experts")
+        assert (families_page.fp8_folder(record) in marks) == have_one_each, family
+
+
 _FAMILIES = """
     Llama Arcee Mistral Qwen2 Qwen3 GPT2 Olmo2 Gemma2 Gemma3
     Phi3 Granite OPT Bloom Glm Glm4 GPTNeoX

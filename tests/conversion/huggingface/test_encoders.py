@@ -14,6 +14,7 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import collect
 from megafp8.config import model_spec
 from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.convert import verify
 from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.huggingface.source import HfSource
 from megafp8.conversion.load import load_weights
@@ -156,6 +157,7 @@ def test_ours_to_theirs(world2: World, tmp_path: Path, name: str, options: dict[
     if name == "RobertaForMaskedLM":  # BERT can express it too
         source.about["huggingface"] = THEIRS_ROBERTA
     convert(source, HfSink(tmp_path / "hf", file_bytes=20_000))
+    verify(source, HfSource(tmp_path / "hf"))  # whose weights and biases of the vocabulary are padded
     loaded, report = getattr(transformers, name).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert loaded.config.architectures == [name]
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -31,7 +31,6 @@ FAMILIES = (
         "mlp_output_norm": "post_mlp_layernorm", "attention.gate": "self_attn.gate_proj",
         "mlp.router": "mlp.router.gate", "mlp.router.bias": "mlp.expert_bias",
     }), moe=True, rank=5,
-        about="Trinity (AFMoE): output gate, norms of inputs and outputs, rotary embedding only in layers with a "
-        "window; sigmoid scores, shared experts, the first layers dense",
+        about="Trinity",
     ),
 )  # fmt: skip

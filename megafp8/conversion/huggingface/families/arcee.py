@@ -9,6 +9,6 @@ FAMILIES = (
         *traits.llama_like(None, norm_eps=1e-5, activation=_RELU2), traits.LINEAR_BIASES, *traits.NO_WINDOW,
         traits.HEADS_DIVIDE,
     ), rank=4,
-        about="AFM: like `llama`, with squared ReLU and without a gate",
+        about="AFM",
     ),
 )  # fmt: skip

@@ -41,6 +41,6 @@ FAMILIES = (
         usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION, {"mlp_output_norm": "post_mlp_layernorm"},
         zeros=r"model\.layers\.\d+\.mlp\.gate\.e_score_correction_bias", stored=_stored,
     ), moe=True, latent=True, rank=4,
-        about="A.X-K1: `deepseek_v3` with a norm after the experts",
+        about="A.X-K1",
     ),
 )  # fmt: skip

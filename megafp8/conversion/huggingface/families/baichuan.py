@@ -28,6 +28,6 @@ FAMILIES = (
               lambda ours: {_LENGTHS[ours["position_embedding"] == "alibi"]: ours["max_position_embeddings"]}),
         unread("_from_model_config"),
     ), like_llama(fused("self_attn.W_pack", equal_parts(3), QKV)), also="BaiChuanForCausalLM", rank=4,
-        about="Baichuan-7B (rope) and 13B (ALiBi); transformers has no such model. Baichuan 2 is refused",
+        about="Baichuan 7B and 13B, which transformers lacks; Baichuan 2 is refused",
     ),
 )  # fmt: skip

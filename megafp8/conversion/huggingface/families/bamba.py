@@ -33,6 +33,6 @@ FAMILIES = (
     ), TensorNames({
         **LLAMA, **in_layers("model.layers.*", MAMBA_NAMES, _NAMES), "final_norm": "model.final_layernorm",
     }), rank=5,
-        about="Mamba-2 and attention (`attn_layer_indices`); rope rotates half of a head",
+        about="Bamba",
     ),
 )  # fmt: skip

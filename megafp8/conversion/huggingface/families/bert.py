@@ -85,7 +85,7 @@ FAMILIES = (
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         other_heads=r"(bert\.pooler|cls\.seq_relationship)\..*",
     ), kind="bert",
-        about="BERT: `BertForPreTraining` and `BertForMaskedLM`; `gelu` or `gelu_new`",
+        about="BERT: `BertForPreTraining`, `BertForMaskedLM`; `gelu` or `gelu_new`",
     ),
     Family("roberta", "RobertaForMaskedLM", (
         *_BERT, always(transform_activation="gelu"),

@@ -132,13 +132,12 @@ _NORM = Trait(
 _NAMES = like_llama(rotation="neighbors")
 FAMILIES = (
     Family("cohere", "CohereForCausalLM", (*_model(rope(5e5)), *traits.NO_WINDOW), _NAMES,
-        about="Command R and R+: attention and MLP in parallel with one LayerNorm without bias, `logit_scale`; "
-        "`use_qk_norm: true` is refused",
+        about="Command R and R+; `use_qk_norm: true` is refused",
     ),
     Family("cohere2", "Cohere2ForCausalLM", (
         *_model(rope(1e4)), Trait(_WINDOWS.keys, _read_windows, _WINDOWS.write),
     ), _NAMES,
-        about="Command R7B and Command A: like `cohere`, with windows in some layers and no positions in the others",
+        about="Command R7B, Command A",
     ),
     Family("cohere2_moe", "Cohere2MoeForCausalLM", (
         *_model(Trait(ROPE_KEYS, _read_rope, _write_rope)), same(head_dim=("head_dim", 128)), _NORM,
@@ -146,6 +145,6 @@ FAMILIES = (
         Trait((*_LAYER_KEYS, "first_k_dense_replace"), _read_layers, _write_layers),
         Trait(_EXPERT_KEYS, _read_experts, _write_experts),
     ), _NAMES, moe=True,
-        about="Command A+: like `cohere2`, with experts and shared experts",
+        about="Command A+",
     ),
 )  # fmt: skip

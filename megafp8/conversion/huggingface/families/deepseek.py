@@ -93,8 +93,7 @@ FAMILIES = (
         always("moe", normalize=False), only(norm_topk_prob=False, scoring_func="softmax"),
         only(written=False, mlp_bias=False), traits.HEADS_DIVIDE,
     ), _NAMES, moe=True, latent=True,
-        about="DeepSeek-V2 and V2-Lite: latent attention, queries with or without a latent; softmax scores, "
-        "`greedy` and `group_limited_greedy`, shared experts, the first layers dense",
+        about="DeepSeek-V2, V2-Lite; `greedy` and `group_limited_greedy`",
     ),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", (
         *_DEEPSEEK, only(rope_interleave=True), traits.num_experts("n_routed_experts", "num_local_experts"),
@@ -106,13 +105,13 @@ FAMILIES = (
         traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True),
         only(scoring_func="sigmoid", topk_method="noaux_tc"), traits.MULTI_TOKEN_PREDICTION,
     ), _NAMES, moe=True, latent=True,
-        about="DeepSeek-V3 and R1: latent attention; sigmoid scores, groups, shared experts, the first layers dense",
+        about="DeepSeek-V3, R1",
     ),
     Family("youtu", "YoutuForCausalLM", (
         *LATENT_ATTENTION, *LATENT_ROPE, *latent_norms(1e-6), traits.TIED,
         Trait(("initializer_range", "embedding_initializer_range"), _read_init),
         only(rope_interleave=True), only(written=False, mlp_bias=False),
     ), like_llama(usual(LatentMixerConfig)), latent=True, rank=5,
-        about="Youtu-LLM: attention of `deepseek_v3`, without experts",
+        about="Youtu-LLM",
     ),
 )  # fmt: skip

@@ -145,8 +145,6 @@ FAMILIES = (
         **LLAMA, **in_layers("model.layers.*", _NAMES, usual(CompressedAttentionConfig)), "output": "head",
         **{f"final_connection.{x}": f"model.hc_head.hc_{x}" for x in _PARAMETERS},
     }), moe=True, hyper=True,
-        about="DeepSeek-V4: compressed attention in its three forms (`layer_types`, or `compress_ratios` of older "
-        "folders), hyper-connections, experts selected by token id in the first layers. Without multi-token "
-        "prediction; the published folder's weights in FP4 and FP8 are refused",
+        about="DeepSeek-V4, without multi-token prediction; the published weights in FP4 and FP8 are refused",
     ),
 )  # fmt: skip

@@ -22,6 +22,6 @@ FAMILIES = (
         traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(0),
         unread("use_sliding_window"),
     ), like_llama(), moe=True, rank=5,
-        about="dots.llm1: attention of `qwen3`, experts of `deepseek_v3`; windows in some layers",
+        about="dots.llm1",
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ FAMILIES = (
         *traits.llama_like(2, 128, 1e-5, rope(5e5)), traits.TIED, *traits.NO_WINDOW, traits.NO_PADDING,
         switch("linear_bias", "use_bias"),
     ), like_llama(rotation="neighbors"), rank=5,
-        about="ERNIE 4.5 without experts: interleaved rotary embedding; biases on all linear layers or none",
+        about="ERNIE 4.5; biases everywhere or nowhere",
     ),
     Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=rope(5e5)), traits.TIED, *traits.NO_WINDOW,
@@ -50,6 +50,6 @@ FAMILIES = (
     ), like_llama(
         {"mlp.router.bias": HfPlace("mlp.moe_statics.e_score_correction_bias", shape=(1, -1))}, rotation="neighbors",
     ), moe=True,
-        about="ERNIE 4.5 with experts in any layers, shared experts or none; interleaved rotary embedding",
+        about="ERNIE 4.5 with experts in any layers",
     ),
 )  # fmt: skip

@@ -38,7 +38,6 @@ FAMILIES = (
         *traits.llama_like(32, norm_eps=1e-5), Trait(_KEYS, _read_layers, _write_layers),
         always(norm_position="output", qk_norm=True), only(written=False, attention_bias=False, mlp_bias=False),
     ), like_llama(OUTPUT_NORMS), rank=4,
-        about="EXAONE 4: norms of outputs and of query and key heads; with windows, the other layers have no "
-        "positions",
+        about="EXAONE 4",
     ),
 )  # fmt: skip

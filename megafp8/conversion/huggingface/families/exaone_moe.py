@@ -15,6 +15,6 @@ FAMILIES = (
         traits.shared_experts(1, "num_shared_experts"),
         unread(num_nextn_predict_layers=0),
     ), like_llama({"mlp.router.bias": "mlp.e_score_correction_bias"}, stored=without_prediction), moe=True, rank=5,
-        about="K-EXAONE: windows as in `exaone4`, experts of `deepseek_v3`. Multi-token prediction is not read",
+        about="K-EXAONE, without multi-token prediction",
     ),
 )  # fmt: skip

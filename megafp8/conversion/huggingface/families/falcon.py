@@ -48,7 +48,6 @@ FAMILIES = (
         "embedding.word": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "output": "lm_head",
         **in_layers("transformer.h.*", _LAYER),
     }), rank=4,
-        about="Falcon 7B, 40B, 180B and Falcon 2: attention and MLP in parallel, with one norm or a norm each. "
-        "ALiBi is refused",
+        about="Falcon 7B, 40B, 180B, Falcon 2; ALiBi is refused",
     ),
 )  # fmt: skip

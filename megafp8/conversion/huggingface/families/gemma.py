@@ -47,20 +47,18 @@ FAMILIES = (
         *_GEMMA, rope(1e4), _softcaps(50.0, 30.0), windows(4096, full_every(2)),
         aliases(sliding_window_size="sliding_window"), only(written=False, use_bidirectional_attention=None),
     ), _NAMES, rank=2,
-        about="Gemma 2: norms of inputs and outputs, stored as weight minus one; soft caps of scores and logits, or "
-        "none; windows in some layers",
+        about="Gemma 2, with or without soft caps",
     ),
     Family("gemma3_text", "Gemma3ForCausalLM", (
         *_GEMMA, ropes_by_type(_GEMMA3_LAYERS, 1e6, "rope_local_base_freq", nested=False), always(qk_norm=True),
         _softcaps(None, None), windows(4096, _GEMMA3_LAYERS, *_GEMMA3_INTERVAL),
         only(written=False, use_bidirectional_attention=False),
     ), _NAMES, rank=2,
-        about="Gemma 3: like `gemma2`, with norms of queries and keys and two rope bases; `linear` scaling in "
-        "layers without a window. `gemma3`, with images, is refused",
+        about="Gemma 3; `gemma3`, with images, is refused",
     ),
     Family("vaultgemma", "VaultGemmaForCausalLM", (
         *_GEMMA, always(norm_position="pre"), rope(1e4), _softcaps(50.0, 30.0), windows(4096, full_every(2)),
     ), like_llama(_MLP_NORM), rank=4,
-        about="VaultGemma: like `gemma2`, without norms of outputs",
+        about="VaultGemma",
     ),
 )  # fmt: skip

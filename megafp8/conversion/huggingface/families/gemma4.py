@@ -147,9 +147,6 @@ FAMILIES = (
         only(attention_bias=False),
         check(_check, "use_bidirectional_attention"),
     ), TensorNames({**LLAMA, **_NAMES}), moe=None, rank=4,
-        about="Gemma 4's language model: other heads in layers without a window (`per_layer_config`, or "
-        "`global_head_dim` and `num_global_key_value_heads`), keys as values there, proportional rope, norms "
-        "of values, shared keys and values, a scalar per layer, per-layer embeddings, experts in addition to "
-        "the MLP (`enable_moe_block`). `gemma4`, with images, is refused",
+        about="Gemma 4; `gemma4`, with images, is refused",
     ),
 )  # fmt: skip

@@ -14,11 +14,11 @@ _OUTPUT_NORMS = {"attention_output_norm": "post_self_attn_layernorm", "mlp_outpu
 FAMILIES = (
     Family("glm", "GlmForCausalLM", (*_GLM, same(qkv_bias=("attention_bias", True))),
            like_llama(FUSED_GATE_UP, rotation="neighbors"),
-        about="GLM-4: interleaved, partial rotary embedding; with or without query, key and value biases",
+        about="GLM-4",
     ),
     Family("glm4", "Glm4ForCausalLM", (*_GLM, same(qkv_bias=("attention_bias", False)), always(norm_position="both")),
            like_llama(FUSED_GATE_UP, _OUTPUT_NORMS, rotation="neighbors"),
-        about="GLM-4-0414: like `glm`, with norms of outputs",
+        about="GLM-4-0414",
     ),
     Family("glm4_moe", "Glm4MoeForCausalLM", (
         *traits.llama_like(8, norm_eps=1e-5, rope=rope(1e4, partial=0.5)), traits.NO_PADDING, *traits.NO_WINDOW,
@@ -27,8 +27,7 @@ FAMILIES = (
         *traits.sigmoid_router(1.0), same("moe", first_dense_layers=("first_k_dense_replace", 1)),
         traits.MULTI_TOKEN_PREDICTION, only(written=False, mlp_bias=False),
     ), like_llama(MULTI_TOKEN_PREDICTION), moe=True,
-        about="GLM-4.5, 4.6: experts as in `deepseek_v3`; with or without query, key and value biases and norms of "
-        "heads",
+        about="GLM-4.5, 4.6",
     ),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", (
         *LATENT_ATTENTION, *LATENT_ROPE, *latent_norms(1e-5),
@@ -36,6 +35,6 @@ FAMILIES = (
         *traits.sigmoid_router(1.8), sparse_layers(1, None), traits.MULTI_TOKEN_PREDICTION,
         only(rope_interleave=True), only(written=False, mlp_bias=False, first_k_dense_replace=1),
     ), like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION), moe=True, latent=True, rank=5,
-        about="GLM-4.7 Flash: latent attention, experts as in `glm4_moe`",
+        about="GLM-4.7 Flash",
     ),
 )  # fmt: skip

@@ -69,6 +69,6 @@ FAMILIES = (
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
         "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _GPT2_LAYER),
     }), rank=2,
-        about="GPT-2: `gelu_new` or `gelu`; attention scaled by 1/√d",
+        about="GPT-2; `gelu_new` or `gelu`; scores scaled by 1/√d",
     ),
 )  # fmt: skip

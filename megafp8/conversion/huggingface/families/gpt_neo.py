@@ -50,6 +50,6 @@ FAMILIES = (
         "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
         "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _LAYER),
     }), rank=5,
-        about="GPT-Neo: GPT-2 with windows in some layers, unscaled scores, no biases of queries, keys and values",
+        about="GPT-Neo",
     ),
 )  # fmt: skip

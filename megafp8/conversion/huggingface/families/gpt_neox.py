@@ -38,7 +38,7 @@ FAMILIES = (
         "embedding.word": "transformer.word_embeddings", "embedding_norm": "transformer.word_embeddings_layernorm",
         "final_norm": "transformer.ln_f", "output": "lm_head", **_layers("transformer.h.*", "self_attention"),
     }),
-        about="BLOOM: ALiBi, a norm of the embeddings; width of the MLP 4 × hidden size",
+        about="BLOOM; MLPs of 4 × hidden size",
     ),
     Family("gpt_neox", "GPTNeoXForCausalLM", (
         traits.SIZES, traits.POSITIONS, traits.UNTIED, traits.INIT_STD,
@@ -51,6 +51,6 @@ FAMILIES = (
         "embedding.word": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "output": "embed_out",
         **_layers("gpt_neox.layers.*", "attention"),
     }),
-        about="GPT-NeoX, Pythia: attention and MLP in parallel or in sequence",
+        about="GPT-NeoX, Pythia",
     ),
 )  # fmt: skip

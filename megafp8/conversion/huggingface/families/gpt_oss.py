@@ -41,7 +41,6 @@ FAMILIES = (
         {"mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias"}, _experts("weight", ""),
         _experts("bias", "_bias"),
     ), moe=True,
-        about="gpt-oss: sinks, biases, clamped SwiGLU, windows in some layers, YaRN with `truncate: false`; weights "
-        "in bf16, not MXFP4",
+        about="gpt-oss; written in bf16, not MXFP4",
     ),
 )  # fmt: skip

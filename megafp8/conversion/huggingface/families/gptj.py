@@ -48,11 +48,10 @@ def _names(qkv: Names) -> TensorNames:
 _QVK = ("attention.q", "attention.v", "attention.k")
 FAMILIES = (
     Family("gptj", "GPTJForCausalLM", _MODEL, _names({f"attention.{x}": f"attn.{x}_proj" for x in "qkv"}),
-        about="GPT-J: attention and MLP in parallel with one norm, interleaved partial rotary embedding, biases in "
-        "the MLP and the output layer",
+        about="GPT-J",
     ),
     Family("codegen", "CodeGenForCausalLM", (*_MODEL, check(_check_width)),
            _names(fused("attn.qkv_proj", _by_quarter, _QVK)),
-        about="CodeGen: like `gptj`",
+        about="CodeGen",
     ),
 )  # fmt: skip

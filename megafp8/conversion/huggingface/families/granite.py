@@ -97,22 +97,20 @@ _HYBRID = (
 )
 FAMILIES = (
     Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES),
-        about="Granite 3: multipliers of embeddings, attention, residual connections and logits; biases as in "
-        "`llama`",
+        about="Granite 3; biases as in `llama`",
     ),
     Family("granite_swa", "GraniteSWAForCausalLM", (
         *traits.llama_like(4, norm_eps=1e-5, rope=Trait((*ROPE_KEYS, _BASES), _read_bases, _write_bases)),
         _MULTIPLIERS, traits.LINEAR_BIASES, traits.TIED, windows(128, _window_kinds), always(attention_sinks=True),
     ), rank=4,
-        about="Granite with windows and sinks: a base of the rotary embedding for each layer, or none",
+        about="Granite with windows and sinks",
     ),
     Family("granitemoe", "GraniteMoeForCausalLM", _GRANITE_MOE, like_llama(_EXPERTS), moe=True,
-        about="Granite 3 MoE: like `granite`, with experts in all layers and no biases",
+        about="Granite 3 MoE, without biases",
     ),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _HYBRID,
            like_llama(_EXPERTS, _SHARED, MAMBA_NAMES), moe=None, rank=5,
-        about="Granite 4: Mamba-2 and attention, without positions or with rope; experts with a shared MLP, or the "
-        "MLP alone",
+        about="Granite 4, without positions or with rope",
     ),
     Family("granitemoeshared", "GraniteMoeSharedForCausalLM", (
         *_GRANITE_MOE, Trait(
@@ -121,6 +119,6 @@ FAMILIES = (
             lambda ours: {"shared_intermediate_size": ours["moe.shared_ffn_hidden_size"] or 0},
         ),
     ), like_llama(_EXPERTS, _SHARED), moe=True, rank=5,
-        about="Granite MoE with a shared expert: like `granitemoe`",
+        about="Granite MoE with a shared expert",
     ),
 )  # fmt: skip

@@ -20,6 +20,6 @@ FAMILIES = (
         *traits.llama_like(20, 128, 1e-8, rope(1e5)), *traits.NO_WINDOW, traits.NO_PADDING, check(_check_width),
         same(qkv_bias=("attention_bias", False)), only(mlp_bias=False),
     ), like_llama(rotation="neighbors"), rank=5,
-        about="Helium: `llama` with interleaved rotary embedding; biases on queries, keys and values, or none",
+        about="Helium; biases of queries, keys and values, or none",
     ),
 )  # fmt: skip

@@ -43,7 +43,6 @@ FAMILIES = (
                "im_end_id", "im_newline_id", "im_start_id", "mask_init_id", "org_vocab_size", "pad_id", "pool_type",
                "text_end_id", "text_start_id"),
     ), like_llama(_NORMS), rank=4,
-        about="Hunyuan without experts: norms of query and key heads after the rotary embedding; `alpha` of dynamic "
-        "rope",
+        about="Hunyuan, dense; `alpha` of dynamic rope",
     ),
 )  # fmt: skip

@@ -27,6 +27,6 @@ FAMILIES = (
         {"final_norm": "final_layernorm", "mlp.router": "mlp.router.gate", "mlp.router.bias": "mlp.expert_bias"},
         {f"mlp.shared.{x}": f"mlp.shared_mlp.{x}_proj" for x in ("gate", "up", "down")},
     ), moe=True,
-        about="Hy3: attention of `qwen3`, sigmoid scores, a shared expert, the first layers dense",
+        about="Hy3",
     ),
 )  # fmt: skip

@@ -108,7 +108,6 @@ FAMILIES = (
             **{f"mlp.shared.{x}": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
         },
     ), moe=True, latent=True, rank=4,
-        about="Kimi Linear: Kimi Delta Attention, with some layers of latent attention without rope; experts as in "
-        "`deepseek_v3`, in any layers; `linear_attn_config` of the published folder",
+        about="Kimi Linear; `linear_attn_config` of the published folder",
     ),
 )  # fmt: skip

@@ -116,7 +116,7 @@ FAMILIES = (
         only(written=False, block_use_swiglu=True, use_pos_enc=True),
         unread("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
     ), _LFM2_NAMES, rank=4,
-        about="LFM2 without experts: gated short convolutions with some layers of attention",
+        about="LFM2",
     ),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", (
         *with_second_names(_SECOND_NAMES, *_LFM2), sparse_layers(2, "num_dense_layers", listed=False),
@@ -127,8 +127,7 @@ FAMILIES = (
             selection_bias=("use_expert_bias", True),
         ),
     ), _LFM2_NAMES, moe=True, rank=4,
-        about="LFM2 with experts: gated short convolutions with some layers of attention; sigmoid scores, the first "
-        "layers dense; no `conv_bias`",
+        about="LFM2 with experts; no `conv_bias`",
     ),
     Family("lfm3", "Lfm3ForCausalLM", (
         *with_second_names({"rms_norm_eps": "norm_eps"}, *_LAYERS), ropes_of_types(_windowed_types, _ROPES),
@@ -140,6 +139,6 @@ FAMILIES = (
         "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
         "attention.gate": "self_attn.gate_proj",
     })}), rank=4,
-        about="LFM3: like `lfm2_moe`, with windows in some layers and a rotary embedding for each kind of layer",
+        about="LFM3",
     ),
 )  # fmt: skip

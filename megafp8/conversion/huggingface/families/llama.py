@@ -31,35 +31,34 @@ FAMILIES = (
         *llama_like(None), traits.LINEAR_BIASES, *traits.NO_WINDOW,
         traits.HEADS_DIVIDE,  # other models are written as Mistral
     ), rank=0,
-        about="Llama 1 to 3: grouped queries, `llama3` rope scaling, biases on all linear layers or none; "
-        "`hidden_act` `silu`, `gelu` or `gelu_pytorch_tanh`",
+        about="Llama 1 to 3; biases everywhere or nowhere; `hidden_act` `silu`, `gelu`, `gelu_pytorch_tanh`",
     ),
     Family("mistral", "MistralForCausalLM", (
         *llama_like(8), traits.window_of_all(4096), _NO_BIASES,
     ), rank=0,
-        about="Mistral: sliding window; any `head_dim`",
+        about="Mistral; any `head_dim`",
     ),
     Family("mixtral", "MixtralForCausalLM", (
         *llama_like(8, norm_eps=1e-5, rope=rope(1e6)), *traits.ROUTER, traits.EXPERTS_ONLY,
         traits.num_experts("num_local_experts", "num_experts"), traits.window_of_all(None),
     ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS), moe=True, rank=0,
-        about="Mixtral: experts in all layers; sliding window",
+        about="Mixtral",
     ),
     Family("ministral", "MinistralForCausalLM", (
         *llama_like(8), windows(4096, _ministral_kinds), _NO_BIASES,
     ), rank=5,
-        about="Ministral 8B: like `mistral`, with windows in any layers",
+        about="Ministral 8B; windows in any layers",
     ),
     Family("internlm3", "InternLM3ForCausalLM", (
         *llama_like(2, 128, 1e-5), *traits.NO_WINDOW, traits.HEADS_DIVIDE,
         Trait((*traits.LINEAR_BIASES.keys, *_INTERNLM_BIASES), _read_internlm_biases, traits.LINEAR_BIASES.write),
     ), also="LlamaForCausalLM", rank=5,
-        about="InternLM 3: `llama` with biases on attention, on the MLP, on both or on none",
+        about="InternLM 3; biases of attention, MLP, both or none",
     ),
     Family("iquestcoder", "LlamaForCausalLM", (
         *llama_like(8, 128, norm_eps=1e-5), traits.LINEAR_BIASES, *traits.NO_WINDOW, traits.HEADS_DIVIDE,
         only(written=False, clip_qkv=None, use_sliding_window=False), unread("max_window_layers"),
     ), also="IQuestCoderForCausalLM", rank=4,
-        about="IQuest-Coder: `llama`; `clip_qkv` is refused",
+        about="IQuest-Coder; `clip_qkv` is refused",
     ),
 )  # fmt: skip

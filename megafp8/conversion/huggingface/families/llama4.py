@@ -90,7 +90,6 @@ FAMILIES = (
         always("moe", score="sigmoid", normalize=False, scale_inputs=True),
         traits.AUX_LOSS, unread("for_llm_compressor"),
     ), like_llama(_NAMES, _experts(), rotation="neighbors"), moe=True, rank=4,
-        about="Llama 4's language model: layers with chunks and layers without positions, scaled queries, experts "
-        "with weighted inputs, in any layers",
+        about="Llama 4's language model",
     ),
 )  # fmt: skip

@@ -115,11 +115,11 @@ _MLPS = {
 }  # fmt: skip
 FAMILIES = (
     Family("mamba", "MambaForCausalLM", _mamba_only("none"), _MAMBA, rank=5,
-        about="Mamba: Mamba-1 in every layer, without MLPs",
+        about="Mamba",
     ),
     Family("falcon_mamba", "FalconMambaForCausalLM", _mamba_only("unweighted", norm_eps=("mixer_rms_eps", 1e-6)),
            _MAMBA, rank=5,
-        about="Falcon Mamba: like `mamba`, with norms of B, C and the step",
+        about="Falcon Mamba",
     ),
     Family("jamba", "JambaForCausalLM", (
         *traits.llama_like(8, rope=always(position_embedding="none")),
@@ -145,6 +145,6 @@ FAMILIES = (
             "mlp_norm": "pre_ff_layernorm", "mlp.router": "feed_forward.router",
         }),
     }), moe=None, rank=5,
-        about="Jamba: Mamba-1, and attention without positions in some layers; experts in some layers or none",
+        about="Jamba",
     ),
 )  # fmt: skip

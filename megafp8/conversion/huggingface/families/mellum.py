@@ -23,7 +23,6 @@ FAMILIES = (
         same("moe", normalize=("norm_topk_prob", True), ffn_hidden_size=("moe_intermediate_size", 896)),
         unread("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
     ), like_llama(other_heads=r"mtp\..*"), moe=True, rank=4,
-        about="Mellum 2: attention of `qwen3` with windows in some layers, a rotary embedding for each kind of "
-        "layer; experts",
+        about="Mellum 2",
     ),
 )  # fmt: skip

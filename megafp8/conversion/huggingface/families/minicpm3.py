@@ -43,6 +43,6 @@ FAMILIES = (
         "attention.q": HfPlace("self_attn.q_proj", _HEADS), "attention.q_up": HfPlace("self_attn.q_b_proj", _HEADS),
         "attention.kv_down": HfPlace("self_attn.kv_a_proj_with_mqa", _LATENT),
     }), latent=True, rank=6,
-        about="MiniCPM3: latent attention; multipliers of embeddings, residual connections and logits",
+        about="MiniCPM3",
     ),
 )  # fmt: skip

@@ -39,6 +39,6 @@ FAMILIES = (
         unread("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     ), like_llama(MIXTRAL_ROUTER, MIXTRAL_EXPERTS, {"mlp.router.bias": "block_sparse_moe.e_score_correction_bias"}),
         moe=True, rank=4,
-        about="MiniMax-M2: partial rotary embedding; sigmoid scores",
+        about="MiniMax-M2",
     ),
 )  # fmt: skip

@@ -75,7 +75,7 @@ FAMILIES = (
         *traits.llama_like(8, 128, 1e-5, Trait(ROPE_KEYS, _read_dense_rope, _write_dense_rope)),
         traits.window_of_all(None), traits.NO_PADDING, only(written=False, attention_bias=False, mlp_bias=False),
     ),
-        about="Ministral 3: YaRN, and queries scaled by position",
+        about="Ministral 3",
     ),
     Family("mistral4", "Mistral4ForCausalLM", (
         *LATENT_MODEL, Trait(ROPE_KEYS, _read_rope, _write_rope), only(rope_interleave=True), traits.NO_PADDING,
@@ -88,6 +88,6 @@ FAMILIES = (
         ),
         always("moe", score="softmax"), only(n_group=1, topk_group=1),
     ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True,
-        about="Mistral 4: like `deepseek_v2` without groups, with YaRN and queries scaled by position",
+        about="Mistral 4",
     ),
 )  # fmt: skip

@@ -53,7 +53,6 @@ FAMILIES = (
         "embedding.word": "transformer.wte", "final_norm": "transformer.norm_f", "output": "lm_head",
         **in_layers("transformer.blocks.*", _LAYER),
     }), also="MPTForCausalLM", rank=5,
-        about="MPT: ALiBi, exact GELU, LayerNorm without biases. `clip_qkv`, learned positions and biases are "
-        "refused",
+        about="MPT; `clip_qkv`, learned positions and biases are refused",
     ),
 )  # fmt: skip

@@ -12,7 +12,6 @@ FAMILIES = (
         same(logit_softcap=ConfigKey("final_logit_softcapping", 15.0, nullable=True)),
         always(norm_weights=False, embedding_norm=True, qk_norm="rotated"), only(attention_bias=False),
     ), like_llama({"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}, rotation="backwards"), rank=4,
-        about="nanochat: squared ReLU; norms without weights, also after the embedding, and on queries and keys "
-        "after the rotary embedding; soft cap of logits",
+        about="nanochat",
     ),
 )  # fmt: skip

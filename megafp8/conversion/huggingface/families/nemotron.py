@@ -15,7 +15,6 @@ FAMILIES = (
             norm_eps=("norm_eps", 1e-5), attention_dropout=("attention_dropout", 0.0),
         ),
     ), rank=5,
-        about="Nemotron-4 and Minitron: squared ReLU without a gate, zero-centered LayerNorm, partial rotary "
-        "embedding",
+        about="Nemotron-4, Minitron",
     ),
 )  # fmt: skip

@@ -94,7 +94,6 @@ FAMILIES = (
         "embedding.word": "backbone.embeddings", "final_norm": "backbone.norm_f", "output": "lm_head",
         **in_layers("backbone.layers.*", _IN_LAYERS, {"attention_norm": "norm", "mlp_norm": "norm"}),
     }, stored=without_prediction), moe=None, rank=5,
-        about="Nemotron-H, Nemotron 3: layers of one part each, by `layers_block_type` or "
-        "`hybrid_override_pattern`; latent experts, or not. Multi-token prediction is not read",
+        about="Nemotron-H, Nemotron 3, without multi-token prediction; latent experts, or not",
     ),
 )  # fmt: skip

@@ -28,23 +28,23 @@ _EXPERTS = (
 _OLMO = (*traits.llama_like(None, norm_eps=1e-5), always(qk_norm="projection"), *traits.NO_WINDOW)
 FAMILIES = (
     Family("olmo2", "Olmo2ForCausalLM", (*_OLMO, *_OLMO2), like_llama(OUTPUT_NORMS),
-        about="OLMo 2: norms of the outputs of attention and MLP, and norms over all query and all key heads",
+        about="OLMo 2",
     ),
     Family("olmo3", "Olmo3ForCausalLM", (
         *traits.llama_like(None, norm_eps=1e-5, rope=ropes_by_type(_LAYERS, 5e5, None, nested=True)),
         always(qk_norm="projection"), windows(4096, _LAYERS), *_OLMO2, traits.NO_PADDING,
     ), like_llama(OUTPUT_NORMS), rank=4,
-        about="OLMo 3: like `olmo2`, with sliding windows in some layers, where rope is not scaled",
+        about="OLMo 3",
     ),
     Family("olmoe", "OlmoeForCausalLM", (
         *_OLMO, *_EXPERTS, check(_check_head_dim), only(attention_bias=False, clip_qkv=None),
     ), moe=True, rank=4,
-        about="OLMoE: experts in all layers; no `clip_qkv`",
+        about="OLMoE; no `clip_qkv`",
     ),
     Family("flex_olmo", "FlexOlmoForCausalLM", (
         *traits.llama_like(None, rope=rope(5e5)), always(qk_norm="projection"), *traits.NO_WINDOW, *_OLMO2, *_EXPERTS,
         traits.NO_PADDING,
     ), like_llama(OUTPUT_NORMS), moe=True, rank=4,
-        about="FlexOlmo: `olmo2` with experts in all layers",
+        about="FlexOlmo",
     ),
 )  # fmt: skip

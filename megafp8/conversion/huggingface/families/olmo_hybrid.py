@@ -114,8 +114,6 @@ FAMILIES = (
         {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
         {f"{_OURS}.{ours}": f"linear_attn.{theirs}" for ours, theirs in _PLACES.items()}, stored=_stored,
     ), rank=4,
-        about="OLMo Hybrid: Gated DeltaNet with norms of inputs, and some layers of attention with norms of outputs "
-        "(`layer_types`); rotary embedding, or none as published. Folders of transformers 5.24 are read, and "
-        "written as published",
+        about="OLMo Hybrid; folders of transformers 5.24 are read, and written as published",
     ),
 )  # fmt: skip

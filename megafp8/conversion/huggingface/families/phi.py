@@ -44,7 +44,6 @@ FAMILIES = (
         only(written=False, attention_bias=False, mlp_bias=False, lm_head_bias=False),
         only(written=False, full_attn_mod=1, interpolate_factor=1),
     ), like_llama(fused("self_attn.qkv_proj", qkv, QKV), FUSED_GATE_UP), rank=2,
-        about="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; `longrope` or no scaling; sliding window; partial rotary "
-        "embedding",
+        about="Phi-3, Phi-3.5, Phi-4, Phi-4-mini; `longrope` or no scaling",
     ),
 )  # fmt: skip

@@ -80,24 +80,23 @@ EXPERT_NAMES = {
 }
 FAMILIES = (
     Family("qwen2", "Qwen2ForCausalLM", (*llama_like(32), always(qkv_bias=True), *_DENSE), rank=1,
-        about="Qwen2 and Qwen2.5: sliding window in any layers",
+        about="Qwen2, Qwen2.5; windows in any layers",
     ),
     Family("qwen3", "Qwen3ForCausalLM", (
         *llama_like(32, head_dim=128), always(qk_norm=True), only(attention_bias=False), *_DENSE,
     ), rank=1,
-        about="Qwen3, dense: norms of query and key heads; sliding window in any layers",
+        about="Qwen3, dense; windows in any layers",
     ),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", (
         *llama_like(4), *_EXPERTS, traits.num_experts("num_experts", "num_local_experts"), always(qk_norm=True),
         only(attention_bias=False),
     ), like_llama(EXPERT_NAMES), moe=True,
-        about="Qwen3 with experts: `decoder_sparse_step`; `mlp_only_layers` at the beginning",
+        about="Qwen3 with experts; `mlp_only_layers` at the beginning",
     ),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", (
         *llama_like(16), *_EXPERTS, same(qkv_bias=("qkv_bias", True)), always("moe", shared_gate=True),
         same("moe", num_experts="num_experts", shared_ffn_hidden_size=("shared_expert_intermediate_size", 5632)),
     ), like_llama(EXPERT_NAMES), moe=True,
-        about="Qwen1.5 and Qwen2 with experts: like `qwen3_moe`, with a shared expert; with or without query, key "
-        "and value biases",
+        about="Qwen1.5 and Qwen2 with experts",
     ),
 )  # fmt: skip

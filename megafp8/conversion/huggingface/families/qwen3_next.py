@@ -121,18 +121,14 @@ FAMILIES = (
     Family("qwen3_next", "Qwen3NextForCausalLM", (
         *_NEXT, *_EXPERTS, same("moe", normalize=("norm_topk_prob", True)), _SPARSE_LAYERS,
     ), like_llama(EXPERT_NAMES, _names(_FUSED | _GATES)), moe=True,
-        about="Qwen3-Next: Gated DeltaNet, and attention with an output gate in every fourth layer or as in "
-        "`layer_types`; a shared expert, experts except in `mlp_only_layers`. Multi-token prediction is not "
-        "read",
+        about="Qwen3-Next, without multi-token prediction",
     ),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", _NEXT, like_llama(_SEPARATELY),
-        about="Qwen3.5's dense language models: like `qwen3_next`, without experts. `qwen3_5`, with images, is "
-        "refused",
+        about="Qwen3.5, dense; `qwen3_5`, with images, is refused",
     ),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (
         *_NEXT, *_EXPERTS, always("moe", normalize=True),
     ), like_llama(EXPERT_NAMES, _SEPARATELY), moe=True,
-        about="Qwen3.5's language models with experts in all layers: like `qwen3_next`. `qwen3_5_moe`, with images, "
-        "is refused",
+        about="Qwen3.5 with experts; `qwen3_5_moe`, with images, is refused",
     ),
 )  # fmt: skip

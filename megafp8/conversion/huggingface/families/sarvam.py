@@ -66,7 +66,7 @@ FAMILIES = (
             "attention.k_norm": "attention.key_layernorm", "mlp.router.bias": "mlp.gate.expert_bias",
         }),
     }), also="SarvamMoEForCausalLM", moe=True, rank=6,
-        about="Sarvam MoE: norms of query and key heads, sigmoid scores, a shared expert, the first layers dense",
+        about="Sarvam MoE",
     ),
     Family("sarvam_mla", "DeepseekV3ForCausalLM", with_second_names(
         _SECOND_NAMES, *LATENT_LAYERS, *_MOE, Trait(ROPE_KEYS, _read_rope, write_rope), only(rope_interleave=True),
@@ -77,6 +77,6 @@ FAMILIES = (
         only(written=False, use_qk_norm=True),
     ), like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION), also="SarvamMLAForCausalLM", moe=True,
         latent=True, rank=6,
-        about="Sarvam MLA: latent attention, sigmoid scores, a shared expert, the first layers dense",
+        about="Sarvam MLA",
     ),
 )  # fmt: skip

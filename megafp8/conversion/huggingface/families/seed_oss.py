@@ -27,6 +27,6 @@ FAMILIES = (
         *traits.llama_like(8, 128), Trait(_BIASES, _read_biases, _write_biases), *traits.NO_WINDOW,
         same(attention_dropout=("attention_dropout", 0.1)), unread(residual_dropout=0.0),
     ), rank=4,
-        about="Seed-OSS: `llama` with biases on queries, keys and values, on all linear layers, or on none",
+        about="Seed-OSS; biases of queries, keys and values, everywhere or nowhere",
     ),
 )  # fmt: skip

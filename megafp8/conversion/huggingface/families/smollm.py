@@ -36,6 +36,6 @@ FAMILIES = (
         Trait(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows),
         traits.HEADS_DIVIDE,
     ), rank=4,
-        about="SmolLM3: layers without positions (`no_rope_layers`), with or without windows; biases as in `llama`",
+        about="SmolLM3; biases as in `llama`",
     ),
 )  # fmt: skip

@@ -20,6 +20,6 @@ FAMILIES = (
         # The first folder has these keys of GLM-4.5.
         unread("intermediate_size"), only(written=False, first_k_dense_replace=0, use_qk_norm=False),
     ), moe=True, rank=5,
-        about="Solar Open: experts of `deepseek_v3` in all layers; written as `glm4_moe`",
+        about="Solar Open; written as `glm4_moe`",
     ),
 )  # fmt: skip

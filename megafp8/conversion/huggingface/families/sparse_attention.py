@@ -80,8 +80,7 @@ def _index(heads: int, rope: str) -> tuple[Trait, ...]:
 FAMILIES = (
     Family("deepseek_v32", "DeepseekV32ForCausalLM", (*_SPARSE, *_index(64, "halves"), traits.expert_groups(8, 4)),
            _NAMES, moe=True, latent=True, sparse=True,
-        about="DeepSeek-V3.2: like `deepseek_v3`, with attention to tokens that an indexer selects; any "
-        "`rms_norm_eps`",
+        about="DeepSeek-V3.2; any `rms_norm_eps`",
     ),
     Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", (
         *_SPARSE, *_index(32, "neighbors"), traits.expert_groups(1, 1),
@@ -89,7 +88,6 @@ FAMILIES = (
               _write_indexers),
         only(written=False, rope_interleave=True, indexer_rope_interleave=True),
     ), _NAMES, moe=True, latent=True, sparse=True,
-        about="GLM-5 and GLM-5.2: like `deepseek_v32`; the indexer rotates adjacent channels; layers may share the "
-        "indexer of an earlier layer",
+        about="GLM-5, 5.2",
     ),
 )  # fmt: skip

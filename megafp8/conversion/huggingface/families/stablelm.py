@@ -15,7 +15,6 @@ FAMILIES = (
         always(normalization="layernorm"), switch("parallel_block", "use_parallel_residual", "shared_norm"),
         only(qk_layernorm=False), traits.HEADS_DIVIDE,
     ),
-        about="StableLM: partial rotary embedding, LayerNorm; attention and MLP in sequence, or in parallel with "
-        "one norm. `qk_layernorm: true` is refused",
+        about="StableLM; `qk_layernorm: true` is refused",
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ FAMILIES = (
             "attention_norm": "ln_1", "attention.proj": "attn.c_proj", "mlp_norm": "ln_2",
         }),
     }), rank=5,
-        about="StarCoder and SantaCoder: GPT-2 with one key-value head, or one for each head",
+        about="StarCoder, SantaCoder; one key-value head, or one for each head",
     ),
     Family("starcoder2", "Starcoder2ForCausalLM", (
         traits.SIZES, traits.POSITIONS, traits.TIED, traits.INIT_STD, rope(1e4), traits.window_of_all(None),
@@ -45,6 +45,6 @@ FAMILIES = (
         # Keys of the program that trained it; transformers does not read them.
         unread(*_IN_FP32, "activation_function", "layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights"),
     ), like_llama(_LINEARS), rank=5,
-        about="StarCoder2: LayerNorm, MLP without a gate; sliding window; biases on all linear layers or none",
+        about="StarCoder2; biases everywhere or nowhere",
     ),
 )  # fmt: skip

@@ -71,6 +71,6 @@ FAMILIES = (
         },
         copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     ), kind="t5",
-        about="T5 1.0 and 1.1, Flan-T5: `relu` or `gated-gelu`",
+        about="T5 1.0, 1.1, Flan-T5; `relu` or `gated-gelu`",
     ),
 )  # fmt: skip
