@@ -20,7 +20,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES
+from megafp8.conversion.format_names import ACTIVATIONS, FORM_NAMES, FORMAT_NAMES, WRITTEN_NAMES
 from megafp8.host.arguments import ArgumentParser, at_least
 from megafp8.host.messages import print_error
 
@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("--save", required=True, type=Path, metavar="PATH", help="folder to create, or an empty folder")
     formats = "megatron and torch_dist are Megatron-LM's --ckpt-format torch and torch_dist (docs/converting.md)"
-    parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help=formats)
+    parser.add_argument("--to", required=True, choices=WRITTEN_NAMES, help=formats)
     parser.add_argument(
         "--from", dest="source", choices=FORMAT_NAMES, help="format of the source; default: detected from its files"
     )

@@ -2,8 +2,10 @@
 
 from typing import Literal, get_args
 
-FormatName = Literal["native", "hf", "peft", "megatron", "torch_dist", "consolidated"]
-FORMAT_NAMES = get_args(FormatName)
+FormatName = Literal["native", "hf", "peft", "megatron", "torch_dist", "nanotron", "consolidated"]
+FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
+WRITTEN_NAMES = tuple(name for name in FORMAT_NAMES if name != "nanotron")
+"""Formats that megafp8 also writes."""
 
 FormName = Literal["fp8-block", "fp8-channel", "fp8-tensor"]
 FORM_NAMES: tuple[FormName, ...] = get_args(FormName)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megafp8.checkpoint import complete_checkpoints, latest
 from megafp8.checkpoint.dcp import INDEX_FILE
@@ -19,6 +19,9 @@ from megafp8.conversion.megatron.source import COMMON_FILE, TRACKER, MegatronSou
 from megafp8.conversion.megatron.torch_dist_sink import TorchDistSink
 from megafp8.conversion.megatron.torch_dist_source import TorchDistSource
 from megafp8.conversion.model import check_size_of
+from megafp8.conversion.nanotron import CONFIG_FILE as MODEL_CONFIG_FILE
+from megafp8.conversion.nanotron import TRACKER as STEP_TRACKER
+from megafp8.conversion.nanotron import NanotronSource, is_nanotron
 from megafp8.conversion.native import NativeSink, is_checkpoint
 from megafp8.conversion.peft.sink import PeftSink
 from megafp8.conversion.peft.source import ADAPTER_CONFIG_FILE, open_peft
@@ -64,6 +67,10 @@ def _has(name: str) -> Callable[[Path], bool]:
     return lambda path: (path / name).is_file()
 
 
+def _refuse(path: Path) -> NoReturn:
+    raise ValueError(f"{path}: megafp8 reads nanotron's format, but does not write it")
+
+
 _NATIVE_SIGN = f"{METADATA_FILE} and {INDEX_FILE}, or folders step_<number> that contain them"
 FORMATS = {
     "native": CheckpointFormat(_NATIVE_SIGN, _is_native, open_native, NativeSink, weights_only=False, mtp=True),
@@ -74,6 +81,13 @@ FORMATS = {
     "megatron": CheckpointFormat(f"{TRACKER} or folders mp_rank_<number>", is_megatron, MegatronSource, MegatronSink),
     "torch_dist": CheckpointFormat(
         f"{COMMON_FILE}, or {TRACKER} of a folder with it", is_distributed, TorchDistSource, TorchDistSink
+    ),
+    "nanotron": CheckpointFormat(
+        f"{MODEL_CONFIG_FILE}, or {STEP_TRACKER} of a folder with it",
+        is_nanotron,
+        NanotronSource,
+        _refuse,
+        padded=False,
     ),
     "consolidated": CheckpointFormat(WEIGHTS_FILE, _has(WEIGHTS_FILE), ConsolidatedSource, ConsolidatedSink, mtp=True),
 }

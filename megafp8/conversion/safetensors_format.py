@@ -96,6 +96,20 @@ def read_header(file: Path) -> dict[str, Entry]:
 
     Raises ValueError, with the name of the file and the tensor, if the file is damaged.
     """
+    described, data, size = _read_json(file)
+    entries = {name: _entry(file, name, x, data, size) for name, x in described.items() if name != _METADATA}
+    _check_apart(file, described, entries)
+    return entries
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """Return the texts in a safetensors file's header that do not describe tensors, by name."""
+    metadata = _read_json(file)[0].get(_METADATA)
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header of a safetensors file, the position of the first tensor's bytes, and the file's size."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -105,10 +119,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             text = stream.read(length)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    described = parse_object(f"the header of {file}", text)
-    entries = {name: _entry(file, name, x, 8 + length, size) for name, x in described.items() if name != _METADATA}
-    _check_apart(file, described, entries)
-    return entries
+    return parse_object(f"the header of {file}", text), 8 + length, size
 
 
 def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:

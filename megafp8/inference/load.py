@@ -118,7 +118,7 @@ def open_checkpoint(
     """
     source = open_source(path)
     if isinstance(source, HfSource):  # its vocabulary is not padded, so it fits any number of ranks
-        source = HfSource(source.path, math.lcm(128, layout.tensor))
+        source = type(source)(source.path, math.lcm(128, layout.tensor))
     check_decoder(source.model)
     form = None if weights is None else weight_format(weights, experts=source.model.has_experts)
     run = config_of_run(source)
@@ -186,7 +186,7 @@ def read_weights(path: str | Path, model: Model, tensors: Mapping[str, Rectangle
     """
     source = open_source(path)
     if isinstance(source, HfSource):
-        source = HfSource(source.path, math.lcm(128, model.parallel.tensor.size))
+        source = type(source)(source.path, math.lcm(128, model.parallel.tensor.size))
     if fields := differences(_for_generation(source.model), model.spec):
         raise ValueError(f"{source.path} is a checkpoint of another model: {', '.join(fields)} differ")
     _read_tensors(source, tensors)

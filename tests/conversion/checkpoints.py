@@ -13,6 +13,7 @@ from torch import Tensor
 from megafp8.checkpoint import save
 from megafp8.config import model_spec
 from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.format_names import WRITTEN_NAMES
 from megafp8.conversion.formats import FORMATS as ALL_FORMATS
 from megafp8.conversion.target import Sink
 
@@ -40,8 +41,8 @@ SHAPES = {
     "final_norm.weight": (32,),
     "output.weight": (128, 32),
 }
-FORMATS = [name for name, format in ALL_FORMATS.items() if not format.adapters]
-"""Formats of whole models."""
+FORMATS = [name for name in WRITTEN_NAMES if not ALL_FORMATS[name].adapters]
+"""Formats of whole models that are written."""
 STEP = 30
 ABOUT: dict[str, Any] = {
     "consumed_samples": 240,

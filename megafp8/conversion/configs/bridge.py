@@ -8,11 +8,11 @@ from typing import Any
 
 from megafp8.conversion.configs.engine import Foreign, flatten
 from megafp8.conversion.configs.megatron import describe
+from megafp8.conversion.megatron.run_config import ARGUMENTS
 
-_COMMON = {
-    "num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "sequence_length": "seq_length",
+_COMMON = ARGUMENTS | {
     "path_to_cache": "data_cache_path", "random_seed": "seed", "fp8": "fp8_format", "blend": "data_path",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p", "gated_linear_unit": "swiglu",
+    "sequence_length": "seq_length",
 }  # fmt: skip
 """Arguments by their names in Megatron Bridge, where these differ."""
 _LAST = ("comm_overlap", "mixed_precision")
@@ -51,7 +51,7 @@ def read_bridge(tree: Mapping[str, Any]) -> Foreign:
     values, names = dict[str, Any](), dict[str, str]()
     for section in sorted(tree, key=lambda name: name.removesuffix("_config") in _LAST):
         for path, value in flatten({section: tree[section]}).items():
-            key = path.partition(".")[2]
+            key = path.partition(".")[2].removeprefix("transformer.")
             if not key or path.endswith("_"):  # `_target_` and `_call_` are for Hydra
                 continue
             values[_COMMON.get(key, key)], names[_COMMON.get(key, key)] = value, path

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,14 @@ from megafp8.config import with_keys
 from megafp8.conversion.base import CheckpointSource, TensorInfo, is_vocabulary
 from megafp8.conversion.huggingface import quantized_folder
 from megafp8.conversion.huggingface.config import read_config
-from megafp8.conversion.huggingface.names import Location, is_buffer, is_copy, is_of_shared_keys, present_name
+from megafp8.conversion.huggingface.names import (
+    Location,
+    TensorNames,
+    is_buffer,
+    is_copy,
+    is_of_shared_keys,
+    present_name,
+)
 from megafp8.conversion.huggingface.traits import MTP_LAYERS
 from megafp8.conversion.model import check_size, is_mtp, model_tensors
 from megafp8.conversion.safetensors_format import DTYPES, Entry, read_header, read_rows
@@ -45,6 +52,7 @@ from megafp8.conversion.target import TOKENIZER_NAMES, own_files
 from megafp8.data.tokenizer_files import CODE_FILES, GENERATION_FILE
 from megafp8.host.messages import join_names, name_text
 from megafp8.parallel.sharding import Shape
+from megafp8.spec import ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -60,6 +68,9 @@ class HfSource(CheckpointSource):
         vocab_multiple: The vocabulary is padded with zeros to a multiple of this number (model.vocab_multiple).
     """
 
+    #: File that describes the model.
+    config_file: ClassVar[str] = CONFIG_FILE
+
     def __init__(self, path: str | Path, vocab_multiple: int = 128) -> None:
         self.path = Path(path)
         config = read_config_file(self.path)
@@ -71,8 +82,14 @@ class HfSource(CheckpointSource):
         self.about = {"huggingface": config | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})}
         code = sorted(file.name for file in self.path.glob(CODE_FILES))  # states the pattern of tiktoken.model
         self.tokenizer_files = own_files(self.path, (*TOKENIZER_NAMES, GENERATION_FILE, *code))
-        self._family, self._names = family.model_type, family.names
         entries = quantized_folder.dequantized(self.path, quantization, _entries(self.path))
+        self._open(family.model_type, family.names, model, entries, vocab_multiple)
+
+    def _open(
+        self, family: str, names: TensorNames, model: ModelSpec, entries: dict[str, Entry], vocab_multiple: int
+    ) -> None:
+        """Set `model` and `tensors`, after checking that the stored tensors `entries` are the ones of the model."""
+        self._family, self._names = family, names
         self._entries = self._names.stored(model, self._with_prefix(entries))
         if not model.head.binary:
             self._entries = {
@@ -105,7 +122,7 @@ class HfSource(CheckpointSource):
                 unpadded = math.prod(shape)
             if unpadded > largest:  # check first, because `location` makes a list of rows
                 raise ValueError(
-                    f"{self.path}: {name} has shape {list(shape)} by {CONFIG_FILE}, but the largest tensor in its "
+                    f"{self.path}: {name} has shape {list(shape)} by {self.config_file}, but the largest tensor in its "
                     f"files has {largest:,} values"
                 )
             location = self.location(name, shape)
@@ -114,11 +131,11 @@ class HfSource(CheckpointSource):
                 tensors[name] = TensorInfo(shape, torch.float32)
                 continue
             if entry is None:
-                raise ValueError(f"{self.path} has no tensor {location.name}, which {CONFIG_FILE} requires")
+                raise ValueError(f"{self.path} has no tensor {location.name}, which {self.config_file} requires")
             if entry.dtype not in DTYPES:
                 raise ValueError(f"{entry.file}: {location.name} is {entry.dtype}; supported: {', '.join(DTYPES)}")
             if entry.shape != location.shape:
-                shapes = f"{list(entry.shape)}, but {list(location.shape)} by {CONFIG_FILE}"
+                shapes = f"{list(entry.shape)}, but {list(location.shape)} by {self.config_file}"
                 raise ValueError(f"{entry.file}: {location.name} has shape {shapes}")
             tensors[name] = TensorInfo(shape, DTYPES[entry.dtype])
             used.add(location.name)
@@ -127,7 +144,7 @@ class HfSource(CheckpointSource):
             word = self.location(ours, model_tensors(self.model)[ours]).name
             if not self._is_equal(output, word):
                 raise ValueError(
-                    f"{self.path}: {CONFIG_FILE} has tie_word_embeddings = true, but {output} in "
+                    f"{self.path}: {self.config_file} has tie_word_embeddings = true, but {output} in "
                     f"{self._entries[output].file.name} is not {word}, and releases of transformers differ in which "
                     "they use. Set tie_word_embeddings to false to use both tensors (as transformers 5 does), or "
                     f"remove {output} to tie them (as transformers 4 does)"

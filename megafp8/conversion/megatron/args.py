@@ -41,7 +41,7 @@ REFUSED = {
     "rotary embedding of a part of each head": "rotary_percent",
     "interpolated positions": "rotary_seq_len_interpolation_factor",
     "layers without rotary embedding": "no_rope_freq",
-    "another softmax": "softmax_type",
+    "another softmax": "softmax_type softmax_scale",
     "an offset in SwiGLU": "glu_linear_offset",
     "a clamped activation": "activation_func_clamp_value",
     "maximal-update scaling": "use_mup",

@@ -5,6 +5,7 @@
     <dir>/iter_0000100/common.pt               data that is not sharded, including the run's arguments (`args`)
     <dir>/iter_0000100/.metadata               the index of torch.distributed.checkpoint
     <dir>/iter_0000100/__0_0.distcp            data
+    <dir>/iter_0000100/run_config.yaml         the run's config, instead of arguments, if Megatron Bridge saved it
 
 Tensors are global. They have the names in `megatron.names` for one tensor-parallel rank and one pipeline stage, with
 these differences:
@@ -48,6 +49,7 @@ from megafp8.checkpoint.torch_file import StoredTensor, TorchFile
 from megafp8.conversion.base import CheckpointSource, TensorInfo, optimizer_key
 from megafp8.conversion.megatron.args import read_args
 from megafp8.conversion.megatron.names import OUTPUT, MegatronPlace, RankSlice, canonical, place, runs, their_shape
+from megafp8.conversion.megatron.run_config import RUN_CONFIG_FILE, bridge_args
 from megafp8.conversion.megatron.source import (
     BERT_HEAD,
     COMMON_FILE,
@@ -118,7 +120,9 @@ class TorchDistSource(CheckpointSource):
         check_data_files(self.path, index)
         self._reader = TensorReader(self.path, index)
         common = TorchFile(self.path / COMMON_FILE)
-        content = content_of(common)
+        by_bridge = isinstance(common.content, dict) and "args" not in common.content
+        by_bridge = by_bridge and (self.path / RUN_CONFIG_FILE).is_file()
+        content = common.content | {"args": bridge_args(self.path)} if by_bridge else content_of(common)
         args = content["args"]
         self._stored = _weights(self.path, index)
         if EMBEDDING not in self._stored:
@@ -131,7 +135,7 @@ class TorchDistSource(CheckpointSource):
             shapes = [info.shape for _, info in self._stored.values()]
             check_size(self.model, shapes, stacked=max((shape[0] for shape in shapes if shape), default=0))
         except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
-            raise ValueError(f"{common.path}: {error}") from error
+            raise ValueError(f"{self.path / RUN_CONFIG_FILE if by_bridge else common.path}: {error}") from error
         self.about = about_run(content, args)
         self._parts: dict[str, _Part] = {}
         self.tensors = self._check()
@@ -141,7 +145,7 @@ class TorchDistSource(CheckpointSource):
         if state:
             self.tensors |= state
             self.about["optimizer_steps"] = steps.pop()
-        self.tokenizer_files = tokenizer_files(self.path.parent)
+        self.tokenizer_files = tokenizer_files(self.path if by_bridge else self.path.parent)
 
     def _check(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of our tensors, after checking that the checkpoint has all of them and no others."""

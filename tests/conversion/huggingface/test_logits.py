@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +94,33 @@ def in_float64(model: Any) -> Any:
     return model.double()
 
 
-def logits_in_float64(path: Path) -> Tensor:
-    """Logits `[b, s, v]` of `tokens()` by a folder, in float64 on one rank."""
+def exact_logits(model: Any) -> Tensor:
+    """Logits of `tokens()` by a Llama-like model of transformers in float64, also in norms and rotary embedding."""
+    config = model.config
+    theta, d = config.rope_parameters["rope_theta"], config.hidden_size // config.num_attention_heads
+    frequencies = theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+
+    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = rotary
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = partial(torch.nn.functional.rms_norm, weight=module.weight, eps=config.rms_norm_eps)
+            module.forward = partial(norm, normalized_shape=module.weight.shape)
     with torch.no_grad():
-        logits = _our_logits(HfSource(path, vocab_multiple=8), 1, 1, dtype=torch.float64)[1]
+        return model(tokens()).logits
+
+
+def hf_source(path: Path) -> HfSource:
+    return HfSource(path, vocab_multiple=8)
+
+
+def logits_in_float64(path: Path, source: Callable[[Path], CheckpointSource] = hf_source) -> Tensor:
+    """Logits `[b, s, v]` of `tokens()` by a folder of the format that `source` opens, in float64 on one rank."""
+    with torch.no_grad():
+        logits = _our_logits(source(path), 1, 1, dtype=torch.float64)[1]
     assert logits is not None
     return logits
 
