@@ -11,6 +11,8 @@ from typing import Any, Literal
 from megafp8 import __version__
 from megafp8.prove.shrink import Change
 
+FORMAT_VERSION = 1
+"""Version of the JSON. Grows when an older reader would misread it, not for new keys."""
 Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 """Outcome of a check. `within`: not equal because of rounding, but below a bound."""
 
@@ -60,7 +62,7 @@ class Certificate:
 
     def as_json(self) -> str:
         """Return the certificate as JSON. Its `config` is the small one."""
-        content = {"megafp8_version": __version__, "passed": self.passed, **asdict(self)}
+        content = {"format_version": FORMAT_VERSION, "megafp8_version": __version__, "passed": self.passed, **asdict(self)}
         return json.dumps(_finite(content), indent=2) + "\n"
 
 
