@@ -645,8 +645,8 @@ class IndexedDatasetWriter:
             checksum = self._write_index()
             mask = {} if self._mask is None else {"loss_mask": self._mask._write_and_fingerprint()}
             if about is not None:
-                described = json.dumps({"format_version": FORMAT_VERSION, **about, **mask, "index_sha256": checksum}, indent=2) + "\n"
-                _write_flushed(self._sidecar, [described.encode()])
+                described = {"format_version": FORMAT_VERSION, **about, **mask, "index_sha256": checksum}
+                _write_flushed(self._sidecar, [(json.dumps(described, indent=2) + "\n").encode()])
             try:
                 self._publish()
             except KeyboardInterrupt:

@@ -62,7 +62,8 @@ class Certificate:
 
     def as_json(self) -> str:
         """Return the certificate as JSON. Its `config` is the small one."""
-        content = {"format_version": FORMAT_VERSION, "megafp8_version": __version__, "passed": self.passed, **asdict(self)}
+        versions = {"format_version": FORMAT_VERSION, "megafp8_version": __version__}
+        content = {**versions, "passed": self.passed, **asdict(self)}
         return json.dumps(_finite(content), indent=2) + "\n"
 
 
