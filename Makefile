@@ -16,7 +16,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-docs test-gpu quickstart docs lint format clean
+.PHONY: help venv test test-slow test-docs test-gpu quickstart docs release lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ quickstart: $(VENV)/.runtime  ## vocabulary, data, FP8 training on 4 processes, 
 
 docs: venv  ## the site, in build/site
 	$(PY) -m mkdocs build --strict -f docs/site/mkdocs.yml
+
+release:  ## wheel, source archive and SBOM, tried in empty environments: make release PYTHONS='python3.10 python3.13'
+	.ci/release $(PYTHONS)
 
 lint: venv  ## ruff, types, and the direction of imports
 	$(PY) -m ruff check .

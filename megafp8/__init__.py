@@ -8,7 +8,7 @@ from typing import Any
 
 import megafp8.kernels  # noqa: F401  registers how quantizers find their kernels, without importing the kernels
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _MODULES = {
     "Completion": "megafp8.inference",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
 from enum import Enum
 from os.path import expanduser
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from pydantic import (
     model_serializer,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 
 def _number(value: object) -> object:

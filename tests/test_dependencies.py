@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from megafp8 import __version__
 from megafp8.host import shipped
 
 if sys.version_info >= (3, 11):
@@ -65,7 +66,7 @@ def _written() -> Iterator[tuple[Path, str]]:
 def test_there_is_one_form_of_installing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documentation has a checkout, `pip install '.[hf]'`, or its wheel; messages have `install_command`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wheel = re.escape(f"dist/megafp8-{project['version']}-py3-none-any.whl")
+    wheel = re.escape(f"dist/megafp8-{__version__}-py3-none-any.whl")
     line = re.compile(rf"pip install '(?:\.|{wheel})\[([a-z0-9,]+)\]'")
     others, extras = [], set()
     for path, text in _written():

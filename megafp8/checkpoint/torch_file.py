@@ -211,11 +211,11 @@ class TorchFile:
                 if target.shape[1:] == rest and target.is_contiguous() and target.device.type == "cpu":
                     read_into(stream, begin, as_bytes(target))
                     return
-                columns = tuple(slice(o, o + n) for o, n in zip(low[1:], target.shape[1:]))
+                columns = (slice(None), *(slice(o, o + n) for o, n in zip(low[1:], target.shape[1:])))
                 for rows in target.split(max(1, BLOCK_BYTES // max(1, row_bytes))):
                     block = torch.empty((len(rows), *rest), dtype=target.dtype)
                     read_into(stream, begin, as_bytes(block))
-                    rows.copy_(block[(slice(None), *columns)])
+                    rows.copy_(block[columns])
                     begin += len(rows) * row_bytes
         except (OSError, EOFError) as error:
             if is_transient(error):

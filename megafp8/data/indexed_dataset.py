@@ -51,6 +51,8 @@ from megafp8.host.processes import incomplete_path, remove_abandoned
 from megafp8.host.strict_json import parse_json
 from megafp8.host.suggestions import near_path
 
+FORMAT_VERSION = 1
+"""Version of the sidecar and the loss mask. Grows when an older reader would misread them, not for new keys."""
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, type[np.generic]] = dict(
@@ -452,6 +454,10 @@ def _read_sidecar(path: AnyPath) -> dict[str, Any] | None:
     for key in ("tokenizer_fingerprint", "index_sha256", "loss_mask"):
         if not isinstance(about.get(key), str | None):
             raise _no_sidecar(path, f"{key} is {about[key]!r}, not a hash")
+    version = about.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        works = "read the data set with that version or a newer one, or preprocess it again"
+        raise DataError(f"{path} has format version {version}; this megafp8 reads up to {FORMAT_VERSION}: {works}")
     return about
 
 
@@ -639,8 +645,8 @@ class IndexedDatasetWriter:
             checksum = self._write_index()
             mask = {} if self._mask is None else {"loss_mask": self._mask._write_and_fingerprint()}
             if about is not None:
-                described = json.dumps({**about, **mask, "index_sha256": checksum}, indent=2) + "\n"
-                _write_flushed(self._sidecar, [described.encode()])
+                described = {"format_version": FORMAT_VERSION, **about, **mask, "index_sha256": checksum}
+                _write_flushed(self._sidecar, [(json.dumps(described, indent=2) + "\n").encode()])
             try:
                 self._publish()
             except KeyboardInterrupt:

@@ -18,6 +18,8 @@ from megafp8.config.files import file_of, read_tree
 from megafp8.prove.shrink import Change
 from megafp8.training.run_log import source_commit
 
+FORMAT_VERSION = 1
+"""Version of the JSON. Grows when an older reader would misread it, not for new keys."""
 Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 """Outcome of a check. `within`: not equal because of rounding, but below a bound."""
 
@@ -91,7 +93,8 @@ class Certificate:
 
     def as_json(self) -> str:
         """Return the certificate as JSON. Its `config` is the small one."""
-        content = {"megafp8_version": __version__, "passed": self.passed, **asdict(self)}
+        versions = {"format_version": FORMAT_VERSION, "megafp8_version": __version__}
+        content = {**versions, "passed": self.passed, **asdict(self)}
         return json.dumps(_finite(content), indent=2) + "\n"
 
 

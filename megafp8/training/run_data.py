@@ -28,7 +28,7 @@ from megafp8.training.fp8_records import advice_text, grid, ordered_layers, read
 from megafp8.training.goodput import Goodput, goodput, read_lines
 from megafp8.training.history import changed_keys
 from megafp8.training.metrics import counting, fp8_scalars, short_number
-from megafp8.training.run_log import LAUNCHES_FILE, LOG_FILE
+from megafp8.training.run_log import FORMAT_VERSION, LAUNCHES_FILE, LOG_FILE
 
 BUCKETS = 750
 """Number of buckets to which long curves are reduced."""
@@ -234,6 +234,10 @@ def read_run(folder: Path, name: str) -> RunData:
     flags = counting([record["step"] for record in everything])
     records = [record for record, counts in zip(everything, flags) if counts]
     launches = read_lines(folder / LAUNCHES_FILE, "time", "step")
+    versions = [launch.get("format_version") for launch in launches]
+    if newer := [version for version in versions if isinstance(version, int) and version > FORMAT_VERSION]:
+        where = f"{folder / LAUNCHES_FILE}: the run has format version {max(newer)}"
+        raise ValueError(f"{where}; this megafp8 reads up to {FORMAT_VERSION}: use a newer version")
     report = read_report(folder / FP8_FILE) if (folder / FP8_FILE).exists() else []
     log = _lines(folder / LOG_FILE)
     return RunData(

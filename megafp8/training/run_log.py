@@ -34,6 +34,8 @@ from megafp8.training.errors import TrainingError
 
 LOG_FILE = "log.txt"
 LAUNCHES_FILE = "launches.jsonl"
+FORMAT_VERSION = 1
+"""Version of the run folder's JSON lines. Grows when an older reader would misread a key, not for new keys."""
 STEPS = "megafp8.steps"
 """Name of the logger of step lines, which can be hidden on the console."""
 
@@ -174,6 +176,7 @@ def record_launch(folder: Path, parallel: ParallelState, step: int) -> None:
     if hosts is None or not parallel.world.is_first:
         return
     launch: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "step": step,
         "command": shlex.join(redact_arguments(sys.argv)),

@@ -187,7 +187,9 @@ def test_a_sidecar_is_that_of_its_data_set(tmp_path: Path) -> None:
         writer.add_document(np.array([1, 2, 3]))
         writer.close(about)
         digest = hashlib.sha256((tmp_path / "x.idx").read_bytes()).hexdigest()
-        assert IndexedDataset(tmp_path / "x").sidecar() == (about and {**about, "index_sha256": digest})
+        assert IndexedDataset(tmp_path / "x").sidecar() == (
+            about and {"format_version": 1, **about, "index_sha256": digest}
+        )
 
 
 def test_check_dataset(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import NamedTuple  # generic before Python 3.11, too
 
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.quantize import ScaleRule
