@@ -31,6 +31,7 @@ class RowBound:
 
     def __init__(self, device: torch.device) -> None:
         self._largest: dict[str, int] = {}  # most rows so far, by layer
+        self._limits: dict[str, int] = {}  # largest possible number of rows, by layer
         self._rooms: dict[str, int] = {}  # room in the newest graph, by layer
         self._is_fixed = False
         self.surplus = torch.zeros(_MOST_LAYERS, dtype=torch.int32, device=device)
@@ -46,31 +47,38 @@ class RowBound:
         finally:
             self._is_fixed = False
 
-    def room(self, layer: str, rows: Tensor, most: int) -> int:
+    def room(self, layer: str, rows: Tensor, limit: int) -> int:
         """Return the number of rows to allocate for a layer.
 
         Args:
             layer: Name of the layer.
             rows: Number of rows that the layer has, int32 `[1]` on the device.
-            most: Largest possible number of rows.
+            limit: Largest possible number of rows.
         """
         if not self._is_fixed:
             count = int(rows.item())
             self._largest[layer] = max(self._largest.get(layer, 0), count)
             return count
-        room = min(most, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
-        self._rooms[layer] = room
+        room = min(limit, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
+        self._rooms[layer], self._limits[layer] = room, limit
         index = self._index(layer)
         surplus = self.surplus[index : index + 1]
         torch.maximum(surplus, rows - room, out=surplus)
         return room
 
     def grow(self) -> None:
-        """Give layers that had no room for all rows as much room as they needed. Waits for the device."""
+        """Enlarge the rooms after a surplus. Waits for the device.
+
+        A layer with a surplus gets `MARGIN` times the rows that it had. Every other layer gets as large a fraction of
+        its limit as the fullest layer had, because routers that still learn fill now one layer, now another.
+        """
         surplus = self.surplus.tolist()
         for layer, room in self._rooms.items():
-            if more := surplus[self._index(layer)]:
-                self._largest[layer] = room + more
+            if surplus[self._index(layer)]:
+                self._largest[layer] = room + surplus[self._index(layer)]
+        fullest = max(self._largest[layer] / limit for layer, limit in self._limits.items())
+        for layer, limit in self._limits.items():
+            self._largest[layer] = max(self._largest[layer], int(fullest * limit / MARGIN))
 
     def _index(self, layer: str) -> int:
         return list(self._largest).index(layer)
