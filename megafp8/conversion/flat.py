@@ -223,6 +223,7 @@ def _value(record: Any, key: str, model: ModelSpec) -> Any:
         or (key == "attention_scale" and value == record.channels**-0.5)
         or (key == "norm_eps" and isinstance(record, LatentRecord) and value == model.norm.eps)
         or (key in ("num_groups", "top_groups") and _chooses_from_all_groups(record))
+        or (key in ("index_heads", "index_head_dim") and getattr(record, "top_k", None) is None)
     )
     return None if without_effect else value
 

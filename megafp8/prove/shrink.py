@@ -436,7 +436,7 @@ def _experts(values: list[int], config: Config, layout: ProvedLayout, scale: int
     """Return small numbers of experts. Ranks have several experts each if they do in the config."""
     counts = {record.num_experts for record in config.spec.expert_records}
     units = {count: layout.expert * (1 + (count > config.parallel.expert)) for count in counts}
-    return in_proportion(values, units, 2 * min(scale, 2))
+    return in_proportion(values, units, 2 * scale)
 
 
 def _channels(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.config.parts import PARTS
 from megafp8.config.resolve import kind_name
+from megafp8.conversion.huggingface.config import choose
 from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import ProvedLayout, fold
@@ -172,6 +173,18 @@ def test_what_stays_of_a_shipped_config(path: Path) -> None:
         comparable = comparable_fp8(small, ranks)
         check_layout(comparable.config, comparable.ranks)
     assert small.optimizer.name == given_config.optimizer.name
+
+
+def test_a_small_model_keeps_its_family() -> None:
+    small = shrink(load_config("configs/deepseek-v4-flash.yaml")).config
+    assert choose(small.spec).model_type == "deepseek_v4"
+
+
+def test_a_token_finds_enough_experts_in_small_groups() -> None:
+    moe = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "score": "sigmoid", "num_groups": 2, "top_groups": 1}
+    small = shrink(config_of(DP2 | EP2, model={"moe": moe})).config.model.moe
+    assert small is not None
+    assert (small.num_experts, small.num_groups, small.top_groups, small.top_k) == (8, 2, 1, 3)
 
 
 def test_every_change_is_said() -> None:
