@@ -1,8 +1,8 @@
 """Train whole published models for a few steps on real text, and write a row of the table in docs/performance.md.
 
-    torchrun --nproc-per-node 2 -m benchmarks.records gpt-oss-20b fp8 --rows rows
-    torchrun --nproc-per-node 4 -m benchmarks.records qwen3-30b-a3b bf16 --rows rows --set parallel.expert=4
-    python -m benchmarks.records --table rows
+    torchrun --nproc-per-node 2 -m benchmarks.records gpt-oss-20b fp8 --rows docs/cards
+    torchrun --nproc-per-node 4 -m benchmarks.records qwen3-30b-a3b bf16 --rows docs/cards --set parallel.expert=4
+    python -m benchmarks.records --table docs/cards
 
 A row is a model with its full vocabulary, from a config in configs/, on the GPUs that torchrun starts. `RECORDS` holds
 the batch and the sequence length of the published runs, their figures with links, and the options with which the model
@@ -11,7 +11,8 @@ weights, and no load is balanced by force. Gradients are clipped.
 
 The text is the source code of the Python standard library, 3.4 million tokens of a vocabulary with 16,384 entries, and
 is read again after its end. Two steps with four micro-batches compile the kernels, one step records the CUDA graphs,
-and `--steps` steps are measured by the host's clock. The first rank writes `<model>-<precision>-<gpus>.json`; its
+and `--steps` steps are measured by the host's clock. Graphs of experts without room for all rows of a step are recorded
+again, and this time counts. The first rank writes `<model>-<precision>-<gpus>.json`; its
 `spread` is the standard deviation of the steps, as a fraction of their mean. The command fails if the loss of the last
 step is not below that of the first.
 """
@@ -177,10 +178,10 @@ def timed_steps(
     """
     seconds, losses, imbalances = [], [], []
     for step in range(EAGER_STEPS + 1 + steps):
+        start = time.perf_counter()
         microbatches = next(batches)
         if step < EAGER_STEPS:
             microbatches = microbatches[:EAGER_MICRO_BATCHES]
-        start = time.perf_counter()
         loss, result = trainer.train_step(step, microbatches)
         if step > EAGER_STEPS:
             seconds.append(time.perf_counter() - start)
@@ -213,6 +214,7 @@ def row_of(name: str, precision: str, config: Config, parallel: ParallelState, s
         "precision": precision,
         "recipe": config.fp8.recipe,
         "date": date.today().isoformat(),
+        "command": f"torchrun --nproc-per-node {gpus} -m benchmarks.records {name} {precision}",
         "commit": os.environ.get("MEGAFP8_COMMIT", commit.stdout.strip()),
         "gpu": machine(parallel.device),
         "gpus": gpus,
@@ -244,8 +246,8 @@ def table(folder: Path) -> str:
         "| published |",
         "|:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|:--|",
     ]
-    for path in sorted(folder.glob("*.json")):
-        row = json.loads(path.read_text(encoding="utf-8"))
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    for row in (x for x in contents if "sequences_per_gpu" in x):  # not a certificate
         published = "; ".join(
             f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.precision}, {x.seq_length:,})"
             for x in RECORDS[row["model"]].published

@@ -32,10 +32,10 @@ def page_with_families(page: str) -> str:
 def table() -> str:
     """Return the table of all families."""
     configs = configs_of_families()
-    rows = ["| family | models | generates | FP8 folder | config |", "|---|---|:-:|:-:|---|"]
+    rows = ["| family (card) | models | generates | FP8 folder |", "|---|---|:-:|:-:|"]
     for name, family in sorted(FAMILIES.items()):
         links = ", ".join(f"[{config}](../configs/{config}.yaml)" for config in configs[name])
-        cells = (f"`{name}`", family.about, generates(family), fp8_folder(family), links)
+        cells = (f"`{name}` ({links})" if links else f"`{name}`", family.about, generates(family), fp8_folder(family))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -215,7 +215,7 @@ def _training(rows: Sequence[Evidence]) -> Claim:
     row = next((row for row in rows if row["last_loss"] < row["first_loss"]), None)
     if row is None:
         return claim
-    evidence = f"loss {row['first_loss']:.2f} → {row['last_loss']:.2f} on {_gpus(row)}, {row['recipe']}"
+    evidence = f"loss {row['first_loss']:.2f} → {row['last_loss']:.2f} on {_gpus(row)}, {_recipe(row)}"
     return claim._replace(status="verified", evidence=evidence, source=row)
 
 
@@ -230,7 +230,7 @@ def _claim_line(claim: Claim) -> str:
 def _row_line(row: Evidence) -> str:
     error = row["predicted_ms"] / row["step_ms"] - 1
     cells = (
-        row["date"], _commit(row), _gpus(row), row["layout"], row["recipe"],
+        row["date"], _commit(row), _gpus(row), row["layout"], _recipe(row),
         f"{row['sequences_per_gpu']} × {row['sequence_length']:,}", f"{row['tokens_per_second_per_gpu']:,.0f}",
         f"{row['spread']:.1%}", f"{row['model_tflops']:.0f}", "" if row["mfu"] is None else f"{row['mfu']:.1%}",
         f"{row['step_ms']:,.0f} ({row['predicted_ms']:,.0f}, {error:+.1%})",
@@ -247,3 +247,7 @@ def _commit(source: Evidence) -> str:
 
 def _gpus(row: Evidence) -> str:
     return f"{row['gpus']} {row['gpu'].removeprefix('NVIDIA ')}"
+
+
+def _recipe(row: Evidence) -> str:
+    return "bf16" if row["recipe"] == "none" else str(row["recipe"])
