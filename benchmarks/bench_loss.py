@@ -74,9 +74,9 @@ def measure(config: Config, trainer: RankTrainer, steps: int) -> dict[str, float
             times.append(milliseconds(start, end))
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if on_cuda else None
     parts = loss_parts(config)
-    predicted = max(parts) * size * 2 + 3 * s * config.model.hidden_size * 2  # x has been counted, its norm has not
+    predicted = parts.tokens * size * 2 + 3 * s * config.model.hidden_size * 2  # x has been counted, its norm has not
     return {
-        "parts": len(parts), "ms": statistics.median(times), "GiB": peak, "predicted": predicted / 2**30,
+        "parts": parts.number, "ms": statistics.median(times), "GiB": peak, "predicted": predicted / 2**30,
         "loss": float(report[0] / report[1]),
     }  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megafp8 import objectives
 from megafp8.host.registry import records_of
-from megafp8.layers.head.parts import token_parts
+from megafp8.layers.head.parts import rows_of_part
 from megafp8.numerics.dtypes import DTYPES
 from megafp8.objectives import Config, LossMemory, Objective, ObjectiveLoss, ObjectiveRecord, ParallelState, Tokenizer
 
@@ -46,13 +48,21 @@ def loss_tokens_at_once(config: Config) -> int:
     return config.training.loss_tokens_at_once or max(1, most)
 
 
-def loss_parts(config: Config) -> list[int]:
-    """Return how many tokens have logits on a rank at the same time, for each part of a micro-batch."""
+class LossParts(NamedTuple):
+    """Parts of a micro-batch whose logits exist at the same time: their number, and a rank's tokens in the largest."""
+
+    number: int
+    tokens: int
+
+
+def loss_parts(config: Config) -> LossParts:
+    """Return the parts in which the loss of a micro-batch is computed."""
     p, s = config.parallel, config.decoder_length or config.training.seq_length
     b = config.training.micro_batch_size * (1 + config.spec.num_prediction_layers)
     shards = p.tensor if p.sequence_parallel else 1
-    parts = token_parts(s // p.context // shards, b, shards=shards, at_once=loss_tokens_at_once(config))
-    return [(part.stop - part.start) * shards * b for part in parts]
+    rows = s // p.context // shards
+    size = rows_of_part(rows, b, shards=shards, at_once=loss_tokens_at_once(config))
+    return LossParts(-(-rows // size), size * shards * b)
 
 
 def _record_of(config: Config) -> ObjectiveRecord:

@@ -369,7 +369,7 @@ def ends_costs(outline: ModelOutline, cluster: Cluster, *, first: bool, last: bo
         output = in_high_precision(config, cluster, LinearSize(tokens, h, v))
         logits = tokens * v * e
         # The loss reads logits twice; their gradient overwrites them. All parts but the first add to the fp32 gradient.
-        parts = len(loss_parts(config))
+        parts = loss_parts(config).number
         sums = (parts - 1) * v * h * 2 * sum_bytes(config)
         output += Phases(2 * logits / copy, 2 * logits / copy, sums / copy)
         p = config.parallel

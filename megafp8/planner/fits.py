@@ -13,6 +13,7 @@ from typing import Any
 
 from megafp8.config import Config, ConfigError, Problem
 from megafp8.config.checks import split_widths
+from megafp8.config.optimizer_checks import offload
 from megafp8.planner.memory import RankMemory, size_text
 
 NO_DEVICE_HAS = 2**50
@@ -29,7 +30,12 @@ _USUAL = {
     "fp8.amax_history_len": 2**14,
 }
 """Largest values in use today. If a config does not fit, a key with a larger value is probably the mistake."""
-_SAVING = {"parallel.zero": (0, 1), "parallel.recompute": ("none", "full"), "optimizer.moments_dtype": ("fp32", "bf16")}
+_SAVING = {
+    "parallel.zero": (0, 1),
+    "parallel.recompute": ("none", "full"),
+    "optimizer.moments_dtype": ("fp32", "bf16"),
+    "optimizer.offload": (0.0, 1.0),
+}
 """Keys that save memory without changing the model or the layout: default, and value that saves memory."""
 
 
@@ -67,6 +73,7 @@ def check_memory(
         f"{saving}={value}"
         for saving, (default, value) in _SAVING.items()
         if _get(config, saving) == default and not config.parallel.fsdp and total(saving, value) <= limit
+        if not any(offload(_with(config, saving, value)))
     ][:1]
     replicas = config.parallel.fsdp_replicas
     fewer = (n for n in range(replicas // 2, 0, -1) if replicas % n == 0)

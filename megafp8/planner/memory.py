@@ -362,7 +362,7 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         on_device[0] += outline.stream_tokens * (h * e + outline.batch.statistic * statistics)
     predicted = (1 + config.spec.num_prediction_layers) * outline.batch_of(config.spec.num_blocks - 1).tokens
     parts = loss_parts(config)
-    logits = max(parts) * (config.spec.stem.rows // config.parallel.tensor) * e
+    logits = parts.tokens * (config.spec.stem.rows // config.parallel.tensor) * e
     last = layers.stop == len(config.spec.layers)
     candidates = []
     for at, index in enumerate(layers):
@@ -373,19 +373,19 @@ def _chunk(outline: ModelOutline, layers: range, data: int, overlaps: bool) -> _
         activations = sum(on_device[: at + 1]) + sum(offloaded[max(0, at - 1) : at + 1])
         candidates.append((activations, 0, recomputed + backward + gathered.blocks[at]))
     if last:
-        loss = logits + loss_memory(config, max(parts)).computed
+        loss = logits + loss_memory(config, parts.tokens).computed
         # Input of the final norm; input of the output layer, and its gradient; residual streams.
         shards = config.parallel.tensor if config.parallel.sequence_parallel else 1
         loss += (outline.batch.own_tokens + 2 * predicted // shards) * h * e
         loss += outline.batch.own_tokens * (config.spec.stream_width - h) * e
         if shards > 1:  # the gathered input of a part, and its gradient before the sum
-            loss += 2 * max(parts) * h * e
-        if len(parts) > 1 and gathers_blocks(config):  # the weight gradient of a part, which is added to the others
+            loss += 2 * parts.tokens * h * e
+        if parts.number > 1 and gathers_blocks(config):  # the weight gradient of a part, which is added to the others
             loss += _table(config) * state_bytes(config, config.optimizer.reduce_dtype)
         candidates.append((sum(on_device) + sum(offloaded[-1:]), loss, gathered.loss))
     candidates.append((0, 0, gathered.end))
     deferred = sum(outline.deferred_wgrad(index) for index in layers)
-    if last and len(parts) == 1:  # the output layer's input, and the gradient of all logits
+    if last and parts.number == 1:  # the output layer's input, and the gradient of all logits
         deferred += predicted * h * e + logits
     return _Chunk(sum(on_device), sum(offloaded), deferred, max(candidates, key=sum))
 

@@ -259,9 +259,11 @@ def _describe(config: Config, world_size: int, fp8: Fp8Manager, plan: PipelinePl
 def _describe_loss(config: Config) -> list[str]:
     """Return a line about the parts of a micro-batch whose logits exist at the same time; empty for a single part."""
     parts = loss_parts(config)
-    if len(parts) == 1:
+    if parts.number == 1:
         return []
-    return [f"loss: in {len(parts)} parts of a micro-batch; at most {max(parts):,} tokens have logits at the same time"]
+    return [
+        f"loss: in {parts.number} parts of a micro-batch; at most {parts.tokens:,} tokens have logits at the same time"
+    ]
 
 
 def _compared(config: Config, teacher: ModelSpec | None) -> Config | None:

@@ -77,6 +77,19 @@ def test_a_key_that_saves_enough_memory_is_suggested() -> None:
     check_memory(config, memory_under(plan, 8), GPU, "this GPU has", "run.yaml")
 
 
+def test_state_on_the_host_is_suggested_unless_the_optimizer_needs_it_on_the_gpu() -> None:
+    options = ["parallel.pipeline=1", "parallel.expert=2", "fp8.recipe=none", "optimizer.store_param_remainders=true"]
+    options += ["parallel.recompute=full", "optimizer.moments_dtype=fp8", "training.seq_length=4096"]
+    assert "try optimizer.offload=1.0" in refusal("qwen3-30b-a3b", *options, world_size=2)
+    assert "offload" not in refusal(
+        "qwen3-30b-a3b",
+        *options,
+        "optimizer.average_decay=0.99",
+        "optimizer.store_param_remainders=false",
+        world_size=2,
+    )
+
+
 def test_fewer_replicas_are_suggested() -> None:
     """Llama 3 8B with 100 layers: 6 + 12 / 16 bytes of each of 22.9e9 parameters do not fit, and half of them do."""
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "model.vocab_size=128256", "training.global_batch_size=16"]

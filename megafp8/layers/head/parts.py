@@ -43,14 +43,18 @@ class TokenPart(NamedTuple):
         return sharded.flatten(dim, dim + 1)
 
 
-def token_parts(rows: int, b: int, *, shards: int, at_once: int) -> list[TokenPart]:
-    """Divide `rows` rows of b tokens in each shard into parts of at most about `at_once` tokens.
+def rows_of_part(rows: int, b: int, *, shards: int, at_once: int) -> int:
+    """Return the number of rows in a part if `rows` rows of b tokens in each shard are divided.
 
-    The parts are as even as alignment allows.
+    A part has at most about `at_once` tokens. The parts are as even as alignment allows.
     """
     size = -(-rows // -(-(rows * shards * b) // at_once))
-    if size > _ALIGN:
-        size = min(rows, -(-size // _ALIGN) * _ALIGN)
+    return size if size <= _ALIGN else min(rows, -(-size // _ALIGN) * _ALIGN)
+
+
+def token_parts(rows: int, b: int, *, shards: int, at_once: int) -> list[TokenPart]:
+    """Divide `rows` rows of b tokens in each shard into parts of `rows_of_part` rows; the last may have fewer."""
+    size = rows_of_part(rows, b, shards=shards, at_once=at_once)
     return [TokenPart(start, min(start + size, rows), shards) for start in range(0, rows, size)]
 
 
