@@ -9,10 +9,11 @@ are assumed to be equally fast at all lengths. The table has the mean waiting of
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import new_parser
 from megafp8.config import load_config
 from megafp8.data.packing import BestFit, Concatenation, Packing
 from megafp8.data.sampler import balanced_order
@@ -24,7 +25,7 @@ STEPS = 40
 
 def main() -> None:
     """Print the table."""
-    parser = new_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama3-8b", help="config of the model")
     parser.add_argument("--seq-length", type=int, default=131072)
     parser.add_argument("--samples", type=int, default=128, help="samples of a step")
