@@ -173,10 +173,10 @@ def _packing(config: Config) -> Iterator[Problem]:
     if d.loss_on is not None and config.model.architecture != "gpt":
         rule = f"model.architecture is {config.model.architecture}, which is not trained to predict the next token"
         yield Problem("data.loss_on", d.loss_on, rule, "leave it out")
-    elif d.loss_on is not None and d.packing != "best_fit":
+    elif d.loss_on is not None and not d.packs_whole_documents:
         rule = f"data.loss_on is {d.loss_on}, and any other packing separates answers from their prompts"
         yield Problem("data.packing", d.packing, rule, "try best_fit")
-    if d.packing != "best_fit" or (d.reset_at_documents and d.mask_eod_loss):
+    if not d.packs_whole_documents or (d.reset_at_documents and d.mask_eod_loss):
         return
     rule = "each document attends only to itself and padding has no loss, so it needs two more keys"
     works = "try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate"

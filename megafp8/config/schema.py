@@ -772,7 +772,7 @@ class DistillationConfig(ObjectiveConfig):
         if self.top_k is None:
             rule = f"{where} logits of the whole vocabulary are too large to store"
             yield Problem("data.distillation.top_k", None, rule, "try 64")
-        if d.packing != "best_fit":
+        if not d.packs_whole_documents:
             rule = f"{where} any other packing gives a token a different context in each epoch"
             yield Problem("data.packing", d.packing, rule, "try best_fit, or data.distillation.logits=live")
         if config.stages:
@@ -956,13 +956,15 @@ class DataConfig(Section):
     samples), so that all finish an epoch at the same time. A blend {prefix: weight} sets their shares of the samples,
     in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and data sets may be
     added or removed; each data set continues with its unused samples."""
-    packing: Literal["concatenate", "best_fit", "sentences"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "balanced", "sentences"] = "concatenate"
     """Method that fills samples with documents. concatenate: shuffled documents one after another, cut at the end of a
     sample. best_fit: whole documents by best-fit decreasing; only documents longer than a sample are cut, and the rest
     of a sample is padding without loss. Requires reset_at_documents and mask_eod_loss. With many short documents,
-    padding is well below 1%; a run logs this share, and the share of documents cut by either method. sentences:
-    consecutive sentences of one document until the sample is full, then padding; for data sets of megafp8 preprocess
-    --split-sentences and models with model.binary_head."""
+    padding is well below 1%; a run logs this share, and the share of documents cut by either method. balanced: the
+    samples of best_fit, ordered within each step by the FLOPs of their documents, so that data-parallel ranks wait less
+    for the longest document. A run may change between the two. sentences: consecutive sentences of one document until
+    the sample is full, then padding; for data sets of megafp8 preprocess --split-sentences and models with
+    model.binary_head."""
     validation: dict[Name, UserPath] = {}
     """Data sets for validation by name, {name: prefix of .bin/.idx files, or text}. All their documents are used, in
     addition to the documents that split takes from training data. The loss of each is the metric valid/<name>. The data
@@ -999,7 +1001,7 @@ class DataConfig(Section):
     loss_on: Literal["answers", "all"] | None = None
     """Tokens that have a loss; required for data sets with a loss mask, such as chats. answers: only tokens in the
     mask, which are the answers in chats and the completions of prompts; the loss is their mean over the global batch.
-    all: all tokens. Requires packing best_fit. Default: data sets have no loss mask."""
+    all: all tokens. Requires packing best_fit or balanced. Default: data sets have no loss mask."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of special tokens that the tokenizer does not define."""
     masked_lm: MaskedLmConfig = MaskedLmConfig()
@@ -1032,6 +1034,11 @@ class DataConfig(Section):
         named = [("data.train", path) for path in self.train]
         named += [(f"data.validation.{name}", path) for name, path in self.validation.items()]
         return [(key, path) for key, path in named if is_text(path)]
+
+    @property
+    def packs_whole_documents(self) -> bool:
+        """Whether only documents that are longer than a sample are cut, and samples are padded."""
+        return self.packing in ("best_fit", "balanced")
 
     @property
     def has_loss_mask(self) -> bool:

@@ -122,6 +122,11 @@ class Blend:
         packed, number = self._locate(index)
         return packed.parts(number)
 
+    def document_lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each document, or part of one, in global sample `index`. Raises DataError."""
+        packed, number = self._locate(index)
+        return packed.document_lengths(number)
+
     @property
     def is_remote(self) -> bool:
         """Whether at least one data set is in object storage."""

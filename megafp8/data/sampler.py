@@ -2,13 +2,14 @@
 
 With R data-parallel ranks and micro-batches of b rows, row i of micro-batch m on rank r is the global sample
 consumed + (m·R + r)·b + i. A global batch therefore consists of the same samples, in the same micro-batches, for any R,
-and one number is enough to resume.
+and one number is enough to resume. `balanced_order` permutes the samples of a global batch by their cost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -59,11 +60,31 @@ def sample_indices(
     assert global_batch_size % together == 0
     starts = range(consumed_samples, consumed_samples + global_batch_size, together)
     if share is not None:
-        starts = starts[share.start : share.stop]
+        starts = starts[share.start : share.stop : share.step]
     return [
         list(range(start + data_parallel_rank * micro_batch_size, start + (data_parallel_rank + 1) * micro_batch_size))
         for start in starts
     ]
+
+
+def balanced_order(costs: Sequence[float], micro_batch_size: int) -> list[int]:
+    """Return the order of a global batch's samples in which data-parallel ranks wait least for each other. Pure.
+
+    Samples are dealt to micro-batches back and forth, so that their costs are similar. The micro-batch at place p is
+    then number g(p) by increasing cost, where bit j of g(p) is the parity of the bits of p from bit j on (the inverse
+    Gray code). For every R that is a power of two, micro-batch m of all R ranks has R consecutive costs, in an order
+    that is reversed where m has an odd number of one bits. By this Thue-Morse sequence, the ranks' sums are even.
+
+    The order does not depend on R. If R is no power of two, costs are less even.
+    """
+    count = len(costs) // micro_batch_size
+    dealt = np.argsort(-np.asarray(costs), kind="stable").reshape(micro_batch_size, count)
+    dealt[1::2] = dealt[1::2, ::-1]
+    micro_batches = sorted(dealt.T.tolist(), key=lambda rows: math.fsum(costs[row] for row in rows))
+    places = np.arange(1 << (count - 1).bit_length())
+    for shift in (1, 2, 4, 8, 16, 32):
+        places ^= places >> shift
+    return [row for place in places[places < count].tolist() for row in micro_batches[place]]
 
 
 READ_AHEAD = 4
@@ -149,23 +170,32 @@ def batches(
     pin_memory: bool,
     position_of: Callable[[int], int] = lambda samples: samples,
     share: range | None = None,
+    cost: Callable[[int], float] | None = None,
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches, one list per step, without end, from the step after `consumed_samples` on.
 
     `num_workers` processes read ahead; 0 reads in this process. For data sets in object storage, each process downloads
     the data of its next `READ_AHEAD` micro-batches in the background. `position_of` maps the number of consumed samples
     to the first sample of the next step, which is larger if samples were left out. `share` is an argument of
-    `sample_indices`.
+    `sample_indices`. `cost` maps the number of tokens of a document to its cost, by which each step is put into
+    `balanced_order`; None keeps the order of the data set.
 
     Raises:
         DataError: A sample cannot be read. The error is raised in the step that would use the sample.
     """
     place = (micro_batch_size, data_parallel_rank, data_parallel_size, share)
-    micro_batches = (
-        rows
-        for consumed in itertools.count(consumed_samples, global_batch_size)
-        for rows in sample_indices(position_of(consumed), global_batch_size, *place)
-    )
+
+    def step(first: int) -> list[list[int]]:
+        indices = sample_indices(first, global_batch_size, *place)
+        if cost is None:
+            return indices
+        samples = range(first, first + global_batch_size)
+        costs = [math.fsum(map(cost, dataset.document_lengths(sample))) for sample in samples]
+        order = balanced_order(costs, micro_batch_size)
+        return [[samples[order[index - first]] for index in rows] for rows in indices]
+
+    steps = itertools.count(consumed_samples, global_batch_size)
+    micro_batches = (rows for consumed in steps for rows in step(position_of(consumed)))
     workers = max(1, num_workers)
     wanted = _with_ahead(micro_batches, workers) if dataset.is_remote else (_Wanted(rows, []) for rows in micro_batches)
     loader: DataLoader[Any] = DataLoader(

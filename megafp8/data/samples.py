@@ -306,6 +306,12 @@ class PackedDataset:
         assert packing is self.packing or not self.pairs
         return [span.document for span in packing.spans(self._load(epochs).arrays, place)]
 
+    def document_lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each part of sample `index`, then of its padding, if there is any."""
+        lengths = [count for _, count in self._spans(index)]
+        padding = self.seq_length + 1 - sum(lengths)
+        return [*lengths, padding] if padding else lengths
+
     def _spans(self, index: int) -> list[tuple[int, int]]:
         """Return the position in the stream, and the number of tokens, of each part of sample `index`."""
         epochs, place = self._place(index)

@@ -9,6 +9,10 @@ layers.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from megafp8.config import Config
@@ -16,6 +20,7 @@ from megafp8.fp8.manager import Fp8Manager
 from megafp8.layers.context import planning_context
 from megafp8.layers.costs import MicroBatch
 from megafp8.layers.recompute import KEEP_ALL
+from megafp8.models.block import Block
 from megafp8.models.build import build_layer, build_stage
 
 
@@ -38,14 +43,25 @@ class Flops(NamedTuple):
 
 def layer_flops(config: Config, index: int) -> Flops:
     """Return the forward FLOPs of layer `index` for one sample."""
+    linear, block, batch = _planned_layer(config, index)
+    return Flops(linear) + _block_flops(block, batch)
+
+
+def _planned_layer(config: Config, index: int) -> tuple[float, Block, MicroBatch]:
+    """Return the forward FLOPs of the linear layers of layer `index` for one sample, its block, and the sample."""
     one, planned = _of_one_sample(config), Fp8Manager(None, amax_group=None)
     block = build_layer(config.spec, planning_context(one, planned), index, KEEP_ALL).block
     batch = MicroBatch.from_config(one, None, decoder=config.spec.layers[index].is_decoder)
     sites = [state.site for state in planned.layers if not state.site.expert]
     products = float(sum(batch.tokens_of(site) * site.inputs * site.outputs for site in sites))
+    return 2.0 * products, block, batch
+
+
+def _block_flops(block: Block, batch: MicroBatch) -> Flops:
+    """Return the forward FLOPs of a block outside linear layers."""
     works = block.attentions(batch)
     attention = sum(2 * work.pairs * work.heads * (work.width + work.value_width) for work in works)
-    return Flops(2.0 * products + block.flops(batch), attention)
+    return Flops(block.flops(batch), attention)
 
 
 def output_flops(config: Config) -> Flops:
@@ -73,6 +89,27 @@ def model_flops(config: Config) -> Flops:
             known[kind] = layer_flops(config, index)
         total += known[kind]
     return total
+
+
+def document_flops(config: Config) -> Callable[[int], float]:
+    """Return a function from the number of tokens of a document to the forward FLOPs that the model spends on it.
+
+    Linear layers and recurrences are linear in the tokens. Attention is quadratic, up to its window or chunk, if
+    data.reset_at_documents restarts it at each document.
+    """
+    kinds = [config.spec.kinds[index] for index in config.spec.indices]
+    counts, sample = Counter(kinds), MicroBatch.from_config(_of_one_sample(config), None)
+    indices = dict(zip(kinds, config.spec.indices))
+    layers = [(counts[kind], *_planned_layer(config, index)[:2]) for kind, index in indices.items()]
+    linear = output_flops(config).products + sum(count * products for count, products, _ in layers)
+
+    @cache
+    def flops(tokens: int) -> float:
+        document = replace(sample, tokens=tokens, own_tokens=tokens, length=tokens)
+        blocks = sum(count * sum(_block_flops(block, document)) for count, _, block in layers)
+        return linear / sample.length * tokens + blocks
+
+    return flops
 
 
 def flops_per_token(config: Config, frozen: Config | None = None) -> float:

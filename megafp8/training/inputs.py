@@ -53,6 +53,7 @@ from megafp8.objectives import Objective
 from megafp8.objectives.registry import objective_of
 from megafp8.parallel.collectives import all_gather_objects
 from megafp8.parallel.parallel_state import ParallelState
+from megafp8.planner.flops import document_flops
 from megafp8.training.process import answering_stop
 
 
@@ -238,7 +239,8 @@ class RunInputs:
                 for text that is tokenized while the run trains.
         """
         t = self.config.training
-        read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset, share=share)
+        cost = document_flops(self.config) if self.config.data.packing == "balanced" else None
+        read: Callable[..., Iterator[list[Batch]]] = partial(batch_stream, dataset, share=share, cost=cost)
         if dataset.has_text:
             tokenizer, streams = self.config.data.tokenizer, self.config.data.streams
             assert tokenizer is not None, "config.checks"
@@ -292,7 +294,7 @@ class RunInputs:
         if not data.restart_changed:
             files = saved.get("data", {}).get("streams", {}).get("files", {})
             problems = [
-                self._changed_text(conflict, files) or _problem(conflict, data.split, then["split"])
+                self._changed_text(conflict, files) or _problem(conflict, self.config, then["split"])
                 for conflict in recorded.conflicts(sources)
             ]
             if problems:
@@ -519,7 +521,7 @@ def _packed(config: Config, dataset: IndexedDataset, documents: range, length: i
         config.seed,
         cache_dir=config.data.index_cache,
         vocab_size=config.spec.stem.vocab_size,
-        packing=config.data.packing,
+        packing="best_fit" if config.data.packing == "balanced" else config.data.packing,
         loss_mask=_loss_mask(config, dataset),
         context=config.data.mask_eod_loss,
         pairs=config.data.dpo is not None,
@@ -600,21 +602,21 @@ def _blends(data_sets: Sequence[AnySet], progress: Progress, seed: int) -> tuple
     return train, Blend(validation, Segment.fresh(weights, seed))
 
 
-def _problem(conflict: Conflict, split: str, split_then: str) -> Problem:
+def _problem(conflict: Conflict, config: Config, split_then: str) -> Problem:
     """Return the error for a data set that cannot continue."""
-    source, recorded = conflict.source, conflict.recorded
+    source, recorded, data = conflict.source, conflict.recorded, config.data
     restart = "data.restart_changed=true counts its samples from 0"
     if conflict.kind == "packing":
         rule = f"the run has read {recorded.consumed:,} samples of {source.prefix} with data.packing={recorded.packing}"
-        return Problem("data.packing", source.packing, rule, f"set data.packing={recorded.packing}, or {restart}")
+        return Problem("data.packing", data.packing, rule, f"set data.packing={recorded.packing}, or {restart}")
     if conflict.kind == "split":
         start, stop = recorded.documents or (0, 0)
         rule = (
             f"selects the documents {source.documents.start}-{source.documents.stop} of {source.prefix} for training, "
             f"and the run has read {recorded.consumed:,} samples of the documents {start}-{stop}"
         )
-        back = f"set data.split={split_then}" if split_then != split else "set data.split as it was"
-        return Problem("data.split", split, rule, f"{back}, or {restart}")
+        back = f"set data.split={split_then}" if split_then != data.split else "set data.split as it was"
+        return Problem("data.split", data.split, rule, f"{back}, or {restart}")
     if conflict.kind == "contents":
         rule = f"its files have changed since the run read {recorded.consumed:,} samples of them"
         return Problem(

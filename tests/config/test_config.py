@@ -551,6 +551,8 @@ RESILIENCE = [
      1, "each of 3 replicas has the same share of 8 micro-batches; try 9"),
     (["resilience.replicas={count: 2}", "checkpoint.memory_interval=1"], 1, "a replica copies its state from others"),
     (["resilience.replicas={count: 2}", "checkpoint.resume=false"], 1, "a restarted replica must continue the run"),
+    (["resilience.replicas={count: 2, batch: shrink}", "data.packing=balanced"], 1,
+     "resilience.replicas.batch = 'shrink': with resilience.replicas, data.packing balanced orders whole global"),
     (["resilience.replicas={count: 2}", "resilience.hang_seconds=100"], 1, "a rank may wait for other replicas"),
     (["resilience.replicas={count: 2}", "resilience.loss_spike={action: rewind}", "checkpoint.interval=5"], 1,
      "resilience.loss_spike.action = 'rewind': with resilience.replicas, replicas do not go back together; try skip"),
@@ -700,10 +702,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["parallel.recompute=full", "parallel.recompute_blocks=3", "parallel.pipeline=2"], 2,
      "parallel.recompute_blocks = 3: no stage has more than 2 blocks; try 2 or less"),
     (["parallel.offload=5"], 1, "parallel.offload = 5: no stage has more than 4 blocks; try 4 or less"),
-    *((["data.packing=best_fit", *more], 1,
-       "data.packing = 'best_fit': each document attends only to itself and padding has no loss, so it needs two more "
-       "keys; try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate")
-      for more in ([], ["data.mask_eod_loss=true"], ["data.reset_at_documents=true"])),
+    *(([f"data.packing={packing}", *more], 1,
+       f"data.packing = '{packing}': each document attends only to itself and padding has no loss, so it needs two "
+       "more keys; try data.reset_at_documents=true data.mask_eod_loss=true, or data.packing=concatenate")
+      for packing, *more in (["balanced"], ["best_fit", "data.mask_eod_loss=true"],
+                             ["best_fit", "data.reset_at_documents=true"])),
     (["parallel.offload=true", "training.cuda_graphs=true"], 1,
      "training.cuda_graphs = True: parallel.offload copies activations to host memory, which a graph cannot"),
 ]  # fmt: skip
@@ -721,8 +724,8 @@ def test_rules_between_keys(tmp_path: Path, overrides: list[str], world_size: in
           for n, more in ((1, "parallel.zero=0"), (2, "parallel.tensor=2"), (8, "parallel.fsdp=true"))),
         (None, ["parallel.recompute=selective"], 1),
         (None, [LATENT, "model.hidden_size=66"], 1),  # no multiple of the heads
-        (None, ["data.packing=best_fit", "data.reset_at_documents=true", "data.mask_eod_loss=true",
-                "data.tokenizer.kind=bytes"], 1),
+        *((None, [f"data.packing={packing}", "data.reset_at_documents=true", "data.mask_eod_loss=true",
+                  "data.tokenizer.kind=bytes"], 1) for packing in ("best_fit", "balanced")),
         (None, ["parallel.recompute=full", "parallel.recompute_blocks=4", "parallel.offload=1"], 1),
         *((None, ["parallel.recompute=full", "parallel.pipeline=2", f"parallel.layers_per_stage={layers}",
                   "parallel.recompute_blocks=3"], 2) for layers in ("[1, 3]", "balanced")),

@@ -14,7 +14,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config, load_config
 from megafp8.layers.costs import pairs_of
 from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel
-from megafp8.planner.flops import describe_flops, flops_per_token, model_flops
+from megafp8.planner.flops import describe_flops, document_flops, flops_per_token, model_flops
 from megafp8.training.parallel import build_parallel
 from megafp8.training.trainer import RankTrainer
 from tests.config.test_config import MINIMAL
@@ -118,6 +118,17 @@ def test_a_linear_attention_by_hand() -> None:
     attention = 6 * 4 * h * h + 12 * (s / 2) * h
     layers = full.model.num_layers
     assert flops_per_token(hybrid) - flops_per_token(full) == pytest.approx(layers / 2 * (linear - attention), rel=1e-9)
+
+
+def test_a_document_costs_what_a_sample_of_its_length_costs() -> None:
+    window = {**MINIMAL["model"], **HYBRID, "sliding_window": 5}
+    for model in (MINIMAL["model"], window):
+        cost = document_flops(Config.model_validate({**MINIMAL, "model": model}))
+        for length in (1, 5, 24, 32):
+            training = {**MINIMAL["training"], "seq_length": length}
+            assert cost(length) == pytest.approx(sum(model_flops(Config.model_validate(
+                {**MINIMAL, "model": model, "training": training}))), rel=1e-12)  # fmt: skip
+    assert cost(24) - 2 * cost(12) == pytest.approx(cost(32) - 2 * cost(16)), "the window does not limit attention"
 
 
 def test_documents_are_said_where_they_count() -> None:

@@ -102,7 +102,11 @@ EXECUTION = {
 def without_execution(preset: Preset) -> dict[str, dict[str, Any]]:
     """What a preset says of the model and its training, for the run of one rank that others are compared with."""
     return {
-        section: {key: value for key, value in given.items() if key not in EXECUTION.get(section, ())}
+        section: {
+            key: "best_fit" if value == "balanced" else value
+            for key, value in given.items()
+            if key not in EXECUTION.get(section, ())
+        }
         for section, given in preset.sections.items()
         if section != "parallel"
     }
@@ -268,6 +272,7 @@ LOSS_PARTS = _preset("loss-parts", training={"loss_tokens_at_once": 10})
 Z_LOSS = _preset("z-loss", training={"z_loss": 0.1})
 DOCUMENTS = _preset("documents", data={"mask_eod_loss": True, "reset_at_documents": True}, training={"z_loss": 1e-4})
 BEST_FIT = _preset("best-fit", data={"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True})
+BALANCED = _preset("balanced", data={**BEST_FIT.sections["data"], "packing": "balanced"})
 PREFIX = _preset("prefix", data={"prefix_lm": {"min_length": 2, "max_length": 20}})
 ANSWERS = _preset(
     "answers", data={"packing": "best_fit", "mask_eod_loss": True, "reset_at_documents": True, "loss_on": "answers"}

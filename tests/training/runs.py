@@ -28,7 +28,6 @@ from megafp8.batch import Batch
 from megafp8.checkpoint import CheckpointReader
 from megafp8.checkpoint.store import step_folder
 from megafp8.config import Config, check_layout, load_config
-from megafp8.data import sampler
 from megafp8.data.samples import PADDING
 from megafp8.objectives import Objective
 from megafp8.objectives.answers import Answers
@@ -252,14 +251,8 @@ def _encoder_batches(config: Config, parallel: ParallelState, tokens: Tensor, in
 
 def text_batches(step: int, config: Config, parallel: ParallelState) -> list[Batch]:
     """The same of real data, through the sampler."""
-    t, data = config.training, parallel.data
     inputs = _open(config.model_dump_json())
-    stream = sampler.batches(
-        inputs.train, consumed_samples=step * t.global_batch_size, global_batch_size=t.global_batch_size,
-        micro_batch_size=t.micro_batch_size, data_parallel_rank=data.rank, data_parallel_size=data.size, num_workers=0,
-        objective=inputs.objective, pin_memory=False,
-    )  # fmt: skip
-    return next(stream)
+    return next(inputs.batches(inputs.train, parallel, step * config.training.global_batch_size, num_workers=0))
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -387,6 +388,34 @@ def test_another_packing_is_an_error(tmp_path: Path) -> None:
     assert all(np.array_equal(again.train[i], went_on.train[i]) for i in range(650, 660))
     assert counts(resume(again, 650, plain)[0], 650) == [600]
     assert "set data.packing=best_fit" in refusal(open_inputs(best_fit, "test"), 600, plain)
+
+
+def test_balanced_orders_the_samples_of_best_fit_within_each_step(tmp_path: Path) -> None:
+    """In the same micro-batches on any number of ranks, and again after a resume, also from a run of best_fit."""
+    paths, cache = {write(tmp_path / "a", 60, 1): 0.7, write(tmp_path / "b", 20, 2): 0.3}, tmp_path / "cache"
+    whole = {"reset_at_documents": True, "mask_eod_loss": True}
+    then, inputs = (open_inputs(config(paths, cache, packing=x, **whole), "test") for x in ("best_fit", "balanced"))
+
+    def read(inputs: RunInputs, consumed: int, ranks: int) -> list[list[int]]:
+        """The samples of four steps, by step, in the order of micro-batches."""
+        streams = [
+            inputs.batches(inputs.train, Mock(**{"data.rank": r, "data.size": ranks}), consumed, num_workers=0)
+            for r in range(ranks)
+        ]
+        steps = [[next(stream) for stream in streams] for _ in range(4)]
+        return [[int(batch.samples) for row in zip(*step) for batch in row] for step in steps]  # type: ignore[arg-type]
+
+    order = read(inputs, 0, 1)
+    assert order == read(inputs, 0, 2) == read(inputs, 0, 4)
+    assert [sorted(step) for step in order] == read(then, 0, 1) != order
+    for before in (inputs, then):
+        resumed, changes = inputs.resumed(saved(before, 8))
+        assert (read(resumed, 8, 2)[:2], changes) == (order[2:], [])
+    packed = inputs.train.datasets[0]
+    assert isinstance(packed, PackedDataset)
+    for i in range(packed.samples_per_epoch):
+        lengths = [len(part) for part in packed.parts(i)]
+        assert packed.document_lengths(i) == [*lengths, *([S + 1 - sum(lengths)] if sum(lengths) <= S else [])]
 
 
 def test_a_best_fit_run_tells_how_documents_fit(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ QUICK_CASES = [  # what mixers and parts compute in layouts, tests.models.test_g
     TP2 | CHUNKS | FP64 | DELAYED | SELECTIVE | LOSS_PARTS,  # FP8 with fp64 sums
     NEMOTRON | TP2 | EP2 | DOCUMENTS,
     T5 | PP2 | FP16 | DROPOUT | LOSS_PARTS,  # an encoder and a decoder
-    MUON | GROUPS | DP2 | ZERO,
+    MUON | GROUPS | DP2 | ZERO, BALANCED | TEXT | DP2 | FP64,
 ]  # fmt: skip
 SLOW_CASES = [
     *product([LOSS_PARTS | FP64], [TP2, TP2 | NO_SP, PP2, LAYERS_4 | PP4 | SAMPLES_4, DP2, TP2 | PP2, CP2, CP4, NONE]),
@@ -156,6 +156,7 @@ SLOW_CASES = [
     *product([QK_CLIP], [DP2 | FSDP, DP4 | HSDP, CP4 | WINDOW | DOCUMENTS, MTP | TP2 | PP2 | MUON, FULL, GRAPHS]),
     QK_CLIP | DEEPSEEK | PP2 | DP2 | FP64 | ZERO, QK_CLIP | QKV_BIAS | TP2 | CP2 | FP64,
     QK_CLIP | TP2 | FP64 | DELAYED, QK_CLIP | BF16 | DP2 | ZERO, QK_CLIP | DP2 | ZERO | DELAYED | FP8_GATHER,
+    *product([BALANCED | TEXT | FP64], [PP2 | DP2, DP2 | FSDP, DP2 | MICRO2]),
     DP2 | CP2 | BEST_FIT, LAYERS_4 | PP4 | SAMPLES_4 | ANSWERS, BERT_PRE | TP2 | CP2 | FP64 | DELAYED,
     DROPOUT | DP2 | FSDP, DP2 | CP2 | TEXT, TP2 | DP2 | ANSWERS, MOE | TP2 | DP2 | FSDP,
     LAYERS_4 | MOE | PP2 | TP2 | EP2 | DUALPIPEV,

@@ -141,6 +141,7 @@ def _digest(words: Iterable[str]) -> str:
 def share(count: int, members: int, rank: int) -> range:
     """Return the micro-batches that member `rank` of `members` computes, out of `count`.
 
-    The numbers of micro-batches differ by at most one between members.
+    The numbers of micro-batches differ by at most one between members. Members take turns, like data-parallel ranks, so
+    that the balance of costs holds for them too (`data.sampler.balanced_order`).
     """
-    return range(count * rank // members, count * (rank + 1) // members)
+    return range(rank, count, members)
