@@ -1,0 +1,43 @@
+"""The recurrence of the RG-LRU as a scan against the recurrence token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.layers.rg_lru.op import gated_scan, log_decays
+from megafp8.layers.rg_lru.reference import recurrence
+
+B, N = 2, 3
+
+
+@pytest.mark.parametrize("s", [600, 256, 37, 1])
+def test_the_scan_is_the_recurrence(s: int) -> None:
+    """Outputs, and gradients of everything, also of the state before; 600 tokens are a scan of scans."""
+    torch.manual_seed(0)
+    shapes = *[(s, B, N)] * 3, (N,), (B, N)
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    starts, results = torch.rand(s, B) < 0.05, list[tuple[Tensor, ...]]()
+    for compute in (recurrence, _scan):
+        y, after = compute(*inputs, starts)
+        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + after.square().sum()
+        results.append((y, *torch.autograd.grad(loss, inputs)))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def _scan(
+    x: Tensor, input_gate: Tensor, recurrence_gate: Tensor, rate: Tensor, state: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    y = gated_scan(x, input_gate, log_decays(recurrence_gate, rate), state, starts)
+    return y, y[-1]
+
+
+def test_a_gate_that_underflows_has_finite_gradients() -> None:
+    """A recurrence gate of 0 gives a decay of 1 in fp32, where the root of 1 − a² has no gradient."""
+    inputs = [torch.ones(4, 1, 1), torch.ones(4, 1, 1), torch.full((4, 1, 1), -200.0), torch.ones(1), torch.ones(1, 1)]
+    inputs = [x.requires_grad_() for x in inputs]
+    y, _ = _scan(*inputs, torch.zeros(4, 1, dtype=torch.bool))
+    assert torch.equal(y, torch.ones_like(y))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), inputs))
