@@ -168,8 +168,8 @@ class RgLru(ConvolvedMixer):
 
     @property
     def rule_flops(self) -> float:
-        """Model FLOPs per token of the gates' matrices, and to write to the states."""
-        return 4.0 * self.heads * self.w * (self.w + 1)
+        """Model FLOPs per token of the gates' matrices."""
+        return 4.0 * self.heads * self.w * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Return the bytes of recomputed tensors and their gradients, about 16 fp32 numbers per channel and token."""
