@@ -20,6 +20,15 @@ class RgLruConfig(ConvolvedConfig):
     module: ClassVar[str] = "megafp8.layers.rg_lru.module:RgLru"
     tensor_prefix: ClassVar[str] = "rg_lru"
 
+    hugging_face: ClassVar[Mapping[str, str]] = {
+        "x": "temporal_block.linear_x", "z": "temporal_block.linear_y", "proj": "temporal_block.linear_out",
+        "x_conv": "temporal_block.conv_1d", "rate.weight": "temporal_block.rg_lru.recurrent_param",
+        "input_gate.weight": "temporal_block.rg_lru.input_gate_weight",
+        "input_gate.bias": "temporal_block.rg_lru.input_gate_bias",
+        "recurrence_gate.weight": "temporal_block.rg_lru.recurrent_gate_weight",
+        "recurrence_gate.bias": "temporal_block.rg_lru.recurrent_gate_bias",
+    }  # fmt: skip
+
     kind: Literal["rg_lru"] = "rg_lru"
     """Kind of mixer: RG-LRU."""
     inner_size: Channels
