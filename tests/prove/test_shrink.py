@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.config.parts import PARTS
 from megafp8.config.resolve import kind_name
+from megafp8.numerics.dtypes import in_bf16
 from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
-from megafp8.numerics.dtypes import in_bf16
 from megafp8.prove.layout import ProvedLayout, fold
 from megafp8.prove.numbers import in_proportion
 from megafp8.prove.proof import comparable_fp8
