@@ -19,6 +19,7 @@ from megafp8.layers.latent_attention.record import LatentMixerConfig
 from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.mlp.record import MlpConfig
+from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
@@ -34,6 +35,7 @@ Mixer = (
     | Mamba1Config
     | Mamba2Config
     | KimiDeltaAttentionConfig
+    | RgLruConfig
     | ShortConvolutionConfig
     | Rwkv7Config
     | NoMixerConfig

@@ -18,6 +18,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def in_bf16(x: float) -> float:
+    """Return `x` rounded to bf16."""
+    return float(torch.tensor(x, dtype=torch.bfloat16))
+
+
 def state_dtype(name: str, weight: torch.dtype) -> torch.dtype:
     """Return the dtype that `name` in a config means for gradients or state of a weight with the dtype `weight`.
 

@@ -1,8 +1,9 @@
 """Updates of whole matrices that are sharded over ranks, by a function of their momentum.
 
 *Matrices.* A matrix is one tensor of a checkpoint. The q, k and v of a fused weight are three matrices, gate and up are
-two, and each expert has separate matrices. If q and v were transformed as one matrix, they would share one spectrum,
-and the result would depend on how they are fused. With `per_head`, so has each attention head.
+two, and each expert has separate matrices. A tensor with three dims is a stack of matrices. If q and v were transformed
+as one matrix, they would share one spectrum, and the result would depend on how they are fused. With `per_head`, each
+attention head also has separate matrices.
 
 *Sharded matrices.* Unlike Adam's update, this update is not elementwise. It needs the whole matrix, but a rank may hold
 only some rows (FSDP), some columns (tensor parallelism), or a flat range (ZeRO). So each matrix has one *owner* among
@@ -84,8 +85,9 @@ def matrix_parts(box: Box, *, per_head: bool) -> Iterator[tuple[MatrixPart, Shap
         low, high = max(rows.start, first), min(rows.stop, first + box.shape[0])
         if low < high:
             name = piece.name if len(rows) == piece.global_shape[0] else f"{piece.name}[{rows.start}:{rows.stop}]"
-            part = MatrixPart(name, (low - rows.start, *box.offset[1:]), (high - low, *box.shape[1:]))
-            yield part, (len(rows), *piece.global_shape[1:]), box.start + (low - first) * math.prod(box.shape[1:])
+            offset, shape = (low - rows.start, *box.offset[1:]), (high - low, *box.shape[1:])
+            whole, start = (len(rows), *piece.global_shape[1:]), box.start + (low - first) * math.prod(box.shape[1:])
+            yield MatrixPart(name, offset[-2:], shape[-2:]), whole[-2:], start
 
 
 Held = Sequence[tuple[MatrixPart, Shape]]

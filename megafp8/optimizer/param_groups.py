@@ -45,7 +45,7 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
     output layer, are not hidden matrices. Neither are matrices with one row or one column.
     """
     return spec.matrix and all(
-        shard.name.startswith("layers.") and min(shard.global_shape) > 1 for shard in spec.shards
+        shard.name.startswith("layers.") and min(shard.global_shape[-2:]) > 1 for shard in spec.shards
     )
 
 

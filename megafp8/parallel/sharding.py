@@ -63,9 +63,12 @@ class ParamShard:
         return local.narrow(0, self.row, self.shape[0])
 
     def matrix_rows(self, *, per_head: bool) -> list[range]:
-        """Return the rows of each matrix in the global tensor. With `per_head`, heads have separate matrices."""
+        """Return the rows of each matrix in the global tensor. With `per_head`, heads have separate matrices.
+
+        A tensor with three dims is a stack of matrices.
+        """
         rows = self.global_shape[0]
-        pattern = self.heads if per_head and self.heads else (rows,)
+        pattern = (1,) if len(self.global_shape) > 2 else self.heads if per_head and self.heads else (rows,)
         assert rows % sum(pattern) == 0, f"{self.name}: heads of {pattern} rows do not divide {rows}"
         sizes = pattern * (rows // sum(pattern))
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]

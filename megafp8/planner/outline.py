@@ -271,7 +271,9 @@ def _matrices(config: Config, spec: ParamSpec) -> tuple[Shape, ...]:
     update = config.optimizer.chosen
     per_head = isinstance(update, MatrixUpdate) and update.per_head
     return tuple(
-        (len(rows), *shard.global_shape[1:]) for shard in spec.shards for rows in shard.matrix_rows(per_head=per_head)
+        (len(rows), *shard.global_shape[1:])[-2:]
+        for shard in spec.shards
+        for rows in shard.matrix_rows(per_head=per_head)
     )
 
 

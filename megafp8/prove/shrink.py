@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel
 
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks
+from megafp8.numerics.dtypes import in_bf16
 from megafp8.prove.layers import keep_layers, layer_keys, patterns_of, renumbered
 from megafp8.prove.layout import MOST_RANKS, ProvedLayout, fold
 from megafp8.prove.numbers import in_proportion
@@ -466,8 +467,11 @@ def _functions_of_widths(edit: _Edit) -> None:
     """Set keys that are not widths but depend on them."""
     model = edit.before.model
     hidden, heads = edit.get("model.hidden_size"), edit.get("model.num_attention_heads")
-    if math.isclose(model.embedding_multiplier, math.sqrt(model.hidden_size), rel_tol=1e-4):
-        edit.set("model.embedding_multiplier", math.sqrt(hidden), "it is √model.hidden_size")
+    before, root = math.sqrt(model.hidden_size), math.sqrt(hidden)
+    if math.isclose(model.embedding_multiplier, before, rel_tol=1e-4):
+        edit.set("model.embedding_multiplier", root, "it is √model.hidden_size")
+    elif model.embedding_multiplier == in_bf16(before):
+        edit.set("model.embedding_multiplier", in_bf16(root), "it is √model.hidden_size in bf16")
     if model.longrope is not None:
         pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
         longrope = model.longrope.with_pairs(pairs)

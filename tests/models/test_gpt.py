@@ -64,6 +64,7 @@ RWKV7 = {
     "kind": "rwkv7", "num_heads": 4, "head_dim": 4, "decay_rank": 3, "rate_rank": 5, "gate_rank": 2,
 }  # fmt: skip
 MAMBA1 = {"kind": "mamba1", "inner_size": 24, "step_rank": 3, "state_size": 5, "conv_kernel_size": 3}
+RG_LRU = {"kind": "rg_lru", "inner_size": 24, "num_heads": 4, "conv_kernel_size": 3}
 MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
@@ -224,6 +225,14 @@ MODELS: dict[str, dict[str, Any]] = {
             "normed": {"mixer": MAMBA1 | {"norms": "weighted", "norm_eps": 0.1, "conv_bias": False}},
         },
         "pattern": ["mamba", "normed"],
+    },
+    "rg-lru": LLAMA
+    | {
+        "layer_kinds": {
+            "gated": {"mixer": RG_LRU | {"inner_size": 40}},
+            "plain": {"mixer": RG_LRU | {"conv_bias": False, "proj_bias": False}},
+        },
+        "pattern": ["gated", "plain"],
     },
     "kimi-delta": LLAMA
     | {
@@ -671,7 +680,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 
 
 RECOMPUTED = [
-    *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
+    *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid", "rg-lru"),
     *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
 ]
 
@@ -682,7 +691,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
-        *((name, 1) for name in ("mamba1", "shared-indexer")),
+        *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer")),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -708,6 +717,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
                 ("kimi-delta", 2, 1),
                 ("rwkv7", 1, 2),
                 ("mamba1", 1, 2),
+                ("rg-lru", 1, 2),
                 ("shared-keys-of-a-stage", 2, 1),
                 ("hyper", 1, 2),
             )

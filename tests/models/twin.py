@@ -25,6 +25,7 @@ from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba2.record import Mamba2Config
+from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 
@@ -465,11 +466,16 @@ def _allowed(
 
 def _convolved(y: Tensor, w: Weights, name: str, kernel: int, row: int, i: int, documents: Tensor | None) -> Tensor:
     """The channels of token `i` of a sample after the convolution and SiLU."""
+    total = _convolution(y, w, name, kernel, row, i, documents)
+    return total * total.sigmoid()
+
+
+def _convolution(y: Tensor, w: Weights, name: str, kernel: int, row: int, i: int, documents: Tensor | None) -> Tensor:
     total = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros_like(y[row, i])
     for j in range(max(0, i - kernel + 1), i + 1):
         if documents is None or documents[row, j] == documents[row, i]:
             total = total + w[f"{name}.weight"][:, 0, kernel - 1 - (i - j)] * y[row, j]
-    return total * total.sigmoid()
+    return total
 
 
 def _delta_net(
@@ -615,6 +621,28 @@ def _mamba1(x: Tensor, w: Weights, name: str, record: Mamba1Config, documents: T
             state = forget * state + torch.outer(dt * value, selected[1])
             y = state @ selected[2] + w[f"{name}.skip.weight"] * value
             outputs.append(y * gate[row, i] * gate[row, i].sigmoid())
+        rows.append(torch.stack(outputs))
+    return _linear(torch.stack(rows), w, f"{name}.proj")
+
+
+def _rg_lru(x: Tensor, w: Weights, name: str, record: RgLruConfig, documents: Tensor | None) -> Tensor:
+    """RG-LRU of one token and head after the other."""
+    (b, s, _), d, rows = x.shape, record.inner_size // record.num_heads, []
+    values, z = _linear(x, w, f"{name}.x"), _linear(x, w, f"{name}.z")
+    for row in range(b):
+        states, outputs = [torch.zeros(d, dtype=x.dtype)] * record.num_heads, []
+        for i in range(s):
+            begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
+            value = _convolution(values, w, f"{name}.x_conv", record.conv_kernel_size, row, i, documents)
+            for head in range(record.num_heads):
+                c = slice(head * d, (head + 1) * d)
+                weight, bias = w[f"{name}.input_gate.weight"][head], w[f"{name}.input_gate.bias"][head]
+                gated = value[c] / (1 + torch.exp(-(value[c] @ weight + bias)))
+                weight, bias = w[f"{name}.recurrence_gate.weight"][head], w[f"{name}.recurrence_gate.bias"][head]
+                gate = 1 / (1 + torch.exp(-(value[c] @ weight + bias)))
+                a = (1 + w[f"{name}.rate.weight"][c].exp()) ** (-8 * gate)
+                states[head] = gated if begins else a * states[head] + torch.sqrt(1 - a * a) * gated
+            outputs.append(torch.cat(states) * _activated(z[row, i], "gelu_tanh"))
         rows.append(torch.stack(outputs))
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
@@ -803,6 +831,8 @@ def _block(
             y = _rwkv7(normed, w, f"{name}.rwkv7", kind.mixer, documents)
         elif isinstance(kind.mixer, Mamba1Config):
             y = _mamba1(normed, w, f"{name}.mamba1", kind.mixer, documents)
+        elif isinstance(kind.mixer, RgLruConfig):
+            y = _rg_lru(normed, w, f"{name}.rg_lru", kind.mixer, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, CompressedAttentionConfig):

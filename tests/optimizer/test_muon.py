@@ -339,3 +339,32 @@ def test_owners_hold_parts_and_have_equal_work() -> None:
 def test_parts_that_leave_a_hole_are_an_error() -> None:
     with pytest.raises(AssertionError, match="m: parts do not add up"):
         assign_owners([[(MatrixPart("m", (0, 0), (2, 4)), (4, 4))]], math.prod)
+
+
+def test_the_matrices_of_a_stack_are_separate() -> None:
+    """Bit for bit as three parameters, also if one rank holds the stack in two parts that cut a matrix."""
+    values = [torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def trained(shapes: dict[str, tuple[int, ...]], cuts: list[int]) -> Tensor:
+        params = [
+            set_spec(
+                nn.Parameter(x.view(shape).clone()),
+                ParamSpec(whole(name, shape), Init("zeros"), replicated_over_tp=False, matrix=True),
+            )
+            for (name, shape), x in zip(shapes.items(), values[0].chunk(len(shapes)), strict=True)
+        ]
+        assert all(is_hidden_matrix(param.spec) for param in params)  # type: ignore[arg-type]
+        shards = [FlatShard(p, a, b) for p in params for a, b in itertools.pairwise([0, *cuts, p.numel()])]
+        for param in params:
+            param.main_grad = torch.zeros(param.shape)  # type: ignore[attr-defined]
+        optimizer = _optimizer(shards, Muon())
+        for gradient in values[1:]:
+            for param, x in zip(params, gradient.chunk(len(params)), strict=True):
+                main_grad_of(param).copy_(x.view(param.shape))
+            optimizer.step(0.02)
+        return torch.cat([param.detach().flatten() for param in params])
+
+    separate = trained({f"layers.0.{i}.weight": (6, 4) for i in range(3)}, [])
+    assert not torch.equal(separate, values[0].flatten())
+    for cuts in ([], [31]):
+        assert torch.equal(trained({"layers.0.stack.weight": (3, 6, 4)}, cuts), separate)

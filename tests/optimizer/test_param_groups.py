@@ -105,9 +105,14 @@ MAMBA1 = Preset(
     {"model": {"layer_kinds": {"mamba": {"mixer": {"kind": "mamba1", "inner_size": 64, "step_rank": 4}}},
                "pattern": ["mamba"]}},
 )  # fmt: skip
+RG_LRU = Preset(
+    ("rg-lru",),
+    {"model": {"layer_kinds": {"lru": {"mixer": {"kind": "rg_lru", "inner_size": 64, "num_heads": 4}}},
+               "pattern": ["lru"]}},
+)  # fmt: skip
 MODELS = [
     GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION, RWKV7,
-    MAMBA1, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
+    MAMBA1, RG_LRU, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
 ]  # fmt: skip
 """Models that have all kinds of parts."""
 BY_MUON = {
@@ -122,6 +127,7 @@ BY_MUON = {
     *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
     *(f"mamba1.{x}.weight" for x in ("x", "z", "selection", "step", "proj")),
     *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
+    *(f"rg_lru.{x}.weight" for x in ("x", "z", "input_gate", "recurrence_gate", "proj")),
     *(f"rwkv7.{x}.weight" for x in ("r", "k", "v", "proj")),
     *(f"rwkv7.{x}_{y}.weight" for x in ("decay", "rate", "gate") for y in ("down", "up")),
     *(f"short_convolution.{x}.weight" for x in ("b", "c", "x", "proj")),
@@ -142,6 +148,7 @@ BY_ADAMW = {
     *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
     *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
     *("mamba1.x_conv.weight", "mamba1.log_rate.weight"),
+    *("rg_lru.x_conv.weight", "rg_lru.input_gate.bias", "rg_lru.recurrence_gate.bias"),
     *(f"mamba2.{x}_conv.weight" for x in "xbc"),
     *("short_convolution.x_conv.weight", "rwkv7.shift.weight"),
     *("compressed_attention.entry_position.weight", "compressed_attention.index_position.weight"),

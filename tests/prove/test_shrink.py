@@ -14,6 +14,7 @@ from megafp8.config import Config, ConfigError, check_layout, load_config
 from megafp8.config.parts import PARTS
 from megafp8.config.resolve import kind_name
 from megafp8.conversion.huggingface.config import choose
+from megafp8.numerics.dtypes import in_bf16
 from megafp8.planner.stages import stages_of
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import ProvedLayout, fold
@@ -218,6 +219,13 @@ def test_proportions_of_a_head() -> None:
     assert small.head_dim is not None
     assert int(small.head_dim * small.partial_rotary_factor) % 2 == 0
     assert math.gcd(small.head_dim, 2) == 2
+
+
+def test_multipliers_of_embeddings_stay_roots() -> None:
+    """RecurrentGemma's multiplier is rounded to bf16, and prove must shrink it to what transformers would compute."""
+    for multiplier, root in ((2560**0.5, math.sqrt), (50.5, lambda h: in_bf16(math.sqrt(h)))):
+        small = shrink(config(model={"hidden_size": 2560, "embedding_multiplier": multiplier})).config.model
+        assert small.embedding_multiplier == root(small.hidden_size) != multiplier
 
 
 def test_quantities() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megafp8.layers.attention.module import ATTENTION
 from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import KernelWork, MicroBatch
-from megafp8.layers.mamba1.op import CHUNK, SEGMENT, selective_scan, steps
+from megafp8.layers.mamba1.op import SEGMENT, selective_scan, steps
 from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights
 from megafp8.layers.mixer import RecurrentInputs
@@ -35,6 +35,7 @@ from megafp8.layers.norm.module import Norm, RMSNormPart, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.module import RecurrentMixer, short_convolution
 from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.recurrent.scan import kernels_of_scan
 from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
@@ -185,7 +186,7 @@ class Mamba1(RecurrentMixer):
         states = 16 * batch.tokens * self.channels * self.d * max(4, batch.element)
         channels = batch.tokens * self.channels * batch.element
         segments = -(-batch.tokens // (batch.sequences * SEGMENT))
-        kernels = 20 + segments * (30 + 2 * CHUNK + SEGMENT // CHUNK)
+        kernels = 20 + segments * (30 + kernels_of_scan(SEGMENT))
         return KernelWork(8 * channels + states, 20 * channels + 4 * states, kernels, more_in_backward=3 * kernels)
 
     @property

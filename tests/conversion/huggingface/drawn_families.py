@@ -383,6 +383,12 @@ DRAWN: dict[str, Family] = {
     "mamba": Family("Mamba", _MAMBA, _MAMBA_CHOICES),
     "falcon_mamba": Family("FalconMamba", _MAMBA, _MAMBA_CHOICES | _FALCON_CHOICES),
     "jamba": Family("Jamba", LLAMA, SIZES | _JAMBA_CHOICES),
+    "recurrent_gemma": Family("RecurrentGemma", _MAMBA | {"num_attention_heads": 4}, SIZES | ROPE | {
+        "block_types": (["recurrent", "recurrent", "attention"], ["attention", "recurrent"], ["attention"]),
+        "num_hidden_layers": (3, 4), "conv1d_width": (2, 4), "attention_window_size": (3, 5, 64),
+        "attention_bias": (False, True), "logits_soft_cap": (30.0, 2.0), "rms_norm_eps": (1e-6, 1e-3),
+        "partial_rotary_factor": (0.5, 1.0),
+    }, norms=0.0),
     "glm_moe_dsa": Family(
         "GlmMoeDsa",
         DEEPSEEK_V32 | {"num_hidden_layers": 4},

@@ -106,6 +106,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipped queries": (E1 | {"clip_qkv": 8.0}, "clip_qkv = 8.0: .*supported: None"),
     "a norm of other channels": (E1 | {"head_dim": 16}, r"head_dim = 16: .*hidden_size / num_attention_heads \(8\)"),
     "no family": (LLAMA, "model_type = None"),
+    "a family that needs a missing part": (
+        L | {"model_type": "falcon_h1"},
+        "model_type = 'falcon_h1': megafp8 has no such model; it lacks Mamba-2 and attention in parallel",
+    ),
+    "layers of RecurrentGemma": (
+        {"model_type": "recurrent_gemma", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"vocab_size": 8, "block_types": ["mamba"]},
+        "block_types = .*mamba.*supported: a list of recurrent and attention",
+    ),
     "bias that is a word": (L | {"mlp_bias": "mlp"}, "mlp_bias = 'mlp'"),
     "bias in Qwen3": (Q3 | {"attention_bias": True}, "attention_bias = True: .*supported: False"),
     "yarn without its original length": (

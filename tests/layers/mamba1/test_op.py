@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megafp8.layers.mamba1 import op
 from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights, recurrence
+from megafp8.layers.recurrent.scan import Scan
 
 B, N, D = 2, 3, 5
 
@@ -30,7 +31,7 @@ def test_segments_are_the_recurrence(s: int, documents: bool) -> None:
 def test_strong_decays_do_not_overflow() -> None:
     """Decays whose products underflow give finite states and gradients in fp32."""
     decay = torch.full((64, 1, 1, 1), 1e-30, requires_grad=True)
-    states = op.Scan.apply(decay, torch.ones(64, 1, 1, 1), torch.ones(1, 1, 1))
+    states = Scan.apply(decay, torch.ones(64, 1, 1, 1), torch.ones(1, 1, 1))
     states.sum().backward()
     assert decay.grad is not None
     assert torch.equal(states, torch.ones_like(states))
