@@ -86,6 +86,8 @@ _HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.spl
 def read_config(hf: HfConfig) -> tuple[Family, ModelSpec]:
     """Return the family and model that a config.json describes. Raises ValueError if megafp8 has no such model."""
     kind = hf.get("model_type")
+    if isinstance(kind, str) and kind in families.LACKING:
+        raise ValueError(f"model_type = {kind!r}: megafp8 has no such model; it lacks {families.LACKING[kind]}")
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]

@@ -7,12 +7,21 @@ they differ from Llama's (`huggingface.names`). `python docs/site/families.py` t
 `tests/conversion/huggingface/drawn.py` compares random models of the family with `transformers`.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megafp8.conversion.huggingface.names import TensorNames, like_llama
 from megafp8.conversion.keys import Trait
 
 LLAMA_NAMES = like_llama()
+LACKING: Mapping[str, str] = {
+    "axk2": "norms with a low-rank gate, and latent attention with an output gate",
+    "bitnet": "norms between attention or activation and the output projection",
+    "hy_v4": "hyper-connections without a mixing matrix, and latent attention with an output gate and sinks",
+    "mimo_v2_flash": "softmax attention with values that are narrower than keys",
+    "phimoe": "the sparsemixer router, which samples experts and scores the second one without the first",
+}
+"""Parts that megafp8 lacks for some families of transformers, by model_type. These families are refused."""
 
 
 class Family(NamedTuple):
