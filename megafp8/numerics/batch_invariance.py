@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def sigmoid(x: Tensor, *, batch_invariant: bool) -> Tensor:
@@ -32,3 +33,10 @@ def sigmoid(x: Tensor, *, batch_invariant: bool) -> Tensor:
     if batch_invariant and not x.is_cuda:
         return (1 + (-x).exp()).reciprocal()
     return torch.sigmoid(x)
+
+
+def softplus(x: Tensor, *, batch_invariant: bool) -> Tensor:
+    """Return `ln(1 + e^x)`. `batch_invariant` has the same meaning as for `sigmoid`."""
+    if batch_invariant and not x.is_cuda:
+        return x.clamp(min=0) + (1 + (-x.abs()).exp()).log()
+    return F.softplus(x)

@@ -134,7 +134,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding": "none",
         "qk_norm": "projection",
         "residual_multiplier": 0.3,
-        "activation": "squared_relu",
+        "activation": "xielu",
     },
     "shared-norm": LLAMA
     | DROPOUT
@@ -211,7 +211,8 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "pattern": ["linear", "local"],
     },
-    "gated-heads": LLAMA | {"output_gate": "head", "qk_norm": True, "norm_position": "mlp_both"},
+    "gated-heads": LLAMA
+    | {"output_gate": "head", "output_gate_function": "softplus", "qk_norm": True, "norm_position": "mlp_both"},
     "short-convolution": LLAMA
     | {
         "layer_kinds": {"short": {"mixer": {"kind": "short_convolution", "conv_kernel_size": 3}}, "full": {}},

@@ -236,7 +236,8 @@ def _attention(
     y = torch.cat(out, -1)
     if config.output_gate:
         gate = _linear(x, w, f"{name}.gate")
-        y = y / (1 + torch.exp(-gate.repeat_interleave(y.shape[-1] // gate.shape[-1], dim=-1)))
+        gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], dim=-1)
+        y = y / (1 + torch.exp(-gate)) if config.output_gate_function == "sigmoid" else y * torch.log1p(torch.exp(gate))
     return _linear(y, w, f"{name}.proj")
 
 
@@ -339,13 +340,19 @@ def _chosen(index: Tensor, allowed: Tensor, top_k: int) -> Tensor:
 def mlp(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     gate, up = (_linear(x, w, f"{name}.{part}") if f"{name}.{part}.weight" in w else None for part in ("gate", "up"))
     z = up if gate is None else gate
-    f = _activated(z, config.activation)
-    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu"))
+    f = _xielu(z, w, name) if config.activation == "xielu" else _activated(z, config.activation)
+    assert (gate is None) == (config.activation in ("gelu", "gelu_tanh", "relu", "squared_relu", "xielu"))
     if config.activation == "clamped_swiglu":
         up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0)) + 1
     if config.activation == "limited_swiglu":
         up = up.minimum(torch.tensor(10.0)).maximum(torch.tensor(-10.0))
     return _linear(f if gate is None else f * up, w, f"{name}.down")
+
+
+def _xielu(z: Tensor, w: Weights, name: str) -> Tensor:
+    p, n = (torch.log1p(torch.exp(w[f"{name}.alpha_{x}.weight"])) for x in "pn")
+    exponential = (0.5 + n) * (torch.exp(z.minimum(torch.tensor(0.0))) - 1 - z)
+    return 0.5 * z + torch.where(z > 0, p * z**2, exponential)
 
 
 def _activated(z: Tensor, activation: str) -> Tensor:

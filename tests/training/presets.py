@@ -210,7 +210,10 @@ NEMOTRON = _preset(
     "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1,
     "latent_size": 32}},
 )  # fmt: skip
-BLOOM = _preset("bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True})
+BLOOM = _preset(
+    "bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True,
+    "activation": "xielu"},
+)  # fmt: skip
 GPT_OSS = _preset(
     "gpt-oss", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "aux_loss": 0.1},
     "linear_bias": True, "attention_sinks": True, "activation": "clamped_swiglu", "norm_position": "output"},

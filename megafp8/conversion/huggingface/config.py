@@ -43,10 +43,6 @@ def _discover() -> dict[str, Family]:
 
 FAMILIES = _discover()
 
-_LACKING: Mapping[str, str] = {
-    "falcon_h1": "Mamba-2 and attention in parallel in a layer, and multipliers of their projections",
-}
-"""Parts that megafp8 lacks, by the families that need them."""
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),  # transformers treats null as false
     "is_encoder_decoder": (False,),
@@ -90,8 +86,10 @@ _HARMLESS = frozenset(key for keys in _HARMLESS_FOR.values() for key in keys.spl
 def read_config(hf: HfConfig) -> tuple[Family, ModelSpec]:
     """Return the family and model that a config.json describes. Raises ValueError if megafp8 has no such model."""
     kind = hf.get("model_type")
-    if isinstance(kind, str) and kind in _LACKING:
-        raise ValueError(f"model_type = {value_text(kind)}: megafp8 has no such model; it lacks {_LACKING[kind]}")
+    if isinstance(kind, str) and kind in families.LACKING:
+        raise ValueError(
+            f"model_type = {value_text(kind)}: megafp8 has no such model; it lacks {families.LACKING[kind]}"
+        )
     if not isinstance(kind, str) or kind not in FAMILIES:
         refuse("model_type", kind, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[kind]

@@ -207,6 +207,8 @@ class TensorNames(NamedTuple):
         other_heads: Pattern of tensors of the pooler and binary head, which a folder may have although its model does
             not use them.
         zeros: Pattern of tensors that a folder may lack, which are then zero.
+        constants: Numbers, by name, that a folder stores for each layer as tensors without dims, although no model of
+            the family has other values. `*` stands for the number of the layer.
         stored: Function that renames the tensors of a folder to these names, if folders of the family differ.
     """
 
@@ -216,6 +218,7 @@ class TensorNames(NamedTuple):
     copies: Mapping[str, str] = {}
     other_heads: str | None = None
     zeros: str | None = None
+    constants: Mapping[str, float] = {}
     stored: Callable[[ModelSpec, Entries], Entries] = lambda model, entries: entries
 
     def locate(self, model: ModelSpec, name: str, shape: Shape) -> Location:
@@ -276,6 +279,11 @@ class TensorNames(NamedTuple):
     def is_of_other_head(self, name: str) -> bool:
         """Return whether an HF tensor belongs to a head that a folder may have although its model does not use it."""
         return self.other_heads is not None and re.fullmatch(self.other_heads, name) is not None
+
+    def constants_of(self, model: ModelSpec) -> dict[str, float]:
+        """Return the value of each constant that a folder of `model` stores, by name."""
+        layers = range(model.num_layers)
+        return {name.replace("*", str(i)): value for name, value in self.constants.items() for i in layers}
 
     def is_zero(self, name: str) -> bool:
         """Return whether an HF tensor is zero in a folder that lacks it."""

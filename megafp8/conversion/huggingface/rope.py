@@ -43,6 +43,22 @@ def rope(default_theta: float, partial: float | None = None) -> Trait:
     )
 
 
+def stated_rope(default_theta: float) -> Trait:
+    """Return a trait like `rope` for a family in which config.json must have a dictionary."""
+
+    def read(hf: HfConfig) -> Fields:
+        if not any(hf.get(key) for key in _DICTIONARIES):
+            refuse("rope_scaling", None, "a dictionary, because releases of transformers differ in its default")
+        return read_rope(hf, default_theta)
+
+    def write(ours: Fields) -> Keys:
+        keys = write_rope(ours)
+        plain = {"rope_type": "default", "rope_theta": ours["rope_theta"]}
+        return keys if keys["rope_scaling"] else keys | {"rope_parameters": plain}
+
+    return Trait(ROPE_KEYS, read, write)
+
+
 def read_rope(hf: HfConfig, default_theta: float, partial: float | None = None) -> Fields:
     """Return the fields of one rotary embedding, after checking that all copies agree. See `rope` for the arguments."""
     present = [key for key in _DICTIONARIES if hf.get(key)]
@@ -216,18 +232,23 @@ def _read_two(hf: HfConfig, default_theta: float, local_key: str | None) -> dict
     return {FULL: fields, SLIDING: local}
 
 
-def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str, Mapping[str, Any]]) -> Trait:
+def ropes_of_types(
+    kinds: Callable[[HfConfig], list[str]], default: Mapping[str, Mapping[str, Any]], partial: float | None = None
+) -> Trait:
     """Return a trait for rope_parameters with a rotary embedding of any rope_type for each kind of attention layer.
 
     Args:
         kinds: Function that returns the kind of each layer. Kinds other than full and sliding attention have no rotary
             embedding.
         default: Default of rope_parameters.
+        partial: Default of partial_rotary_factor in each of them, as in `rope`.
     """
 
     def read(hf: HfConfig) -> Fields:
         ropes = hf.get("rope_parameters") or default
-        by_layer = [_read_of_type(kind, ropes.get(kind)) if kind in (FULL, SLIDING) else {} for kind in kinds(hf)]
+        by_layer = [
+            _read_of_type(kind, ropes.get(kind), partial) if kind in (FULL, SLIDING) else {} for kind in kinds(hf)
+        ]
         keys = dict.fromkeys(key for fields in by_layer for key in fields)
         return {f"mixer.{key}": [fields.get(key) for fields in by_layer] for key in keys}
 
@@ -236,26 +257,27 @@ def ropes_of_types(kinds: Callable[[HfConfig], list[str]], default: Mapping[str,
         for i, window in enumerate(ours["mixer.sliding_window"]):
             if ours["mixer.rope_theta"][i] is not None:
                 fields = {key: ours[f"mixer.{key}"][i] for key in RotaryKeys.model_fields}
-                ropes[FULL if window is None else SLIDING] = _write_of_type(fields)
+                ropes[FULL if window is None else SLIDING] = _write_of_type(fields, partial)
         return {"rope_parameters": ropes}
 
     return Trait(("rope_parameters",), read, write)
 
 
-def _read_of_type(kind: str, rope: Any) -> Fields:
+def _read_of_type(kind: str, rope: Any, partial: float | None) -> Fields:
     where = f"rope_parameters.{kind}"
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         refuse(where, rope, "a dictionary with rope_type and rope_theta")
     if rope.get("rope_type") != "proportional":
-        fields = read_rope({"rope_parameters": dict(rope)}, rope["rope_theta"])
+        fields = read_rope({"rope_parameters": dict(rope)}, rope["rope_theta"], partial)
         return {key: value for key, value in fields.items() if key != "position_embedding"}
     if not rope.keys() <= {"rope_type", "rope_theta", _PARTIAL}:
         refuse(where, rope, "only rope_theta and partial_rotary_factor with rope_type 'proportional'")
     return {"rope_theta": rope["rope_theta"], _PARTIAL: rope.get(_PARTIAL, 1.0), "proportional_rope": True}
 
 
-def _write_of_type(fields: Fields) -> Keys:
+def _write_of_type(fields: Fields, partial: float | None) -> Keys:
     theta = {"rope_theta": fields["rope_theta"]}
     if fields["proportional_rope"]:
         return {"rope_type": "proportional", **theta, _PARTIAL: fields[_PARTIAL]}
-    return (write_rope(fields)["rope_scaling"] or {"rope_type": "default"}) | theta
+    fraction = {} if partial is None else {_PARTIAL: fields[_PARTIAL]}
+    return (write_rope(fields)["rope_scaling"] or {"rope_type": "default"}) | theta | fraction

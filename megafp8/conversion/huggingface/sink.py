@@ -68,16 +68,18 @@ class HfSink(Sink):
         """
         model, shapes = check_source(source)
         dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
-        self._config = _config(model, source.about, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
+        dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+        self._config = _config(model, source.about, dtype)
         self._tokenizer = export_tokenizer(source, self._config["model_type"])
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
         self._shapes = {n: (model.stem.known_vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
         names = FAMILIES[self._config["model_type"]].names
+        self._constants = names.constants_of(model)
         self._locations = {name: names.locate(model, name, shape) for name, shape in self._shapes.items()}
         fp8 = {} if self._quantized is None else self._quantized.plan(self._locations)
         if self._quantized is not None:
             self._config[QUANTIZATION] = self._quantized.config()
-        headers = self._plan(source, fp8)
+        headers = self._plan(source, {**fp8, **{name: TensorInfo((), dtype) for name in self._constants}})
         layout = [self._config, {file: first.hex() for file, (first, _) in headers.items()}]
         if self._open_journal(source, shapes, options, layout):
             for name, (first, size) in headers.items():
@@ -85,12 +87,12 @@ class HfSink(Sink):
                 allocate(self.hidden / name, size)
         return [name for name in shapes if name not in self._journal.done]
 
-    def _plan(self, source: CheckpointSource, fp8: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
+    def _plan(self, source: CheckpointSource, planned: Mapping[str, TensorInfo]) -> dict[str, tuple[bytes, int]]:
         """Return the header and size of each file, and store the place of each Hugging Face tensor in `self._stored`.
 
-        `fp8` holds shape and dtype of the tensors of quantized weights.
+        `planned` holds shape and dtype of constants and of the tensors of quantized weights.
         """
-        theirs = dict(fp8)
+        theirs = dict(planned)
         for name, location in self._locations.items():
             theirs.setdefault(location.name, TensorInfo(location.shape, source.tensors[name].dtype))
         files: list[dict[str, TensorInfo]] = [{}]
@@ -136,7 +138,9 @@ class HfSink(Sink):
                 self._behind.add(self.hidden / stored.file, start, size)
 
     def finish(self) -> None:
-        """Write the scales of the cache, the index, config.json, generation_config.json and the tokenizer."""
+        """Write constants, scales of the cache, the index, config.json, generation_config.json and the tokenizer."""
+        for name, value in self._constants.items():
+            self._write_part(Write(name, torch.tensor([0]), torch.tensor([value])))
         for part in [] if self._quantized is None else self._quantized.kv_cache_scales:
             self._write_part(part)
         self._check_done(self._shapes)

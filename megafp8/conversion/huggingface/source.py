@@ -153,6 +153,7 @@ class HfSource(CheckpointSource):
         for name, original in self._names.copies.items():
             if {name, original} <= self._entries.keys() and self._is_equal(name, original):
                 used.add(name)
+        used |= self._constants()
         if self.model.num_prediction_layers:
             used |= {name for name in self._entries if is_mtp(self.model, name) and is_copy(name)}
         used |= {name for name in self._entries if is_of_shared_keys(self.model, name)}
@@ -163,6 +164,17 @@ class HfSource(CheckpointSource):
                 f"{self._family} model of ours has: {join_names(unknown)}"
             )
         return tensors
+
+    def _constants(self) -> set[str]:
+        """Return the names of stored constants. Raises ValueError if one has another value in bf16."""
+        expected = {name: x for name, x in self._names.constants_of(self.model).items() if name in self._entries}
+        for name, value in expected.items():
+            entry = self._entries[name]
+            stored = read_rows(entry._replace(shape=(1,)), name, 0, 1) if not entry.shape else None
+            if stored is None or stored.bfloat16() != torch.tensor(value).bfloat16():
+                is_there = f"a tensor of shape {list(entry.shape)}" if stored is None else f"{stored.item():g}"
+                raise ValueError(f"{entry.file}: {name} is {is_there}, but {value:g} in every {self._family} model")
+        return {*expected}
 
     def _is_equal(self, copy: str, original: str) -> bool:
         """Return whether one stored tensor is a copy of another."""

@@ -4,6 +4,8 @@ Forward saves the input for backward. The kernel also adds the bias before an un
 needs the gradient's values, but the kernel writes only their FP8 data. A second pass therefore recomputes and sums the
 values: reading the inputs twice moves fewer bytes than writing the values.
 
+xIELU has no kernel: PyTorch's ops compute it in fp32 or wider, from the input alone in backward.
+
 Shapes: r rows (tokens; all leading dims), f width of the activation.
 """
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from megafp8.layers.activation import reference
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import FusedOutput, LinearInput, as_matrix, fused_gradient, runs_unfused
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
@@ -85,3 +88,34 @@ def activation(
         return _OF_TORCH[kind](x if bias is None else x + bias)
     fused = FusedOutput(form, torch.is_grad_enabled())
     return fused.result(_Activation.apply(x, bias, kind, handoff, fused))
+
+
+class _Xielu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha_p, alpha_n)
+        return reference.xielu(_widened(x), _widened(alpha_p), _widened(alpha_n)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        saved = ctx.saved_tensors
+        x, alpha_p, alpha_n, dy = map(_widened, (*saved, dy))
+        positive = x > 0
+        dp = dy.mul(x).mul_(x).masked_fill_(~positive, 0.0).sum().mul(alpha_p.sigmoid())
+        exponential = torch.expm1(x.clamp(max=reference.EPS))
+        dn = (exponential - x).mul_(dy).masked_fill_(positive, 0.0).sum().mul(alpha_n.sigmoid())
+        exponential.masked_fill_(x > reference.EPS, -1.0).mul_(reference.BETA + F.softplus(alpha_n))
+        slope = torch.where(positive, x.mul(2 * F.softplus(alpha_p)), exponential).add_(reference.BETA)
+        dx, dp, dn = (gradient.to(t.dtype) for gradient, t in zip((slope.mul_(dy), dp, dn), saved, strict=True))
+        return dx, dp, dn
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """Compute xIELU (`reference.xielu`) of `x` `[..., f]`, in its dtype."""
+    activated: Tensor = _Xielu.apply(x, alpha_p, alpha_n)
+    return activated

@@ -6,11 +6,12 @@ The config reads these records, so this file does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 ActivationName = Literal[
-    "swiglu", "clamped_swiglu", "limited_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"
+    "swiglu", "clamped_swiglu", "limited_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu",
+    "xielu",
 ]  # fmt: skip
 
 
@@ -26,14 +27,20 @@ class Activation:
         fused: Whether a `MatrixSource` of this name in `megafp8.numerics.sources` computes output and gradient while
             they are cast. Otherwise f is PyTorch's op (`megafp8.layers.mlp.op`). Exact GELU is not fused: its erf has
             different bits on different devices, so no kernel could match a reference.
-        hugging_face: Values of `hidden_act` that mean f. Exports write the first.
+        hugging_face: Values of `hidden_act` that mean f in all families that have it. Exports write the first.
         megatron: Arguments that select the activation in Megatron-LM. Empty if Megatron-LM does not have it.
+        learned: Numbers that each MLP learns for f, by name, with the initial value of each number's softplus.
+        passes: Passes over the input and output of f that PyTorch's ops make if f is not fused.
+        temporary_bytes: Bytes per input value of the tensors that backward allocates in addition to gradients.
     """
 
     gated: bool
     fused: bool
     hugging_face: tuple[str, ...]
     megatron: Mapping[str, bool]
+    learned: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 2
+    temporary_bytes: int = 0
 
     @property
     def up_layer(self) -> str:
@@ -70,4 +77,8 @@ ACTIVATIONS: Mapping[ActivationName, Activation] = {
     ),
     "relu": Activation(gated=False, fused=True, hugging_face=("relu",), megatron={}),
     "squared_relu": Activation(gated=False, fused=True, hugging_face=("relu2",), megatron={}),
+    "xielu": Activation(
+        gated=False, fused=False, hugging_face=(), megatron={}, learned={"alpha_p": 0.8, "alpha_n": 0.3},
+        passes=10, temporary_bytes=20,
+    ),
 }  # fmt: skip

@@ -35,7 +35,7 @@ from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
-from megafp8.numerics.batch_invariance import sigmoid
+from megafp8.numerics.batch_invariance import sigmoid, softplus
 from megafp8.numerics.philox import Key, key_of
 from megafp8.parallel.sharding import Init, shard_dim
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -419,7 +419,9 @@ class Attention(Mixer):
         scale_sb11 = inputs.query_scale_sb11
         q = q if scale_sb11 is None else q * scale_sb11
         y = inputs.core(q, k, v, self.sink, inputs.scores)
-        return (y if gate is None else recomputed(_gated, y, gate, self.context.batch_invariant)).flatten(-2)
+        if gate is not None:
+            y = recomputed(_gated, y, gate, self.record.output_gate_function, self.context.batch_invariant)
+        return y.flatten(-2)
 
     def _placed(self, x_sbad: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return queries or keys after the model's norm and rotation, if any."""
@@ -429,5 +431,5 @@ class Attention(Mixer):
         return F.rms_norm(x_sbad, (self.d,), eps=self.norm_eps) if self.norms_rotated else x_sbad
 
 
-def _gated(y: Tensor, gate: Tensor, batch_invariant: bool) -> Tensor:
-    return y * sigmoid(gate, batch_invariant=batch_invariant)
+def _gated(y: Tensor, gate: Tensor, function: str, batch_invariant: bool) -> Tensor:
+    return y * (sigmoid if function == "sigmoid" else softplus)(gate, batch_invariant=batch_invariant)

@@ -192,8 +192,10 @@ class AttentionKeys(RotaryKeys):
     """Give each query head a learned score that takes part in its softmax but has no value, so that the head can attend
     to nothing (gpt-oss; Megatron-LM's softmax_type: learnable)."""
     output_gate: bool | Literal["head"] = False
-    """Multiply each channel of a head's output by the sigmoid of a gate, which is projected from the layer's input
-    (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708). head: all channels of a head share one gate (LFM3)."""
+    """Multiply each channel of a head's output by output_gate_function of a gate, which is projected from the layer's
+    input (Qwen3-Next; Qiu et al. 2025, arXiv:2505.06708). head: all channels of a head share one gate (LFM3)."""
+    output_gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
+    """Function of the output gate (softplus: Laguna)."""
     sliding_window: Tokens | None = None
     """Number of latest tokens to which each token attends, including itself. Default: all earlier tokens."""
     attention_chunk: Tokens | None = None
@@ -397,6 +399,9 @@ def attention_heads(m: ModelSection) -> Iterator[Problem]:
     """Yield the broken rules about attention heads that hold in any parallel layout."""
     if m.latent_attention is None:
         yield from _equal_heads(m)
+    if m.output_gate_function != "sigmoid" and not m.output_gate:
+        rule, path = "model.output_gate is false, so there is no gate", "model.output_gate_function"
+        yield Problem(path, m.output_gate_function, rule, "try sigmoid, or model.output_gate=true")
     scaling = m.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         path, low = "model.rope_scaling.high_freq_factor", scaling.low_freq_factor

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from megafp8.host.problems import Problem, divisors
-from megafp8.layers.activation.record import ActivationName
+from megafp8.layers.activation.record import ACTIVATIONS, ActivationName
 from megafp8.layers.mlp.record import MEGATRON_LINEARS, MlpConfig
 from megafp8.section import Channels, Count, Experts, NonNegative, PositiveFloat, PositiveInt, Section
 from megafp8.spec import ModelSection, PartRecord, RunConfig
@@ -182,7 +182,7 @@ class MoeFfnConfig(PartRecord, MoeKeys):
 def _path_of(path: str, record: MoeFfnConfig, record_path: str) -> str:
     """Return the path of a key of experts: the layer's record if the key is set there, otherwise section model.moe."""
     section, _, key = path.rpartition(".")
-    return f"{record_path}.{key}" if section == "model.moe" and key in record.given else path
+    return f"{record_path}.{key}" if section in ("model", "model.moe") and key in record.given else path
 
 
 def experts(m: ModelSection) -> Iterator[Problem]:
@@ -203,6 +203,8 @@ def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
     if x.top_k > count:
         rule = f"the experts of a token must be different, and model.moe.num_experts is {count}"
         yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
+    if ACTIVATIONS[x.activation].learned:
+        yield Problem("model.activation", x.activation, "experts have no learned activation", "try swiglu")
     if x.latent_size is not None and m.spec.mlp_bias:
         rule = f"model.linear_bias is {str(m.linear_bias).lower()}, and latent projections have no biases"
         yield Problem("model.moe.latent_size", x.latent_size, rule, "leave it out, or try model.linear_bias=false")

@@ -11,18 +11,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megafp8.config import MlpConfig
 from megafp8.layers.activation.record import ACTIVATIONS
-from megafp8.layers.context import BuildContext
+from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import FeedForward
 from megafp8.layers.mlp.op import mlp
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
-from megafp8.parallel.sharding import Init
+from megafp8.parallel.sharding import Init, unsharded
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
@@ -67,6 +67,14 @@ class MLP(FeedForward):
             site=context.site(before=neighbor, recompute_input=memory.activation),
             **common,
         )
+        # Each tensor-parallel rank applies the learned numbers to its own channels.
+        spec = {"replicated_over_tp": True, "reduce_over_tp": context.tensor.size() > 1, "weight_decay": False}
+        self.learned = nn.ParameterList(
+            new_parameter(
+                context, unsharded(f"{name}.{x}.weight", (1,)), Init("inverse_softplus", low=start, high=start), **spec
+            )
+            for x, start in self.activation.learned.items()
+        )
 
     @property
     def input_linear(self) -> LinearState:
@@ -89,7 +97,7 @@ class MLP(FeedForward):
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the work of the activation."""
         passes, input_bytes = (
-            1 if self.activation.fused else 2,
+            1 if self.activation.fused else self.activation.passes,
             batch.tokens * self.up.state.site.outputs * batch.element,
         )
         forward = self.activation_bytes(batch)
@@ -98,16 +106,17 @@ class MLP(FeedForward):
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Return the bytes of the gradients of the activation's output and input and of the MLP's input.
 
+        They include the activation's own temporaries.
         The gradient of the activation's input is FP8 in both orientations if the activation is fused with the cast.
         """
         up, down = self.up.state, self.down.state
-        input_element = 2 if up.plan.grad_output == "fused" else batch.element
+        input_element = 2 if up.plan.grad_output == "fused" else batch.element + self.activation.temporary_bytes
         widths = (down.site.inputs + up.site.inputs) * batch.element + up.site.outputs * input_element
         return batch.tokens * widths
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
         """Return the MLP's output in the shape of its input; `inputs` is not used."""
-        return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state)
+        return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state, [*self.learned])
 
     def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:
         y = self.up(x_sbh, handoff)

@@ -6,7 +6,7 @@ activations (`unfused`) are PyTorch's ops in the dtype of their input, and the n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.layers.activation.op import activation
+from megafp8.layers.activation.op import activation, xielu
 from megafp8.linear.fusion import LinearInput, Recompute, RecomputedInput
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.sources import ACTIVATION_SOURCES, Plain
 
 T = TypeVar("T")
-_Function = Callable[[Tensor], Tensor]
+_Function = Callable[..., Tensor]
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -51,6 +51,7 @@ def _unfused_functions(*, batch_invariant: bool) -> dict[str, _Function]:
         "sreglu": _gated(_squared_relu),
         "qgeglu": _gated(quick_gelu),
         "glu": _gated(logistic),
+        "xielu": xielu,
     }
 
 
@@ -65,12 +66,15 @@ def is_fused(kind: str) -> bool:
 
 
 def unfused(kind: str, *, batch_invariant: bool) -> _Function:
-    """Return the function of an activation without a kernel. It takes x, or [gate | up] if it is gated."""
+    """Return the function of an activation without a kernel.
+
+    Its arguments are x, or [gate | up] if it is gated, and the numbers that the activation learns.
+    """
     return _UNFUSED[batch_invariant][kind]
 
 
-def _unfused_source(x: Tensor, function: _Function) -> Plain:
-    return Plain(function(x).flatten(0, -2))
+def _unfused_source(*tensors: Tensor, function: _Function) -> Plain:
+    return Plain(function(*tensors).flatten(0, -2))
 
 
 def mlp(
@@ -79,6 +83,7 @@ def mlp(
     down: Callable[[Tensor | LinearInput], T],
     up_state: LinearState,
     down_state: LinearState,
+    learned: Sequence[Tensor] = (),
 ) -> T:
     """Compute `down(activation(up(handoff)))`.
 
@@ -89,6 +94,7 @@ def mlp(
         down: Second linear layer, called with the activated values or with their quantized form.
         up_state: Plan and quantizers of the first layer.
         down_state: Plan and quantizers of the second layer.
+        learned: Numbers that the activation learns.
 
     Returns:
         The result of `down`.
@@ -101,8 +107,8 @@ def mlp(
     y, bias = up(None)
     assert bias is None
     function = unfused(kind, batch_invariant=up_state.batch_invariant)
-    activated = function(y)
+    activated = function(y, *learned)
     if form is None or not torch.is_grad_enabled():
         return down(activated)
     how = Recompute(partial(_unfused_source, function=function), None, None)
-    return down(LinearInput(activated, None, RecomputedInput((y,), how)))
+    return down(LinearInput(activated, None, RecomputedInput((y, *learned), how)))

@@ -22,7 +22,8 @@ class MlpKeys(Section):
     """Activation of the MLP. swiglu (Llama): silu(gate) * up. gelu (exact) or gelu_tanh (GPT-2). geglu (exact) or
     geglu_tanh (T5 1.1): gelu(gate) * up. relu (OPT, T5 1.0). squared_relu (Primer, Nemotron). clamped_swiglu (gpt-oss):
     gate * sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7 and up to [-7, 7]. limited_swiglu
-    (DeepSeek-V4): swiglu, with gate clamped to at most 10 and up to [-10, 10]."""
+    (DeepSeek-V4): swiglu, with gate clamped to at most 10 and up to [-10, 10]. xielu (Apertus): a parabola for positive
+    values and an exponential for the others, with a learned factor of each (Huang & Schlag 2024, arXiv:2411.13010)."""
 
 
 class MlpConfig(PartRecord, MlpKeys):

@@ -101,6 +101,13 @@ _JAMBA_CHOICES: dict[str, tuple[Any, ...]] = {
     "mamba_d_conv": (2, 4), "mamba_conv_bias": (False, True), "mamba_proj_bias": (False, True),
     "mamba_dt_rank": ("auto", 5), "rms_norm_eps": (1e-5, 1e-2),
 }  # fmt: skip
+HUNYUAN: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2, 3), "hidden_size": (32,), "head_dim": (8, 16),
+    "rope_parameters": (
+        {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+        {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 20.0, "mscale": 1.0, "beta_fast": 32},
+    ),
+}  # fmt: skip
 
 DRAWN: dict[str, Family] = {
     "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
@@ -204,11 +211,27 @@ DRAWN: dict[str, Family] = {
         ),
     }),
     "exaone4": Family("Exaone4", LLAMA, BLOCKS | ROPE | SOME_WINDOWS),
-    "hunyuan_v1_dense": Family("HunYuanDenseV1", LLAMA, BLOCKS | {
-        "num_hidden_layers": (2, 3), "hidden_size": (32,), "head_dim": (8, 16),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1", LLAMA, BLOCKS | HUNYUAN),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1", LLAMA, BLOCKS | HUNYUAN | {
+        "num_experts": (4, 6), "moe_topk": (1, 3, [2] * 3), "num_hidden_layers": (3,),
+    }),
+    "apertus": Family("Apertus", LLAMA, SIZES | {
+        "num_attention_heads": (4, 8), "rms_norm_eps": (1e-5, 1e-2), "attention_bias": (False, True),
+        "rope_parameters": (None, *ROPE["rope_parameters"], LLAMA3_ROPE),
+    }),
+    "laguna": Family("Laguna", EXPERTS, SIZES | {
+        "head_dim": (8, 16), "num_experts": (4, 8), "num_experts_per_tok": (2, 3), "num_hidden_layers": (3,),
+        "gating": (True, "per-head", "per-element"), "num_attention_heads_per_layer": (None, [4, 8, 4], [4, 4, 8]),
+        "mlp_layer_types": (None, ["sparse", "dense", "sparse"]), "shared_expert_intermediate_size": (24, 40),
+        "moe_routed_scaling_factor": (1.0, 2.5), "sliding_window": (5, 8), "rms_norm_eps": (1e-5, 1e-3),
+        "layer_types": (
+            None, ["sliding_attention"] * 3, ["full_attention", "sliding_attention", "sliding_attention"],
+        ),
         "rope_parameters": (
-            {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-            {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 20.0, "mscale": 1.0, "beta_fast": 32},
+            None, {
+                "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         ),
     }),
     "internlm3": Family("InternLM3", LLAMA, BLOCKS | ROPE | {

@@ -66,6 +66,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         L | {"model_type": "phi"},
         "model_type = 'phi': .*supported: .*bert, .*deepseek_v2, .*gpt2, .*llama",
     ),
+    "a router that samples": (L | {"model_type": "phimoe"}, "model_type = 'phimoe': .*it lacks the sparsemixer router"),
+    "another activation of Apertus": (
+        L | {"model_type": "apertus", "hidden_act": "relu2", "rope_scaling": ORIGINAL},
+        "supported: 'xielu'",
+    ),
+    "a gate of another kind": (
+        EXPERTS | {"model_type": "laguna", "gating": "per-layer"},
+        "gating = 'per-layer': .*supported: true, per-head, per-element",
+    ),
+    "no rope in Apertus": (L | {"model_type": "apertus"}, "rope_scaling = None: .*a dictionary, because releases"),
+    "more experts in some layers of Hunyuan": (
+        L | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 3, 2]},
+        "the same value in all layers",
+    ),
+    "two shared experts in Hunyuan": (
+        L | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "num_shared_expert": [2] * 3},
+        "supported: 1 in all",
+    ),
     "pairs of channels that are apart": (D | {"rope_interleave": False}, "rope_interleave = False: .*supported: True"),
     "another epsilon in latents": (
         D | {"rms_norm_eps": 1e-5},

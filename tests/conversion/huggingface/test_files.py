@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from itertools import product
@@ -27,7 +28,7 @@ from megafp8.conversion.huggingface.sink import HfSink
 from megafp8.conversion.huggingface.source import HfSource
 from megafp8.conversion.safetensors_format import read_header
 from tests.conversion.checkpoints import convert
-from tests.conversion.families import OURS, SMALL, THEIRS, RandomSource, make_theirs
+from tests.conversion.families import LLAMA, OURS, SMALL, THEIRS, RandomSource, make_model, make_theirs
 from tests.conversion.huggingface.test_logits import ALIKE
 from tests.marks import slow_but
 
@@ -392,6 +393,17 @@ def test_files_without_the_base_models_prefix_and_with_buffers(tmp_path: Path, n
     one, other = HfSource(tmp_path / "whole"), HfSource(tmp_path / "bare")
     assert one.tensors == other.tensors
     assert all(torch.equal(one.read(n), other.read(n)) for n in one.tensors)
+
+
+def test_constants_of_xielu_are_written_and_no_other_value_is_read(tmp_path: Path) -> None:
+    make_model("Apertus", LLAMA, 1, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    convert(HfSource(tmp_path / "theirs"), HfSink(tmp_path / "ours"))
+    same_weights(tmp_path / "theirs", tmp_path / "ours")
+    name, file = "model.layers.1.mlp.act_fn.beta", tmp_path / "ours" / "model.safetensors"
+    for value, shown in ((torch.tensor(0.25), "0.25"), (torch.zeros(3), "a tensor of shape [3]")):
+        save_file(weights(tmp_path / "ours") | {name: value}, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=re.escape(f"{name} is {shown}, but 0.5 in every apertus model")):
+            HfSource(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])

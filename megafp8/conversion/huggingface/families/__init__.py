@@ -7,12 +7,28 @@ they differ from Llama's (`huggingface.names`). `python docs/site/families.py` t
 `tests/conversion/huggingface/drawn.py` compares random models of the family with `transformers`.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megafp8.conversion.huggingface.names import TensorNames, like_llama
 from megafp8.conversion.keys import Trait
 
 LLAMA_NAMES = like_llama()
+LACKING: Mapping[str, str] = {
+    "axk2": "norms with a low-rank gate, and latent attention with an output gate",
+    "bitnet": "norms between attention or activation and the output projection",
+    "dots3_note": "latent attention with an output gate, a norm of the rotated key and scaled latents",
+    "falcon_h1": "Mamba-2 and attention in parallel in a layer, and multipliers of their projections",
+    "hy_v4": "hyper-connections without a mixing matrix, and latent attention with an output gate and sinks",
+    "longcat_flash": "layers whose experts are added after a second attention, and scaled latents",
+    "mimo_v2_flash": "softmax attention with values that are narrower than keys",
+    "minimax_m3_vl": "attention to blocks of keys that an indexer chooses for each group of queries",
+    "modernbert_decoder": "a decoder whose output layer begins with a dense layer, an activation and a norm",
+    "phimoe": "the sparsemixer router, which samples experts and scores the second one without the first",
+    "qwen4_exp": "gated residual connections, embeddings of n-grams and attention to selected blocks of keys",
+    "zamba2": "attention that layers share, with an adapter for each, and that reads the embeddings too",
+}
+"""Parts that megafp8 lacks for some families of transformers, by model_type. These families are refused."""
 
 
 class Family(NamedTuple):

@@ -1,24 +1,11 @@
 """The gpt-oss family."""
 
-from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import full_every, windows
 from megafp8.conversion.huggingface.names import HfPlace, Names, alternating, fused, like_llama
-from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, write_rope
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, only, unread
-
-
-def _read_rope(hf: HfConfig) -> Fields:
-    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
-        refuse("rope_scaling", None, "a dictionary, because releases of transformers differ in its default")
-    return read_rope(hf, 1.5e5)
-
-
-def _write_rope(ours: Fields) -> Keys:
-    rope = write_rope(ours)
-    plain = {"rope_type": "default", "rope_theta": ours["rope_theta"]}
-    return rope if rope["rope_scaling"] else rope | {"rope_parameters": plain}
+from megafp8.conversion.huggingface.rope import stated_rope
+from megafp8.conversion.keys import aliases, always, only, unread
 
 
 def _experts(parameter: str, suffix: str) -> Names:
@@ -31,7 +18,7 @@ def _experts(parameter: str, suffix: str) -> Names:
 
 FAMILIES = (
     Family("gpt_oss", "GptOssForCausalLM", (
-        *traits.llama_like(8, 64, 1e-5, Trait(ROPE_KEYS, _read_rope, _write_rope), always(activation="clamped_swiglu")),
+        *traits.llama_like(8, 64, 1e-5, stated_rope(1.5e5), always(activation="clamped_swiglu")),
         always(linear_bias=True, attention_sinks=True), windows(128, full_every(2)),
         *traits.ROUTER, traits.EXPERTS_ONLY, traits.num_experts("num_local_experts", "num_experts"),
         aliases(experts_per_token="num_experts_per_tok"),
