@@ -25,7 +25,7 @@ LACKING: Mapping[str, str] = {
     "minimax_m3_vl": "attention to blocks of keys that an indexer chooses for each group of queries",
     "modernbert_decoder": "a decoder whose output layer begins with a dense layer, an activation and a norm",
     "phimoe": "the sparsemixer router, which samples experts and scores the second one without the first",
-    "qwen4_exp": "gated residual connections, embeddings of n-grams and attention to selected blocks of keys",
+    "qwen4_exp": "hyper-connections with low-rank input gates, embeddings of n-grams and keys selected in blocks",
     "zamba2": "attention that layers share, with an adapter for each, and that reads the embeddings too",
 }
 """Parts that megafp8 lacks for some families of transformers, by model_type. These families are refused."""
