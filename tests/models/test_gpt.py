@@ -59,7 +59,9 @@ DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
 }  # fmt: skip
+DELTA_PRODUCT = DELTA_NET | {"householder_steps": 2, "allow_neg_eigval": True}
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 4, "conv_kernel_size": 3}
+DELTA_NET_2 = KIMI_DELTA | {"erase_and_write_gates": True}
 RWKV7 = {
     "kind": "rwkv7", "num_heads": 4, "head_dim": 4, "decay_rank": 3, "rate_rank": 5, "gate_rank": 2,
 }  # fmt: skip
@@ -231,6 +233,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": ["linear", "full"],
         "latent_attention": LATENT | {"norm_eps": 0.1},
         "position_embedding": "none",
+    },
+    "delta-product": LLAMA
+    | {
+        "layer_kinds": {"product": {"mixer": DELTA_PRODUCT}, "gates": {"mixer": DELTA_NET_2}},
+        "pattern": ["product", "gates"],
     },
     "latent": LLAMA
     | {
@@ -566,7 +573,7 @@ def _receive(rank: int) -> Tensor:
     return found[0]
 
 
-WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "qwen", "shared-keys", "latent"}
+WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "delta-product", "qwen", "shared-keys", "latent"}
 """Models with norms of heads, whose gradients are sums over tensor-parallel ranks also where these have all tokens.
 
 Tests of recomputation and of context parallelism have them with sequence parallelism.
@@ -608,9 +615,10 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
             *("shared-norm", "one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
+            "delta-product",
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
-        *("hybrid", "kimi-delta", "shared-indexer"),
+        *("hybrid", "kimi-delta", "shared-indexer", "delta-product"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -620,7 +628,7 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed", "kimi-delta"],
+        ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed", "kimi-delta", "delta-product"],
         *("llama", "gpt2", "sparse"),  # of the others some are compared under context parallelism
     ),
 )
@@ -659,6 +667,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
         [
             *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
             *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed", "shared-indexer"),
+            "delta-product",
         ],
         *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "sparse-neighbors"),
     ),
@@ -673,6 +682,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid"),
     *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
+    "delta-product",
 ]
 
 
@@ -682,7 +692,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
-        *((name, 1) for name in ("mamba1", "shared-indexer")),
+        *((name, 1) for name in ("mamba1", "shared-indexer", "delta-product")),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -706,6 +716,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("kimi-delta", 2, 1),
+                ("delta-product", 2, 1),
                 ("rwkv7", 1, 2),
                 ("mamba1", 1, 2),
                 ("shared-keys-of-a-stage", 2, 1),

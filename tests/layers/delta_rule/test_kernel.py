@@ -11,17 +11,22 @@ from tests.kernels import DEVICE
 from tests.marks import slow_but
 
 CASES = [
-    (66, 1, 1, 8, 8, 1.0),
-    (70, 1, 1, 16, 16, 1.0),
-    (37, 2, 2, 24, 40, 0.1),
-    (64, 1, 1, 8, 16, 40.0),
-    (130, 1, 1, 16, 8, 1.0),
+    (66, 1, 1, 8, 8, 1.0, False),
+    (70, 1, 1, 16, 16, 1.0, False),
+    (37, 2, 2, 24, 40, 0.1, False),
+    (64, 1, 1, 8, 16, 40.0, False),
+    (130, 1, 1, 16, 8, 1.0, False),
+    (66, 1, 1, 8, 8, 1.0, True),
+    (37, 2, 2, 24, 40, 0.1, True),
 ]
 
 
-@pytest.mark.parametrize(("s", "b", "a", "d", "w", "rate"), slow_but(CASES, CASES[0]))
-def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: float) -> None:
-    """Outputs, states and gradients of everything; decays of `rate` forget nearly all, or nothing, in a few tokens."""
+@pytest.mark.parametrize(("s", "b", "a", "d", "w", "rate", "erase"), slow_but(CASES, CASES[0], CASES[5]))
+def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: float, erase: bool) -> None:
+    """Outputs, states and gradients of everything; decays of `rate` forget nearly all, or nothing, in a few tokens.
+
+    With `erase`, values are looked up with other keys.
+    """
     torch.manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -32,20 +37,22 @@ def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: flo
     dy, dlast = random(s, b, a, w), random(b, a, d, w)
     narrow = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     q, k, v, dy = (x.to(narrow).double() for x in (q, k, v, dy))
+    lookup = [(k * torch.rand_like(k)).to(narrow).double()] if erase else []
     results = []
     for compute, dtype in ((recurrence, torch.float64), (InKernels.apply, torch.float32)):
         of_tokens = torch.float64 if dtype == torch.float64 else narrow
-        dtypes = (of_tokens, of_tokens, of_tokens, dtype, dtype, dtype)
-        inputs = [x.to(kind).requires_grad_() for x, kind in zip((q, k, v, decay, beta, state), dtypes, strict=True)]
+        dtypes = (of_tokens, of_tokens, of_tokens, dtype, dtype, dtype, *(of_tokens for _ in lookup))
+        tensors = (q, k, v, decay, beta, state, *lookup)
+        inputs = [x.to(kind).requires_grad_() for x, kind in zip(tensors, dtypes, strict=True)]
         scaled = inputs[0] * d**-0.5 if compute is recurrence else inputs[0]
-        y, last = compute(scaled, *inputs[1:])
+        documents = [None] if compute is recurrence and erase else []
+        y, last = compute(scaled, *inputs[1:6], *documents, *inputs[6:])
         grads = torch.autograd.grad((y, last), inputs, (dy.to(y.dtype), dlast.to(last.dtype)))
         results.append((y, last, *grads))
     # The gradient of a decay is a difference of sums.
     tolerance = (1e-4 if rate > 1 else 2e-5) if DEVICE == "cpu" else 2e-2
-    for name, expected, found in zip(
-        ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate"), *results, strict=True
-    ):
+    names = ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate", *("derase" for _ in lookup))
+    for name, expected, found in zip(names, *results, strict=True):
         assert (found.double() - expected).abs().max() < tolerance * expected.abs().max(), name
 
 
