@@ -50,6 +50,11 @@ _CPU = torch.device("cpu")
 _KEYS = drawable(ModelConfig)
 _SIZES = {"seq_length": (16, 24, 32), "micro_batch_size": (1, 2)}
 _BASES = {"architecture=bert": "bert"}
+OPTIONS_OF_KINDS: dict[str, tuple[Keys, ...]] = {
+    "gated_delta_net": ({"householder_steps": 2},),
+    "kimi_delta_attention": ({"erase_and_write_gates": True},),
+}
+"""Options of kinds that are measured in addition to drawn ones, because they change what the kind computes."""
 
 
 def _choices() -> Iterator[tuple[str, Callable[[Random], Keys]]]:
@@ -62,9 +67,12 @@ def _choices() -> Iterator[tuple[str, Callable[[Random], Keys]]]:
                 yield f"{key}={bare}", lambda _, key=key, bare=bare: {key: bare}
     for which, union in (("mixer", Mixer), ("ffn", Ffn)):
         for part in get_args(union):
-            yield f"{which}={part.model_fields['kind'].default}", lambda random, which=which, part=part: {
-                "layer_kinds": {"drawn": {which: section(random, part)}}, "pattern": ["drawn"]
-            }  # fmt: skip
+            kind = part.model_fields["kind"].default
+            for options in ({}, *OPTIONS_OF_KINDS.get(kind, ())):
+                name = " ".join([f"{which}={kind}", *options])
+                yield name, lambda random, which=which, part=part, options=options: {
+                    "layer_kinds": {"drawn": {which: section(random, part) | options}}, "pattern": ["drawn"]
+                }  # fmt: skip
 
 
 CHOICES = dict(_choices())

@@ -194,6 +194,10 @@ HYBRID = _preset(
 KIMI = _preset(
     "kimi", model={"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]}
 )
+DELTA_PRODUCT = _preset(
+    "delta-product", model={"layer_kinds": {"product": {"mixer": DELTA_NET | {"householder_steps": 2}}, "gates": {
+    "mixer": KIMI_DELTA | {"erase_and_write_gates": True}}}, "pattern": ["product", "gates"]},
+)  # fmt: skip
 COMPRESSED = _preset(
     "compressed", model={"head_dim": 16, "partial_rotary_factor": 0.25, "sliding_window": 8, "pattern": ["csa", "hca"],
     "layer_kinds": {"csa": {"mixer": COMPRESSED_ATTENTION | {"compress_rate": 2, "top_k": 3, "rope_theta": 500.0}},

@@ -26,12 +26,12 @@ step, T (I + A) is the identity within parts of 2h tokens.
     outputs     y; one program per chunk and slice of value channels
     gradients   gradients of v, P, A and the decayed queries and keys; one program per chunk. The formulas above
                 give dA = −(Tᵀ du) uᵀ
-    dpairs      gradients of q, k, β and decays from the gradients above; one program per chunk
+    dpairs      gradients of q, k, e, β and decays from the gradients above; one program per chunk
 
-The gradient of G is q·dq + e·(de, as a row of A) − k·(dk, as a column of P and A). The gradient of a token's decay is the sum
-of the gradients of G from that token to the end of the chunk. States and their gradients are fp32 in registers and are
-rounded to the inputs' dtype in memory. GEMMs accumulate in fp32. Their factors are rounded to the inputs' dtype, except
-the fp32 factors of the inversion and of `dpairs`, which are rounded to tf32. All results are deterministic.
+The gradient of G is q·dq + e·(de as a row of A) − k·(dk as a column of P and A). The gradient of a token's decay is the
+sum of the gradients of G from that token to the end of the chunk. States and their gradients are fp32 in registers and
+are rounded to the inputs' dtype in memory. GEMMs accumulate in fp32. Their factors are rounded to the inputs' dtype,
+except the fp32 factors of the inversion and of `dpairs`, which are rounded to tf32. All results are deterministic.
 
 Shapes: b micro-batch size, s sequence length, a heads, d and w channels of keys and of values; m chunks of L tokens; D
 and W are d and w rounded up to powers of 2; V value channels per program.

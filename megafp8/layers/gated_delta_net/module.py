@@ -2,8 +2,8 @@
 
 This mixer uses the delta rule (`megafp8.layers.delta_rule.module`). One column-parallel linear layer computes q, k, v
 and the gate. A linear layer with few outputs computes β and the decays; every rank holds it whole and applies it to its
-own tokens. The gate is SiLU. Qwen3-Next uses this mixer; OLMo Hybrid uses it with β up to 2. With several Householder steps
-per token, each step has its own k, v and β (Gated DeltaProduct, Siems et al. 2025, arXiv:2502.10297).
+own tokens. The gate is SiLU. Qwen3-Next uses this mixer; OLMo Hybrid uses it with β up to 2. In Gated DeltaProduct
+(Siems et al. 2025, arXiv:2502.10297), a token takes several steps, each with its own k, v and β.
 
 Shapes: s sequence length, b micro-batch size, h hidden size; i steps per token, g = i + 1 numbers per token and head; a
 value heads of w channels on this rank; n channels of the convolution.

@@ -8,8 +8,8 @@ v. Decays and output gates come from low-rank products:
 
 All of these stay in training.precision, because they are few FLOPs. The gate is a sigmoid.
 
-Gated DeltaNet-2 (arXiv:2605.22791) has no β. Sigmoids of two projections of full width, which are computed with q, k and
-v, gate each channel: a token erases what the state has at the key `erase ⊙ k`, and writes the value `write ⊙ v`.
+Gated DeltaNet-2 (arXiv:2605.22791) has no β. Sigmoids of two more outputs of the first layer gate each channel: a token
+erases what the state has at the key `erase ⊙ k`, and writes the value `write ⊙ v`.
 
 Shapes: s sequence length, b micro-batch size, h hidden size; a heads of d channels on this rank; n channels of the
 convolution.
@@ -114,12 +114,13 @@ class KimiDeltaAttention(DeltaRuleMixer):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""
         m, e, values = batch.tokens, batch.element, self.value_heads * self.w
+        kept_for_beta = 0 if self.channel_gates else sum(self.down_widths)
         return {
             "qkv input": batch.saved_input(self.projection.state),
             "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
             "q, k, v": m * self._channels * e,
             "erase and write gates": m * self.channel_gates * e,
             "decays, gate": 2 * m * values * e,
-            "down": m * (sum(self.down_widths) + 2 * self.d) * e,
+            "down": m * (kept_for_beta + 2 * self.d) * e,
             **self.saved_by_recurrence(batch),
         }
