@@ -321,6 +321,21 @@ DEEPSEEK: dict[str, Any] = {
     "top_groups": 2, "shared_ffn_hidden_size": 8, "selection_bias": True, "first_dense_layers": 1, "aux_loss": 0.3,
 }  # fmt: skip
 MOE_MODELS = {
+    "zero-experts": LLAMA
+    | {
+        "moe": {
+            "num_experts": 4,
+            "zero_experts": 3,
+            "top_k": 3,
+            "ffn_hidden_size": 12,
+            "selection_bias": True,
+            "aux_loss": 0.3,
+            "normalize": False,
+            "scaling_factor": 2.5,
+        },
+        "layer_kinds": {"plain": {}, "latents": {"ffn": {"kind": "moe", "latent_size": 10, "scale_inputs": True}}},
+        "pattern": ["plain", "latents"],
+    },
     "nemotron": LLAMA
     | {
         "num_layers": 4,
@@ -430,7 +445,12 @@ MOE_MODELS = {
             "aux_loss": 0.3,
         },
     },
-    "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
+    "capacity": LLAMA
+    | {
+        "moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75},
+        "layer_kinds": {"plain": {}, "zero": {"ffn": {"kind": "moe", "zero_experts": 3, "capacity_factor": 0.5}}},
+        "pattern": ["plain", "zero"],
+    },
     "all-experts": LLAMA
     | {
         "parallel_block": False,
@@ -737,6 +757,9 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
             *((name, 1, 1, 1, 1, "all_gather", "none") for name in ("groups-softmax", "capacity", "all-experts")),
         ),
         pytest.param("mixtral", 2, 1, 1, 1, "all_gather", "none", marks=pytest.mark.slow),
+        ("zero-experts", 2, 1, 2, 1, "all_gather", "selective"),
+        ("zero-experts", 1, 2, 2, 1, "all_to_all", "full"),
+        pytest.param("zero-experts", 2, 2, 2, 2, "all_gather", "none", marks=pytest.mark.slow),
         ("mixtral", 1, 2, 2, 1, "all_to_all", "none"),
         pytest.param("mixtral", 2, 2, 4, 1, "all_to_all", "full", marks=pytest.mark.slow),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),

@@ -364,7 +364,7 @@ def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) 
     m = config.moe
     assert m is not None
     ranked = [score + b for score, b in zip(scores, bias)]
-    size, best = m.num_experts // m.num_groups, 1 if m.score == "softmax" else 2
+    size, best = len(scores) // m.num_groups, 1 if m.score == "softmax" else 2
     groups = [range(g * size, (g + 1) * size) for g in range(m.num_groups)]
     worth = [sum(sorted((ranked[e] for e in group), reverse=True)[:best]) for group in groups]
     kept = sorted(range(m.num_groups), key=lambda g: -worth[g])[: m.top_groups or m.num_groups]
@@ -383,7 +383,7 @@ def moe(
     """One expert and one token at a time; appends the router's losses of the batch. `hashed`: experts by the ids."""
     m = config.moe
     assert m is not None
-    b, s, experts = *x.shape[:2], m.num_experts
+    b, s, experts = *x.shape[:2], m.num_experts + (m.zero_experts or 0)
     routed_x, shared_x = x, x
     if m.separate_norms:
         routed_x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.router.scale"]
@@ -429,7 +429,7 @@ def moe(
         losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).sum(0) / of).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().sum() / s)
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
-    for e in range(experts):
+    for e in range(m.num_experts):
         first = [padding is not None and bool(x) for x in (ids if padding is None else padding).flatten()]
         largest = sorted(range(b * s), key=lambda token: (first[token], -weights[token][e].item()))
         for place, token in enumerate(largest):
@@ -439,6 +439,8 @@ def moe(
                 routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
     added, of_shared = torch.stack(routed), torch.stack(out)
     added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
+    for expert in range(m.num_experts, experts):
+        added = added + torch.stack([of[expert] * y for of, y in zip(weights, x.flatten(0, 1))])
     if m.separate_norms:
         added = _norm(added, w, f"{name}.experts_output_norm", config)
         of_shared = _norm(of_shared, w, f"{name}.shared_output_norm", config)

@@ -171,6 +171,10 @@ GLOBAL_BALANCE = _preset(
 DROPPING = _preset(
     "dropping", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}
 )
+ZERO_EXPERTS = _preset(
+    "zero-experts", model={"moe": {"num_experts": 8, "zero_experts": 4, "top_k": 3, "ffn_hidden_size": 32,
+    "aux_loss": 0.1, "selection_bias": True, "bias_update_rate": 0.05}},
+)  # fmt: skip
 GEMMA = _preset(
     "gemma", model={"norm_position": "both", "zero_centered_gamma": True, "embedding_multiplier": 8.0,
     "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0, "sliding_window": 7,
