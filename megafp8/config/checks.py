@@ -726,11 +726,15 @@ _MOST_PIPELINE_RANKS, _MOST_LAYER_KINDS, _MOST_EXPERTS = 256, 256, 2**13
 def _sizes(config: Config) -> Iterator[Problem]:
     """Yield a problem for sizes of the model and its pipeline that would take too long to plan."""
     kinds = config.model.layer_kinds.values()
-    experts = [getattr(x, "num_experts", 0) for x in (config.model.moe, *(kind.ffn for kind in kinds))]
+    sections = (config.model.moe, *(kind.ffn for kind in kinds))
+    experts, zero_experts = (
+        max(getattr(x, key, None) or 0 for x in sections) for key in ("num_experts", "zero_experts")
+    )
     for key, value, most in (
         ("parallel.pipeline", config.parallel.pipeline, _MOST_PIPELINE_RANKS),
         ("model.layer_kinds", len(config.model.layer_kinds), _MOST_LAYER_KINDS),
-        ("model.moe.num_experts", max(experts), _MOST_EXPERTS),
+        ("model.moe.num_experts", experts, _MOST_EXPERTS),
+        ("model.moe.zero_experts", zero_experts, _MOST_EXPERTS),
     ):
         if value > most:
             yield Problem(key, value, "too many to plan a run for in reasonable time", f"try {most:,} or fewer")

@@ -292,6 +292,7 @@ def describe_experts(config: Config, world_size: int) -> str:
     kinds = config.spec.expert_records
     counts = " or ".join(
         f"{x.num_experts} per layer, {x.top_k} per token"
+        + (f", {x.zero_experts} more without computation" if x.zero_experts is not None else "")
         + (f", in latents of {x.latent_size}" if x.latent_size is not None else "")
         for x in kinds
     )

@@ -287,7 +287,7 @@ class RankTrainer:
         )
 
     def _load_collector(self) -> LoadCollector | None:
-        layers = {i: layer.ffn.num_experts for i, layer in enumerate(self.config.spec.layers) if layer.has_experts}
+        layers = {i: layer.ffn.router_outputs for i, layer in enumerate(self.config.spec.layers) if layer.has_experts}
         if not layers:
             return None
         routers = {layer: router for stage in self.stages for layer, router in stage.routers.items()}

@@ -394,6 +394,8 @@ EIGHT = "model.moe={num_experts: 8}"
 EXPERTS: list[tuple[list[str], int, str]] = [
     (["model.moe={num_experts: 4, top_k: 5}"], 1,
      "model.moe.top_k = 5: the experts of a token must be different, and model.moe.num_experts is 4; try 4 or less"),
+    (["model.moe={num_experts: 4, zero_experts: 2, num_groups: 2}"], 1,
+     "model.moe.zero_experts = 2: model.moe.num_groups is 2, and experts without computation are in no group"),
     (["model.moe={num_experts: 8, first_dense_layers: 4}"], 1,
      "model.moe.first_dense_layers = 4: none of the 4 layers has experts; try 0, or leave model.moe out"),
     (["model.moe={num_experts: 8, layer_interval: 5}"], 1,

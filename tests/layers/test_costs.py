@@ -50,6 +50,12 @@ _CPU = torch.device("cpu")
 _KEYS = drawable(ModelConfig)
 _SIZES = {"seq_length": (16, 24, 32), "micro_batch_size": (1, 2)}
 _BASES = {"architecture=bert": "bert"}
+OPTIONS_OF_KINDS: dict[str, tuple[Keys, ...]] = {
+    "gated_delta_net": ({"householder_steps": 2},),
+    "kimi_delta_attention": ({"erase_and_write_gates": True},),
+    "moe": ({"zero_experts": 3},),
+}
+"""Options of kinds that are measured in addition to drawn ones, because they change what the kind computes."""
 
 
 def _choices() -> Iterator[tuple[str, Callable[[Random], Keys]]]:
@@ -62,9 +68,12 @@ def _choices() -> Iterator[tuple[str, Callable[[Random], Keys]]]:
                 yield f"{key}={bare}", lambda _, key=key, bare=bare: {key: bare}
     for which, union in (("mixer", Mixer), ("ffn", Ffn)):
         for part in get_args(union):
-            yield f"{which}={part.model_fields['kind'].default}", lambda random, which=which, part=part: {
-                "layer_kinds": {"drawn": {which: section(random, part)}}, "pattern": ["drawn"]
-            }  # fmt: skip
+            kind = part.model_fields["kind"].default
+            for options in ({}, *OPTIONS_OF_KINDS.get(kind, ())):
+                name = " ".join([f"{which}={kind}", *options])
+                yield name, lambda random, which=which, part=part, options=options: {
+                    "layer_kinds": {"drawn": {which: section(random, part) | options}}, "pattern": ["drawn"]
+                }  # fmt: skip
 
 
 CHOICES = dict(_choices())
@@ -154,7 +163,8 @@ def _alive(stage: GPTStage, shared: Sequence[Tensor], run: Callable[[], list[Any
 
     def pack(x: Tensor) -> Tensor:
         # A scale is one of a larger storage.
-        saved[x.untyped_storage()] = x.untyped_storage().nbytes() if x.numel() != 1 else x.element_size()
+        size = x.untyped_storage().nbytes() if x.numel() != 1 else x.element_size()
+        saved[x.untyped_storage()] = max(size, saved.get(x.untyped_storage(), 0))
         return x
 
     gc.collect()
@@ -319,20 +329,27 @@ _QUICK = [*_KINDS, "hyper_connections", "per_layer_embedding", "norm_position=bo
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    slow_but(itertools.product(CHOICES, PRECISIONS), *((name, "delayed fp32") for name in _QUICK)),
+    slow_but(
+        itertools.product(CHOICES, PRECISIONS),
+        *((name, "fp32" if "zero_experts" in name else "delayed fp32") for name in _QUICK),
+    ),
 )
 def test_parts_say_what_they_cost(world2: World, name: str, precision: str) -> None:
     words = drawn(name)
     if words is None:
         assert name not in _QUICK, "no config with it was drawn"
         pytest.skip("needs keys that are not drawn together")
+    computes_some = "zero_experts" in str(words)
+    if computes_some and "delayed" in precision:
+        pytest.skip("a CPU quantizes the rows that there are, and formulas count their mean")
     cases = [(*words, *PRECISIONS[precision], *options) for options in MODES.values()]
     (found,) = world2.run(measured, cases, ranks=1)
     for mode, costs in zip(MODES, found, strict=True):
         if "fp32" in precision or not costs.torch_norm:
             assert costs.kept.total() == costs.said.total(), f"{mode}: {words}\nkept {costs.kept}\nsaid {costs.said}"
         if mode == "plain" and "fp32" in precision:
-            assert costs.products == pytest.approx(costs.expected), words
+            if not computes_some:
+                assert costs.products == pytest.approx(costs.expected), words
             # On a CPU, every operation writes its result, and attention and FP8 casts count: up to 94 times the bytes.
             assert costs.work <= costs.moved <= 128 * costs.work, (costs.work, costs.moved, words)
             assert all(actual == said for actual, said in costs.sent), (costs.sent, words)

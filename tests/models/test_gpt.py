@@ -59,7 +59,9 @@ DELTA_NET = {
     "kind": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 4, "value_head_dim": 3,
     "conv_kernel_size": 3,
 }  # fmt: skip
+DELTA_PRODUCT = DELTA_NET | {"householder_steps": 2, "allow_neg_eigval": True}
 KIMI_DELTA = {"kind": "kimi_delta_attention", "num_heads": 4, "head_dim": 4, "conv_kernel_size": 3}
+DELTA_NET_2 = KIMI_DELTA | {"erase_and_write_gates": True}
 RWKV7 = {
     "kind": "rwkv7", "num_heads": 4, "head_dim": 4, "decay_rank": 3, "rate_rank": 5, "gate_rank": 2,
 }  # fmt: skip
@@ -242,6 +244,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "latent_attention": LATENT | {"norm_eps": 0.1},
         "position_embedding": "none",
     },
+    "delta-product": LLAMA
+    | {
+        "layer_kinds": {"product": {"mixer": DELTA_PRODUCT}, "gates": {"mixer": DELTA_NET_2}},
+        "pattern": ["product", "gates"],
+    },
     "latent": LLAMA
     | {
         "latent_attention": LATENT,
@@ -324,6 +331,21 @@ DEEPSEEK: dict[str, Any] = {
     "top_groups": 2, "shared_ffn_hidden_size": 8, "selection_bias": True, "first_dense_layers": 1, "aux_loss": 0.3,
 }  # fmt: skip
 MOE_MODELS = {
+    "zero-experts": LLAMA
+    | {
+        "moe": {
+            "num_experts": 4,
+            "zero_experts": 3,
+            "top_k": 3,
+            "ffn_hidden_size": 12,
+            "selection_bias": True,
+            "aux_loss": 0.3,
+            "normalize": False,
+            "scaling_factor": 2.5,
+        },
+        "layer_kinds": {"plain": {}, "latents": {"ffn": {"kind": "moe", "latent_size": 10, "scale_inputs": True}}},
+        "pattern": ["plain", "latents"],
+    },
     "nemotron": LLAMA
     | {
         "num_layers": 4,
@@ -433,7 +455,12 @@ MOE_MODELS = {
             "aux_loss": 0.3,
         },
     },
-    "capacity": LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75}},
+    "capacity": LLAMA
+    | {
+        "moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "capacity_factor": 0.75},
+        "layer_kinds": {"plain": {}, "zero": {"ffn": {"kind": "moe", "zero_experts": 3, "capacity_factor": 0.5}}},
+        "pattern": ["plain", "zero"],
+    },
     "all-experts": LLAMA
     | {
         "parallel_block": False,
@@ -576,7 +603,7 @@ def _receive(rank: int) -> Tensor:
     return found[0]
 
 
-WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "qwen", "shared-keys", "latent"}
+WITHOUT_SEQUENCE = {"hybrid", "kimi-delta", "delta-product", "qwen", "shared-keys", "latent"}
 """Models with norms of heads, whose gradients are sums over tensor-parallel ranks also where these have all tokens.
 
 Tests of recomputation and of context parallelism have them with sequence parallelism.
@@ -618,9 +645,10 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
             *("shared-norm", "one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
+            "delta-product",
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
-        *("hybrid", "kimi-delta", "shared-indexer"),
+        *("hybrid", "kimi-delta", "shared-indexer", "delta-product"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -630,7 +658,7 @@ def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, r
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed", "kimi-delta"],
+        ["llama", "gpt2", "hybrid", "chunks", "one-part", "sparse", "compressed", "kimi-delta", "delta-product"],
         *("llama", "gpt2", "sparse"),  # of the others some are compared under context parallelism
     ),
 )
@@ -669,6 +697,7 @@ def test_a_prefix_that_all_tokens_see(world4: World, name: str, tp: int, cp: int
         [
             *("llama-gqa-rope-scaling", "gpt2", "qwen", "olmo-window-mtp", "latent", "gemma", "bloom", "hybrid"),
             *("one-part", "sparse-neighbors", "kimi-delta", "short-convolution", "compressed", "shared-indexer"),
+            "delta-product",
         ],
         *("llama-gqa-rope-scaling", "qwen", "latent", "bloom", "sparse-neighbors"),
     ),
@@ -683,6 +712,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid", "rg-lru"),
     *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
+    "delta-product",
 ]
 
 
@@ -692,7 +722,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
-        *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer")),
+        *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer", "delta-product")),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -716,6 +746,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("kimi-delta", 2, 1),
+                ("delta-product", 2, 1),
                 ("rwkv7", 1, 2),
                 ("mamba1", 1, 2),
                 ("rg-lru", 1, 2),
@@ -737,6 +768,9 @@ def test_pipeline_stages(world4: World, name: str, tp: int, cp: int) -> None:
             *((name, 1, 1, 1, 1, "all_gather", "none") for name in ("groups-softmax", "capacity", "all-experts")),
         ),
         pytest.param("mixtral", 2, 1, 1, 1, "all_gather", "none", marks=pytest.mark.slow),
+        ("zero-experts", 2, 1, 2, 1, "all_gather", "selective"),
+        ("zero-experts", 1, 2, 2, 1, "all_to_all", "full"),
+        pytest.param("zero-experts", 2, 2, 2, 2, "all_gather", "none", marks=pytest.mark.slow),
         ("mixtral", 1, 2, 2, 1, "all_to_all", "none"),
         pytest.param("mixtral", 2, 2, 4, 1, "all_to_all", "full", marks=pytest.mark.slow),
         ("qwen-moe", 2, 1, 2, 1, "all_gather", "selective"),

@@ -372,7 +372,7 @@ def chosen_experts(scores: list[float], config: ModelConfig, bias: list[float]) 
     m = config.moe
     assert m is not None
     ranked = [score + b for score, b in zip(scores, bias)]
-    size, best = m.num_experts // m.num_groups, 1 if m.score == "softmax" else 2
+    size, best = len(scores) // m.num_groups, 1 if m.score == "softmax" else 2
     groups = [range(g * size, (g + 1) * size) for g in range(m.num_groups)]
     worth = [sum(sorted((ranked[e] for e in group), reverse=True)[:best]) for group in groups]
     kept = sorted(range(m.num_groups), key=lambda g: -worth[g])[: m.top_groups or m.num_groups]
@@ -391,7 +391,7 @@ def moe(
     """One expert and one token at a time; appends the router's losses of the batch. `hashed`: experts by the ids."""
     m = config.moe
     assert m is not None
-    b, s, experts = *x.shape[:2], m.num_experts
+    b, s, experts = *x.shape[:2], m.num_experts + (m.zero_experts or 0)
     routed_x, shared_x = x, x
     if m.separate_norms:
         routed_x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w[f"{name}.router.scale"]
@@ -437,7 +437,7 @@ def moe(
         losses.append((0 if hashed else m.aux_loss) / b * experts * (share * torch.stack(mean).sum(0) / of).sum())
         losses.append(m.z_loss / b * torch.stack(log_z).square().sum() / s)
     most = math.inf if m.capacity_factor is None else math.ceil(m.capacity_factor * b * s * m.top_k / experts)
-    for e in range(experts):
+    for e in range(m.num_experts):
         first = [padding is not None and bool(x) for x in (ids if padding is None else padding).flatten()]
         largest = sorted(range(b * s), key=lambda token: (first[token], -weights[token][e].item()))
         for place, token in enumerate(largest):
@@ -447,6 +447,8 @@ def moe(
                 routed[token] = routed[token] + (y if m.scale_inputs else scale * y)
     added, of_shared = torch.stack(routed), torch.stack(out)
     added = added if m.latent_size is None else _linear(added, w, f"{name}.latent_up")
+    for expert in range(m.num_experts, experts):
+        added = added + torch.stack([of[expert] * y for of, y in zip(weights, x.flatten(0, 1))])
     if m.separate_norms:
         added = _norm(added, w, f"{name}.experts_output_norm", config)
         of_shared = _norm(of_shared, w, f"{name}.shared_output_norm", config)
@@ -488,10 +490,18 @@ def _convolution(y: Tensor, w: Weights, name: str, kernel: int, row: int, i: int
 def _delta_net(
     x: Tensor, w: Weights, name: str, record: GatedDeltaNetConfig, eps: float, documents: Tensor | None
 ) -> Tensor:
-    """Gated DeltaNet of one token, head and channel after the other; the key head of value head a is a // (a / k)."""
+    """Gated DeltaNet and Gated DeltaProduct of one token and head after the other.
+
+    The key head of value head a is a // (a / k). Each step multiplies the state by I - β k kᵀ.
+    """
     (b, s, _), d, width, kernel = x.shape, record.key_head_dim, record.value_head_dim, record.conv_kernel_size
     heads, per_key = record.num_value_heads, record.num_value_heads // record.num_key_heads
-    q, k, v, z, beta, decay = (_linear(x, w, f"{name}.{part}") for part in ("q", "k", "v", "z", "beta", "decay"))
+    steps = ["", *(str(step) for step in range(2, record.householder_steps + 1))]
+    convolved_parts = ["q", *(f"{part}{step}" for step in steps for part in "kv")]
+    projected = {
+        part: _linear(x, w, f"{name}.{part}")
+        for part in (*convolved_parts, "z", "decay", *(f"beta{step}" for step in steps))
+    }
 
     def convolved(y: Tensor, part: str, row: int, i: int) -> Tensor:
         return _convolved(y, w, f"{name}.{part}_conv", kernel, row, i, documents)
@@ -501,18 +511,23 @@ def _delta_net(
         states = [torch.zeros(d, width, dtype=x.dtype)] * heads
         outputs = []
         for i in range(s):
-            parts = {part: convolved(y, part, row, i) for part, y in (("q", q), ("k", k), ("v", v))}
+            parts = {part: convolved(projected[part], part, row, i) for part in convolved_parts}
             of_token = []
             for head in range(heads):
                 key = slice(head // per_key * d, (head // per_key + 1) * d)
-                query, found = (parts[p][key] / (parts[p][key].pow(2).sum() + 1e-6).sqrt() for p in "qk")
-                value, gate = (y[head * width : (head + 1) * width] for y in (parts["v"], z[row, i]))
+                values = slice(head * width, (head + 1) * width)
+                query = parts["q"][key] / (parts["q"][key].pow(2).sum() + 1e-6).sqrt()
+                gate = projected["z"][row, i, values]
                 rate = w[f"{name}.log_rate.weight"][head].exp()
-                forget = torch.exp(-rate * torch.log1p(decay[row, i, head].exp()))
+                forget = torch.exp(-rate * torch.log1p(projected["decay"][row, i, head].exp()))
                 begins = i == 0 or (documents is not None and bool(documents[row, i] != documents[row, i - 1]))
                 state = torch.zeros_like(states[head]) if begins else states[head] * forget
                 most = 2 if record.allow_neg_eigval else 1
-                state = state + torch.outer(found, most * beta[row, i, head].sigmoid() * (value - found @ state))
+                for step in steps:
+                    found = parts[f"k{step}"][key] / (parts[f"k{step}"][key].pow(2).sum() + 1e-6).sqrt()
+                    beta = most * projected[f"beta{step}"][row, i, head].sigmoid()
+                    householder = torch.eye(d) - beta * torch.outer(found, found)
+                    state = householder @ state + beta * torch.outer(found, parts[f"v{step}"][values])
                 states[head] = state
                 y = (query / math.sqrt(d)) @ state
                 y = y / (y.pow(2).mean() + eps).sqrt() * w[f"{name}.norm.weight"]
@@ -540,10 +555,13 @@ def _short_convolution(
 def _kimi_delta(
     x: Tensor, w: Weights, name: str, record: KimiDeltaAttentionConfig, eps: float, documents: Tensor | None
 ) -> Tensor:
-    """Kimi Delta Attention of one token and head after the other."""
+    """Kimi Delta Attention and Gated DeltaNet-2 of one token and head after the other."""
     (b, s, _), d = x.shape, record.head_dim
     inputs = {part: _linear(x, w, f"{name}.{part}") for part in "qkv"}
-    beta = _linear(x, w, f"{name}.beta").sigmoid()
+    if record.erase_and_write_gates:
+        erase, write = (_linear(x, w, f"{name}.{part}").sigmoid() for part in ("erase", "write"))
+    else:
+        erase = write = _linear(x, w, f"{name}.beta").sigmoid().repeat_interleave(d, dim=-1)
     gate = _linear(_linear(x, w, f"{name}.gate_down"), w, f"{name}.gate_up").sigmoid()
     decay = x @ (w[f"{name}.decay_up.weight"] @ w[f"{name}.decay_down.weight"]).T + w[f"{name}.decay.bias"]
     rows = []
@@ -561,8 +579,8 @@ def _kimi_delta(
                 key = k[c] / (k[c].pow(2).sum() + 1e-6).sqrt()
                 forget = (1 + decay[row, i, c].exp()) ** -w[f"{name}.log_rate.weight"][head].exp()
                 state = torch.zeros_like(states[head]) if begins else torch.diag(forget) @ states[head]
-                correction = torch.eye(d) - beta[row, i, head] * torch.outer(key, key)
-                states[head] = correction @ state + beta[row, i, head] * torch.outer(key, v[c])
+                correction = torch.eye(d) - torch.outer(key, erase[row, i, c] * key)
+                states[head] = correction @ state + torch.outer(key, write[row, i, c] * v[c])
                 y = states[head].T @ (q[c] / (q[c].pow(2).sum() + 1e-6).sqrt() / math.sqrt(d))
                 of_token.append(y / (y.pow(2).mean() + eps).sqrt() * w[f"{name}.norm.weight"] * gate[row, i, c])
             outputs.append(torch.cat(of_token))

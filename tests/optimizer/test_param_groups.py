@@ -111,8 +111,8 @@ RG_LRU = Preset(
                "pattern": ["lru"]}},
 )  # fmt: skip
 MODELS = [
-    GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, NEMOTRON, SHORT_CONVOLUTION, RWKV7,
-    MAMBA1, RG_LRU, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
+    GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, COMPRESSED, HYBRID, KIMI, DELTA_PRODUCT, NEMOTRON,
+    SHORT_CONVOLUTION, RWKV7, MAMBA1, RG_LRU, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
 ]  # fmt: skip
 """Models that have all kinds of parts."""
 BY_MUON = {
@@ -122,8 +122,8 @@ BY_MUON = {
     *(f"compressed_attention.{x}.weight" for x in ("q_down", "q_up", "kv", "output_down", "proj")),
     *(f"compressed_attention.{x}.weight" for x in ("entry_kv", "entry_gate")),
     *(f"compressed_attention.index_{x}.weight" for x in ("q", "kv", "gate", "weights")),
-    *(f"gated_delta_net.{x}.weight" for x in ("q", "k", "v", "z", "beta", "decay", "proj")),
-    *(f"kimi_delta_attention.{x}.weight" for x in ("q", "k", "v", "beta", "decay_down", "decay_up")),
+    *(f"gated_delta_net.{x}.weight" for x in ("q", "k", "v", "z", "beta", "decay", "proj", "k2", "v2", "beta2")),
+    *(f"kimi_delta_attention.{x}.weight" for x in ("q", "k", "v", "erase", "write", "beta", "decay_down", "decay_up")),
     *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
     *(f"mamba1.{x}.weight" for x in ("x", "z", "selection", "step", "proj")),
     *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
@@ -147,6 +147,7 @@ PER_HEAD = {
 BY_ADAMW = {
     *("mlp.router.weight", "mlp.shared_gate.weight", "attention_connection.fn", "mlp_connection.fn"),
     *(f"{mixer}.{x}_conv.weight" for mixer in ("gated_delta_net", "kimi_delta_attention") for x in "qkv"),
+    *(f"gated_delta_net.{x}_conv.weight" for x in ("k2", "v2")),
     *("mamba1.x_conv.weight", "mamba1.log_rate.weight"),
     *("rg_lru.x_conv.weight", "rg_lru.input_gate.bias", "rg_lru.recurrence_gate.bias"),
     *(f"mamba2.{x}_conv.weight" for x in "xbc"),

@@ -60,6 +60,7 @@ def alone() -> Iterator[ParallelState]:
 
 
 HYBRID = {"layer_kinds": {"linear": {"mixer": DELTA_NET}, "full": {}}, "pattern": ["linear", "full"]}
+PRODUCT = {"layer_kinds": {"linear": {"mixer": DELTA_NET | {"householder_steps": 3}}}, "pattern": ["linear"]}
 KIMI = {"layer_kinds": {"linear": {"mixer": KIMI_DELTA}}, "pattern": ["linear"]}
 ONE_PART = {
     "pattern": ["mamba", "mlp"],
@@ -84,12 +85,13 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
         (WINDOW_MTP, 0),
         (SHARED_KEYS, 0),
         (HYBRID, 2 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 128)),
+        (PRODUCT, 4 * 32 * (14 * 8 * 8 * 8 + 2 * 4 * (32 + 3 * 96))),
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
         (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
         ({"moe": LATENT_EXPERTS}, 0),
         ({"hyper_connections": {"streams": 2, "sinkhorn_iterations": 1}}, 0),
     ],
-    ids=["plain", "window-mtp", "shared-keys", "hybrid", "kimi", "one-part", "latent-experts", "hyper"],
+    ids=["plain", "window-mtp", "shared-keys", "hybrid", "product", "kimi", "one-part", "latent-experts", "hyper"],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

@@ -175,6 +175,10 @@ GLOBAL_BALANCE = _preset(
 DROPPING = _preset(
     "dropping", model={"moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "capacity_factor": 0.8}}
 )
+ZERO_EXPERTS = _preset(
+    "zero-experts", model={"moe": {"num_experts": 8, "zero_experts": 4, "top_k": 3, "ffn_hidden_size": 32,
+    "aux_loss": 0.1, "selection_bias": True, "bias_update_rate": 0.05}},
+)  # fmt: skip
 GEMMA = _preset(
     "gemma", model={"norm_position": "both", "zero_centered_gamma": True, "embedding_multiplier": 8.0,
     "activation": "geglu_tanh", "attention_softcap": 5.0, "logit_softcap": 10.0, "sliding_window": 7,
@@ -198,6 +202,10 @@ HYBRID = _preset(
 KIMI = _preset(
     "kimi", model={"layer_kinds": {"linear": {"mixer": KIMI_DELTA}, "full": {}}, "pattern": ["linear", "full"]}
 )
+DELTA_PRODUCT = _preset(
+    "delta-product", model={"layer_kinds": {"product": {"mixer": DELTA_NET | {"householder_steps": 2}}, "gates": {
+    "mixer": KIMI_DELTA | {"erase_and_write_gates": True}}}, "pattern": ["product", "gates"]},
+)  # fmt: skip
 COMPRESSED = _preset(
     "compressed", model={"head_dim": 16, "partial_rotary_factor": 0.25, "sliding_window": 8, "pattern": ["csa", "hca"],
     "layer_kinds": {"csa": {"mixer": COMPRESSED_ATTENTION | {"compress_rate": 2, "top_k": 3, "rope_theta": 500.0}},

@@ -7,16 +7,18 @@ token's key towards the token's value by a fraction β, and reads the state with
 
 q, k and v first pass a causal convolution over a few tokens in each channel and SiLU; q and k are then normalized to
 length 1. There is one decay g = −exp(log rate) softplus(decay + bias) per head, or per key channel. The output of a
-head is normalized, multiplied by a function of a gate, and projected.
+head is normalized, multiplied by a function of a gate, and projected. A token may correct the state in several steps,
+each with its own k, v and β.
 
 Backward recomputes the recurrence and the convolution. Forward saves q, k and v as they are before the convolution.
 
-Shapes: s sequence length, b micro-batch size, h hidden size; k key heads and a value heads on this rank, d and w
-channels of keys and of values; n = 2kd + aw channels of the convolution.
+Shapes: s sequence length, i steps per token, z = i·s steps, b micro-batch size, h hidden size; k key heads and a value
+heads on this rank, d and w channels of keys and of values; n = kd + i(kd + aw) channels of the convolution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -45,7 +47,7 @@ BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the no
 class DeltaRuleMixer(ConvolvedMixer):
     """Linear attention by the delta rule.
 
-    `run` takes q, k and v `[s, b, n]`, decays `[s, b, a]` or `[s, b, a·d]`, and β `[s, b, a]`.
+    `run` takes q, k and v `[s, b, n]`, decays `[s, b, a]` or `[s, b, a·d]`, and β `[s, b, i, a]` (`corrections`).
 
     Args:
         name: Prefix of the names of its parameters.
@@ -60,20 +62,27 @@ class DeltaRuleMixer(ConvolvedMixer):
         decay_init: Initialization of the decay biases.
         norm_eps: Number added to the mean square in the norm of outputs.
         most: Largest value of β.
+        steps: Number of steps in which a token corrects the state.
     """
 
     #: Whether the gate of the outputs is SiLU; otherwise it is the sigmoid.
     silu: ClassVar[bool]
+    #: Number of gates of single channels per token on this rank (`corrections`).
+    channel_gates: int = 0
 
     def __init__(
         self, name: str, model: ModelSpec, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
         w: int, kernel: int, decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0,
+        steps: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         t, rank = context.tensor.size(), context.tensor.rank()
         self.context, self.d, self.w, self.decay_shape, self.most = context, d, w, decay_shape, most
+        self.steps = steps
         self.key_heads, self.value_heads, self.first_head = key_heads // t, value_heads // t, rank * (value_heads // t)
-        self.widths = {"q": key_heads * d, "k": key_heads * d, "v": value_heads * w}
+        self.widths = {"q": key_heads * d}
+        for step in step_names(steps):
+            self.widths |= {f"k{step}": key_heads * d, f"v{step}": value_heads * w}
         self.convolution = short_convolution(name, context, self.widths, kernel)
 
         def of_heads(which: str, init: Init, *shape: int) -> nn.Parameter:
@@ -103,9 +112,9 @@ class DeltaRuleMixer(ConvolvedMixer):
 
     @property
     def _parts(self) -> tuple[ChannelGroup, ...]:
-        """Channel groups of the convolution's output: queries, keys and values."""
+        """Channel groups of the convolution's output: queries, and keys and values of each step."""
         key = ChannelGroup(self.key_heads, self.d, norm=True)
-        return key, key, ChannelGroup(self.value_heads, self.w)
+        return key, *(key, ChannelGroup(self.value_heads, self.w)) * self.steps
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -115,33 +124,40 @@ class DeltaRuleMixer(ConvolvedMixer):
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
         """Advance convolution and recurrence; return the outputs `[s, b, a, w]` and the new state."""
         last_btn, state_badw = state
-        (q, k, v, decay, beta), last_btn = self._operands(xs, last_btn, starts_sb)
-        y_sbaw, state_badw = delta_rule(q, k, v, decay, beta, state_badw, starts_sb)
+        (q, k, v, decay, beta, erase), last_btn = self._operands(xs, last_btn, starts_sb)
+        y_sbaw, state_badw = delta_rule(q, k, v, decay, beta, state_badw, starts_sb, erase)
         return y_sbaw, (last_btn, state_badw)
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> Transition:
         """Return the affine map of S by all these tokens together, with a matrix `[d, d]` per head."""
         last_btn, zeros_badw = state
-        (q, k, v, decay, beta), _ = self._operands(xs, last_btn, starts_sb)
+        (q, k, v, decay, beta, erase), _ = self._operands(xs, last_btn, starts_sb)
         # The map is S -> T S + U. The zero state gives U; the identity state with values of zero gives T.
-        _, added = delta_rule(q, k, v, decay, beta, zeros_badw, starts_sb)
+        _, added = delta_rule(q, k, v, decay, beta, zeros_badw, starts_sb, erase)
         identity = torch.eye(self.d, dtype=zeros_badw.dtype, device=q.device).expand(*zeros_badw.shape[:2], -1, -1)
         without = v.new_zeros(*v.shape[:3], self.d)
-        _, factor = delta_rule(q, k, without, decay, beta, identity.contiguous(), starts_sb)
+        _, factor = delta_rule(q, k, without, decay, beta, identity.contiguous(), starts_sb, erase)
         return Transition(factor, added)
 
     def _operands(
         self, xs: tuple[Tensor, ...], last_btn: Tensor, starts_sb: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the inputs of the delta rule (q, k, v, decays and β), and the last inputs of the convolution."""
-        qkv_sbn, decay, beta_sba = xs
-        q, k, v = convolve_parts(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb, self._parts)
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+        """Return the inputs of the delta rule (q, k, v, decays, β and e), and the last inputs of the convolution."""
+        qkv_sbn, decay, gates = xs
+        q, *pairs = convolve_parts(qkv_sbn, self.convolution[:, 0], last_btn, starts_sb, self._parts)
+        k, v = _in_order(pairs[::2]), _in_order(pairs[1::2])
         last_btn = last_inputs(qkv_sbn, last_btn.shape[1], last_btn, starts_sb)
         wide = torch.promote_types(qkv_sbn.dtype, torch.float32)
         rate = self.log_rate.to(wide).exp().view(-1, *(1 for _ in self.decay_shape))
         decay = F.softplus(decay.to(wide) + self.decay_bias.to(wide)).unflatten(-1, (-1, *self.decay_shape))
-        beta_sba = beta_sba.to(wide).sigmoid()
-        return (q, k, v, -rate * decay, beta_sba if self.most == 1 else self.most * beta_sba), last_btn
+        v, beta, erase = self.corrections(k, v, gates)
+        return (q, k, v, -rate * decay, beta, erase), last_btn
+
+    def corrections(self, k_zbgd: Tensor, v_zbaw: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return values, β `[z, b, a]`, and the keys that look up values if they are not the keys (`delta_rule`)."""
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        beta_zba = gates.to(wide).transpose(1, 2).flatten(0, 1).sigmoid()
+        return v_zbaw, beta_zba if self.most == 1 else self.most * beta_zba, None
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         """Return the name of the implementation that computes the delta rule on `device`."""
@@ -176,30 +192,43 @@ class DeltaRuleMixer(ConvolvedMixer):
         heads, e, by_channel = self.value_heads, batch.element, bool(self.decay_shape)
         decays = heads * torch.Size(self.decay_shape).numel()
         # Forward reads and writes the channels once. Backward does this again, and reads and writes the gradients.
-        around = 2 * self._channels + 3 * heads * self.w
-        again = 8 * self._channels + 5 * heads * self.w
+        around = 2 * self._channels + 3 * heads * self.w + 5 * self.channel_gates
+        again = 8 * self._channels + 5 * heads * self.w + 14 * self.channel_gates
         times = kernel_passes(e, self.d, self.w, by_channel=by_channel)
         if times is not None:
             rule = heads * (self.d + self.w) * e
-            moved = [(passes * rule + other * e + n * decays) * batch.tokens
+            moved = [(self.steps * (passes * rule + n * decays) + other * e) * batch.tokens
                      for passes, other, n in zip(times, (around, again), (32, 80))]  # fmt: skip
             return KernelWork(moved[0], moved[1], kernels=40, more_in_backward=60)
-        chunks = -(-batch.length // CHUNK)
+        chunks = -(-self.steps * batch.length // CHUNK)
         # Reads and writes of a channel: normalization, repetition, padding, copies of GEMM operands, decays, and the
         # triangular system of a chunk. Each token has a row of `CHUNK` numbers in each matrix of its chunk.
         per_token = heads * (34 * self.d + 14 * self.w + 20 * CHUNK) + 14 * self.key_heads * self.d
-        moved_by_torch = batch.tokens * (per_token * max(4, e) + around * e)
+        moved_by_torch = batch.tokens * (self.steps * per_token * max(4, e) + around * e)
         return KernelWork(
             moved_by_torch, 2 * moved_by_torch, kernels=60 + 19 * chunks, more_in_backward=100 + 36 * chunks
         )
 
     @property
     def rule_flops(self) -> float:
-        """Model FLOPs per token: one read with the key, one write, and one read with the query."""
-        return 6.0 * self.value_heads * self.d * self.w
+        """Model FLOPs per token: one read with the key and one write per step, and one read with the query."""
+        return (4.0 * self.steps + 2.0) * self.value_heads * self.d * self.w
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Return the bytes of recomputed tensors and their gradients: q, k, v and similar in fp32, and chunk states."""
         element, heads = max(4, batch.element), self.value_heads
-        chunks = batch.sequences * -(-batch.length // CHUNK)
-        return element * (batch.tokens * heads * (10 * self.d + 8 * self.w) + 2 * chunks * heads * self.d * self.w)
+        chunks = batch.sequences * -(-self.steps * batch.length // CHUNK)
+        per_token = self.steps * heads * (10 * self.d + 8 * self.w) + 4 * self.channel_gates
+        return element * (batch.tokens * per_token + 2 * chunks * heads * self.d * self.w)
+
+
+def step_names(steps: int) -> list[str]:
+    """Return what the names of the parameters of each step end with: nothing, 2, 3, ..."""
+    return ["", *map(str, range(2, steps + 1))]
+
+
+def _in_order(steps: Sequence[Tensor]) -> Tensor:
+    """Interleave the steps of all tokens: tensors `[s, b, ...]` -> `[z, b, ...]`, which is `[b, z, ...]` in memory."""
+    if len(steps) == 1:
+        return steps[0]
+    return torch.stack([x.transpose(0, 1) for x in steps], dim=2).flatten(1, 2).transpose(0, 1)

@@ -6,11 +6,18 @@ The state S `[d, w]` of a head maps keys to values. For each token, with decays 
 
 Papers: Yang et al. 2024, arXiv:2412.06464; with a decay per channel, Kimi Delta Attention, arXiv:2510.26692.
 
+*Two generalizations.* A token may correct the state in n steps, each with its own key, value and β; it decays the state
+before the first step and reads it after the last one (Gated DeltaProduct, arXiv:2502.10297). The kernels take the steps
+as tokens: a later step decays by exp(0), and the outputs of earlier steps are dropped. A token may also look up the
+value to correct with another key e than the key k that it writes to (Gated DeltaNet-2, arXiv:2605.22791):
+
+    S ← S + k (β (v − Sᵀe))ᵀ
+
 *In chunks.* A loop over tokens would leave the GPU idle. Consider a chunk of c tokens, and let G be the running sum of
 the decays in it. The additions u of the tokens to the state solve a triangular system, and the state is read and
 written only once per chunk:
 
-    (I + A) u = β (v − (exp(G) S₀)ᵀk),    A_ij = β_i Σ_d exp(G_i − G_j) k_i k_j  for j < i
+    (I + A) u = β (v − (exp(G) S₀)ᵀe),    A_ij = β_i Σ_d exp(G_i − G_j) e_i k_j  for j < i
     y_i = (exp(G_i) S₀)ᵀq_i + Σ_{j ≤ i} (Σ_d exp(G_i − G_j) q_i k_j) u_j
     S_c = exp(G_c) S₀ + Σ_j exp(G_c − G_j) k_j u_jᵀ
 
@@ -23,8 +30,8 @@ inputs; this kernel takes one decay per channel, so the decay of a head is repea
 documents inside a sequence. Instead, the first token of a document gets the decay exp(-50). It leaves 2e-22 of the
 state before it, which vanishes in fp32 next to any other summand.
 
-Shapes: s sequence length, b micro-batch size; a value heads, g key heads, d and w channels of keys and of values; c
-tokens per chunk, m chunks.
+Shapes: s sequence length, z = n·s steps of all tokens, b micro-batch size; a value heads, g key heads, d and w channels
+of keys and of values; c steps per chunk, m chunks.
 """
 
 from __future__ import annotations
@@ -52,115 +59,142 @@ _WITHOUT_FLASH_QLA = f"flash-qla is not installed ({install_command('recurrent')
 
 
 def recurrence(
-    q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
-    starts_sb: Tensor | None = None,
+    q_sbad: Tensor, k_zbad: Tensor, v_zbaw: Tensor, decay: Tensor, beta_zba: Tensor, state_badw: Tensor,
+    starts_sb: Tensor | None = None, erase_zbad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gated delta rule token by token. This is the specification of the other functions.
 
     Args:
         q_sbad: Queries.
-        k_sbad: Keys.
-        v_sbaw: Values.
+        k_zbad: Keys of each token's steps; their number says how many steps a token takes.
+        v_zbaw: Values.
         decay: Decays g, `[s, b, a]` or `[s, b, a, d]`.
-        beta_sba: Fraction β by which each token corrects the state.
+        beta_zba: Fraction β by which each step corrects the state.
         state_badw: State before the first token.
         starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+        erase_zbad: Keys e that look up the values to correct. Default: the keys.
 
     Returns:
         Outputs `[s, b, a, w]`, and the state after the last token.
     """
     decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
-    outputs = []
-    for i, (q, k, v, g, beta) in enumerate(zip(q_sbad, k_sbad, v_sbaw, decay, beta_sba, strict=True)):
+    erase_zbad, n, outputs = k_zbad if erase_zbad is None else erase_zbad, len(k_zbad) // len(q_sbad), []
+    for i, (q, g) in enumerate(zip(q_sbad, decay, strict=True)):
         if starts_sb is not None:
             state_badw = state_badw * ~starts_sb[i][:, None, None, None]
         state_badw = state_badw * g.exp().unsqueeze(-1)
-        known = torch.einsum("badw,bad->baw", state_badw, k)
-        state_badw = state_badw + torch.einsum("bad,baw->badw", k, beta.unsqueeze(-1) * (v - known))
+        for step in range(n * i, n * (i + 1)):
+            known = torch.einsum("badw,bad->baw", state_badw, erase_zbad[step])
+            correction = beta_zba[step].unsqueeze(-1) * (v_zbaw[step] - known)
+            state_badw = state_badw + torch.einsum("bad,baw->badw", k_zbad[step], correction)
         outputs.append(torch.einsum("badw,bad->baw", state_badw, q))
     return torch.stack(outputs), state_badw
 
 
 def in_chunks(
-    q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
-    starts_sb: Tensor | None = None, chunk: int | None = None,
+    q_sbad: Tensor, k_zbad: Tensor, v_zbaw: Tensor, decay: Tensor, beta_zba: Tensor, state_badw: Tensor,
+    starts_sb: Tensor | None = None, erase_zbad: Tensor | None = None, *, chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `recurrence` in chunks of `chunk` tokens, with all tensors in one dtype, fp32 or wider.
+    """Compute `recurrence` in chunks of at most `chunk` steps, with all tensors in one dtype, fp32 or wider.
 
     The default of `chunk` is `CHUNK`, or `CHUNK_OF_CHANNELS` with a decay per channel.
     """
-    s, b = q_sbad.shape[:2]
+    (s, b), n = q_sbad.shape[:2], len(k_zbad) // len(q_sbad)
     by_channel = decay.dim() == 4
-    c = min(chunk or (CHUNK_OF_CHANNELS if by_channel else CHUNK), s)
-    padding = -s % c
+    tokens = min(max(1, (chunk or (CHUNK_OF_CHANNELS if by_channel else CHUNK)) // n), s)
+    c = n * tokens
 
-    def chunks(x: Tensor) -> Tensor:
-        """Split `[s, b, a, ...]` into chunks `[m, b, a, c, ...]`, padded with zeros that do not change the state."""
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)).unflatten(0, (-1, c))
+    def chunks(x: Tensor, c: int = c) -> Tensor:
+        """Split `[z, b, a, ...]` into chunks `[m, b, a, c, ...]`, padded with zeros that do not change the state."""
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % c)).unflatten(0, (-1, c))
         return x.movedim(1, 3)
 
-    q, k, v, beta = chunks(q_sbad), chunks(k_sbad), chunks(v_sbaw), chunks(beta_sba).unsqueeze(-1)
-    sums = chunks(decay if by_channel else decay.unsqueeze(-1)).cumsum(3)  # [m, b, a, c, d or 1]
+    q, k, v, beta = chunks(q_sbad, tokens), chunks(k_zbad), chunks(v_zbaw), chunks(beta_zba).unsqueeze(-1)
+    erase = k if erase_zbad is None else chunks(erase_zbad)
+    sums = chunks(_in_first_steps(decay if by_channel else decay.unsqueeze(-1), n)).cumsum(3)  # [m, b, a, c, d or 1]
     within, before = sums.unsqueeze(-2) - sums.unsqueeze(-3), sums.exp()
     after, over = (sums[..., -1:, :] - sums).exp(), sums[..., -1, :].exp()
     causal = torch.ones(c, c, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
     within = torch.where(causal, within, -torch.inf).exp()
     if starts_sb is not None:  # decays over the beginning of a document are 0
-        document = chunks(starts_sb.unsqueeze(-1).expand(s, b, 1).long()).cumsum(-1)
+        starts_zb1 = _in_first_steps(starts_sb.unsqueeze(-1).expand(s, b, 1).long(), n)
+        document = chunks(starts_zb1).cumsum(-1)
         within = within * (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(-1)
         before, over = before * (document == 0).unsqueeze(-1), over * (document[..., -1:] == 0)
         after = after * (document == document[..., -1:]).unsqueeze(-1)
 
-    def products(x: Tensor) -> Tensor:
-        """Return the products of x of each token with the decayed keys of its chunk, `[m, b, a, c, c]`."""
+    def products(x: Tensor, within: Tensor) -> Tensor:
+        """Return the products of x with the decayed keys of its chunk, `[m, b, a, rows of x, c]`."""
         if not by_channel:
             return (x @ k.mT) * within[..., 0]
         return ((x.unsqueeze(-2) * k.unsqueeze(-3)) * within).sum(-1)
 
-    system = (beta * products(k)).tril(-1)
-    right = torch.cat([beta * v, beta * before * k], dim=-1)
+    system = (beta * products(erase, within)).tril(-1)
+    right = torch.cat([beta * v, beta * before * erase], dim=-1)
     # `unitriangular=True` takes the diagonal as 1 and does not read it.
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores, q, k = products(q), q * before, k * after
+    last_steps = slice(n - 1, None, n)
+    scores, q, k = products(q, within[..., last_steps, :, :]), q * before[..., last_steps, :], k * after
     outputs = []
     for q_i, k_i, added_i, known_i, scores_i, over_i in zip(q, k, added, known, scores, over, strict=True):
         u = added_i - known_i @ state_badw
         outputs.append(q_i @ state_badw + scores_i @ u)
         state_badw = over_i.unsqueeze(-1) * state_badw + k_i.mT @ u
-    outputs[-1] = outputs[-1][:, :, : s - c * (len(outputs) - 1)]  # a slice of the result would keep the padding
+    outputs[-1] = outputs[-1][:, :, : s - tokens * (len(outputs) - 1)]  # a slice of the result would keep the padding
     return torch.cat([y_bacw.movedim(2, 0) for y_bacw in outputs]), state_badw
 
 
+def _in_first_steps(x: Tensor, n: int) -> Tensor:
+    """Give tokens' numbers `[s, ...]` to the first of their n steps and zeros to the others, `[z, ...]`."""
+    return x if n == 1 else F.pad(x.unsqueeze(1), (0, 0) * (x.dim() - 1) + (0, n - 1)).flatten(0, 1)
+
+
 def delta_rule(
-    q_sbgd: Tensor, k_sbgd: Tensor, v_sbaw: Tensor, decay: Tensor, beta_sba: Tensor, state_badw: Tensor,
-    starts_sb: Tensor | None = None,
+    q_sbgd: Tensor, k_zbgd: Tensor, v_zbaw: Tensor, decay: Tensor, beta_zba: Tensor, state_badw: Tensor,
+    starts_sb: Tensor | None = None, erase_zbad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gated delta rule with the fastest implementation for these tensors.
 
-    Each key head serves a / g value heads. Queries and keys have length 1; this function scales queries by 1/√d. q, k
-    and v have the model's dtype, and the other inputs are fp32 or wider. See `recurrence` for the arguments.
+    Each key head serves a / g value heads. Queries and keys have length 1; this function scales queries by 1/√d. q, k,
+    v and e have the model's dtype, and the other inputs are fp32 or wider. See `recurrence` for the arguments.
 
     Returns:
         Outputs `[s, b, a, w]` in the dtype of v, and the state after the last token, fp32 or wider.
     """
-    device, dtype, (d, w), by_channel = (
+    n, device, dtype, (d, w), by_channel = (
+        len(k_zbgd) // len(q_sbgd),
         q_sbgd.device,
         q_sbgd.dtype,
-        (q_sbgd.shape[-1], v_sbaw.shape[-1]),
+        (q_sbgd.shape[-1], v_zbaw.shape[-1]),
         decay.dim() == 4,
     )
     if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, by_channel=by_channel) is None:
-        return _flash_qla(q_sbgd, k_sbgd, v_sbaw, _forgetting(decay, starts_sb), beta_sba, state_badw)
-    wide, per_key = state_badw.dtype, v_sbaw.shape[2] // q_sbgd.shape[2]
-    q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_sbgd))
+        assert erase_zbad is None, "FlashQLA looks up values with the keys"
+        decay = _in_first_steps(_forgetting(decay, starts_sb), n)
+        y, state = _flash_qla(_in_last_steps(q_sbgd, n), k_zbgd, v_zbaw, decay, beta_zba, state_badw)
+        return _of_last_steps(y, n), state
+    wide, per_key = state_badw.dtype, v_zbaw.shape[2] // q_sbgd.shape[2]
+    q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_zbgd))
     if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w) is None:
-        decay = _forgetting(decay, starts_sb)
+        decay = _in_first_steps(_forgetting(decay, starts_sb), n)
         channel_decay = decay if by_channel else decay.unsqueeze(-1).expand(*decay.shape, d)
-        return InKernels.apply(q, k, v_sbaw, channel_decay, beta_sba, state_badw)
-    q, k = q.to(wide), k.to(wide)
-    y, state = in_chunks(q * d**-0.5, k, v_sbaw.to(wide), decay, beta_sba, state_badw, starts_sb)
-    return y.to(v_sbaw.dtype), state
+        q = _in_last_steps(q, n)
+        y, state = InKernels.apply(q, k, v_zbaw, channel_decay, beta_zba, state_badw, erase_zbad)
+        return _of_last_steps(y, n), state
+    q, k, erase = q.to(wide), k.to(wide), None if erase_zbad is None else erase_zbad.to(wide)
+    y, state = in_chunks(q * d**-0.5, k, v_zbaw.to(wide), decay, beta_zba, state_badw, starts_sb, erase)
+    return y.to(v_zbaw.dtype), state
+
+
+def _in_last_steps(x: Tensor, n: int) -> Tensor:
+    """Give tokens' vectors `[s, ...]` to the last of their n steps and zeros to the others, `[z, ...]`."""
+    return x if n == 1 else F.pad(x.unsqueeze(1), (0, 0) * (x.dim() - 1) + (n - 1, 0)).flatten(0, 1)
+
+
+def _of_last_steps(y_zbaw: Tensor, n: int) -> Tensor:
+    """Return the outputs of each token's last step, without keeping the outputs of other steps."""
+    return y_zbaw if n == 1 else y_zbaw[n - 1 :: n].contiguous()
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, by_channel: bool) -> str:
@@ -223,16 +257,16 @@ def _forgetting(decay: Tensor, starts_sb: Tensor | None) -> Tensor:
 class InKernels(Function):
     """Delta rule computed by `megafp8.layers.delta_rule.kernel`, with a decay per channel and without documents.
 
-    The number of key heads equals the number of value heads.
+    The number of key heads equals the number of value heads, and each token takes one step.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay_sbad: Tensor, beta_sba: Tensor,
-        state_badw: Tensor,
+        state_badw: Tensor, erase_sbad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the outputs `[s, b, a, w]` in the dtype of v, and the state after the last token."""
-        inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
+        inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba, erase_sbad)
         y_bsaw, last_badw, saved = _kernels().forward(inputs, state_badw)
         ctx.save_for_backward(*inputs, *saved)
         ctx.dtypes = [x.dtype for x in (q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)]
@@ -240,12 +274,13 @@ class InKernels(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, decays, β and the state before the first token."""
-        count, tensors = len(ctx.dtypes), ctx.saved_tensors
+    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, decays, β, the state before the first token, and e."""
+        count, tensors = len(ctx.dtypes) + 1, ctx.saved_tensors
         inputs, saved = _kernels().DeltaRuleInputs(*tensors[:count]), _kernels().DeltaRuleSaved(*tensors[count:])
-        *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
-        return *(x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), dfirst
+        *grads, dfirst, derase = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
+        grads = [x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *grads, dfirst, None if derase is None else derase.transpose(0, 1).to(ctx.dtypes[1])
 
 
 @cache

@@ -298,7 +298,7 @@ class MoE(FeedForward):
     ) -> None:
         super().__init__()
         self.name, self.num_experts = name, record.num_experts
-        self.drops = record.capacity_factor is not None
+        self.drops = record.capacity_factor is not None or record.zero_experts is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
         self.parts = collectives.size(context.expert_tensor)
         self.overlap, self.during_exchange = context.expert_overlap, context.during_exchange
@@ -332,22 +332,29 @@ class MoE(FeedForward):
         return (self.router,)
 
     def flops(self, batch: MicroBatch) -> float:
-        """Return the forward FLOPs of the router, the shared expert's gate and the chosen experts.
+        """Return the forward FLOPs of the router, the shared expert's gate and the chosen experts, if the load is even.
 
         The number is correct only on a rank that holds all experts.
         """
         gate = 0 if self.shared is None or self.shared.gate is None else self.shared.gate.numel()
-        share = self.router.moe.top_k / self.num_experts
+        share = self.router.moe.top_k / self.router.moe.router_outputs
         weights = self.router.weight.numel() + gate + share * (self.experts.up.numel() + self.experts.down.numel())
         return 2.0 * batch.tokens * weights
 
     def rows(self, batch: MicroBatch) -> int:
         """Return the number of rows of this rank's experts if the load is even."""
-        return batch.own_tokens * self.router.moe.top_k * self.parts
+        return int(batch.own_tokens * self.router.moe.top_k * self.parts * self._computed_share)
+
+    @property
+    def _computed_share(self) -> float:
+        """Share of choices that fall on experts with computation if the load is even."""
+        return self.num_experts / self.router.moe.router_outputs
 
     def reserved_rows(self, batch: MicroBatch) -> int:
         """Return the number of rows that buffers have room for if the load is even."""
-        varies = collectives.size(self.group) > 1 and self.gathers_tokens and batch.replayed
+        if collectives.size(self.group) == 1:  # a row for each choice
+            return batch.own_tokens * self.router.moe.top_k
+        varies = self.gathers_tokens and batch.replayed
         return int(self.rows(batch) * MARGIN) if varies else self.rows(batch)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
@@ -372,11 +379,13 @@ class MoE(FeedForward):
             shares = [share + 1] * rest + [share] * (count - rest)
             return sum(fp8_bytes(granularity, state.site.inputs, x) for x in shares)
 
-        n = moe.num_experts
+        n = moe.router_outputs
         hidden = self.router.weight.shape[1]
         token_bytes = hidden * e * (not shares_input) + (n + (n + 1) * (moe.z_loss > 0)) * w  # input, scores, logits
         token_bytes += moe.top_k * (8 + w)  # indices and weights of experts
         token_bytes += (1 + moe.top_k) * w * moe.normalize
+        if moe.zero_experts is not None:  # their weights' sum and mask, and the tokens that they return
+            token_bytes += w + moe.top_k + hidden * e * (self.norms is not None)
         aux = batch.sequences * (1 + n) * w * (self.router.aux_loss > 0)
         return saved | {
             "router": batch.own_tokens * token_bytes + aux + 8 * (2 * n + 3),
@@ -413,6 +422,9 @@ class MoE(FeedForward):
         element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
         forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
         experts = KernelWork(forward, forward + element_rows * up.outputs, kernels=10)
+        if self.router.moe.zero_experts is not None:  # a product in fp32 and a sum
+            moved = 10.0 * batch.own_tokens * self.router.weight.shape[1] * batch.element
+            experts += KernelWork(moved, moved, kernels=6)
         if self.norms is not None:  # four norms, and the router's
             moved = 3.0 * 5 * batch.own_tokens * self.router.weight.shape[1] * batch.element
             experts += KernelWork(moved, 1.5 * moved, 12)
@@ -428,7 +440,7 @@ class MoE(FeedForward):
 
         An fp32 product takes three bf16 products.
         """
-        return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.num_experts)]
+        return [LinearSize(batch.own_tokens, self.router.weight.shape[1], 3 * self.router.moe.router_outputs)]
 
     def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
         """Return the bytes that ranks exchange to dispatch tokens; None if one rank holds all experts."""
@@ -436,7 +448,8 @@ class MoE(FeedForward):
         if ranks == 1:
             return None
         tokens = batch.own_tokens * self.width * batch.element
-        received = tokens * (ranks - 1) * (1 if self.gathers_tokens else self.router.moe.top_k / ranks)
+        to_each = 1 if self.gathers_tokens else self.router.moe.top_k * self._computed_share / ranks
+        received = tokens * (ranks - 1) * to_each
         return DispatchTraffic(ranks, tokens, received, self.gathers_tokens)
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
@@ -463,14 +476,16 @@ class MoE(FeedForward):
         expert_x_nh = x_nh if self.norms is None else self._normed(_EXPERTS_NORM, x_sbh).flatten(0, 1)
         x_nl = expert_x_nh if self.latent_down is None else self.latent_down(expert_x_nh)
         run = self._all_gather if self.gathers_tokens else self._all_to_all
-        finish = run(x_nh, x_nl, x_sbh.shape[1], tokens)
+        finish, identity_n1 = run(x_nh, x_nl, x_sbh.shape[1], tokens)
         shared = None
         if self.shared is not None:
             shared = self._normed(_SHARED_OUTPUT_NORM, self.shared(self._normed(_SHARED_NORM, x_sbh)))
             shared = shared if self.shared_factor == 1 else shared * self.shared_factor
         y_nl = finish()
-        y_sbh = (y_nl if self.latent_up is None else self.latent_up(y_nl)).view_as(x_sbh)
-        y_sbh = self._normed(_EXPERTS_OUTPUT_NORM, y_sbh)
+        y_nh = y_nl if self.latent_up is None else self.latent_up(y_nl)
+        if identity_n1 is not None:
+            y_nh = (y_nh + identity_n1 * expert_x_nh).to(y_nh.dtype)
+        y_sbh = self._normed(_EXPERTS_OUTPUT_NORM, y_nh.view_as(x_sbh))
         return y_sbh if shared is None else y_sbh + shared
 
     def _normed(self, which: str, x_sbh: Tensor) -> Tensor:
@@ -481,7 +496,9 @@ class MoE(FeedForward):
         assert isinstance(norm, Norm)
         return normalized(norm, x_sbh)
 
-    def _all_gather(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
+    def _all_gather(
+        self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens
+    ) -> tuple[Callable[[], Tensor], Tensor | None]:
         """Run the experts with all-gather dispatch: each rank computes its experts for the tokens of all ranks.
 
         The gather of tokens overlaps with the router. The reduce-scatter of the results overlaps with the work before
@@ -494,7 +511,8 @@ class MoE(FeedForward):
             tokens: Token ids and padding mask.
 
         Returns:
-            Function that waits for the sum and returns the experts' outputs for this rank's tokens, `[n, l]`.
+            Function that waits for the sum and returns the experts' outputs for this rank's tokens, `[n, l]`, and
+            `Routing.identity_n1`.
         """
         gathered = start_gather_from_sequence_parallel(x_nl, self.overlap, self.during_exchange)
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
@@ -514,14 +532,16 @@ class MoE(FeedForward):
         else:
             rows_ml = expert_input(x, permutation, self.experts.input_format(x, groups))
         y = combine(self.experts(rows_ml, groups, handoff), weights, permutation, handoff)
-        return start_reduce_scatter_to_sequence_parallel(y, self.overlap, self.during_exchange)
+        return start_reduce_scatter_to_sequence_parallel(y, self.overlap, self.during_exchange), routing.identity_n1
 
     @staticmethod
     def _scaled(x_nl: Tensor, weights_nk: Tensor, permutation: Permutation) -> tuple[Tensor, Tensor]:
         """Return the experts' inputs times their weights, and ones as the weights of the outputs."""
         return scale_rows(permute(x_nl, permutation), weights_nk, permutation), torch.ones_like(weights_nk)
 
-    def _all_to_all(self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens) -> Callable[[], Tensor]:
+    def _all_to_all(
+        self, x_nh: Tensor, x_nl: Tensor, sequences: int, tokens: RoutedTokens
+    ) -> tuple[Callable[[], Tensor], Tensor | None]:
         """Run the experts with all-to-all dispatch: each token is sent to the ranks of its experts.
 
         Arguments and result are the same as in `_all_gather`.
@@ -539,4 +559,4 @@ class MoE(FeedForward):
         groups = RowGroups.from_ends(between.ends_e, sum(between.received))
         own_rows_ml = between.to_experts(rows_ml, self.experts.input_format(rows_ml, groups))
         y_nl = combine(between.to_tokens(self.experts(own_rows_ml, groups)), weights, permutation)
-        return lambda: y_nl
+        return lambda: y_nl, routing.identity_n1

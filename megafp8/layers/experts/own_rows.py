@@ -90,12 +90,12 @@ def own_rows(
     """Select the choices that fall on this rank's experts, sorted by expert.
 
     Args:
-        experts_nk: Experts of each token, int64. With `drops`, `num_experts` marks a dropped choice.
+        experts_nk: Experts of each token, int64. With `drops`, `num_experts` marks a choice without a row.
         num_experts: Number of experts of the layer.
         own: Experts of this rank.
         bound: Sizes of the buffers.
         layer: Name of the layer.
-        drops: Whether choices can be dropped.
+        drops: Whether choices can have no row.
 
     Returns:
         Permutation of the choices, and the end of each expert's rows, int32 `[len(own)]`.

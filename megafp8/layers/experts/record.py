@@ -21,6 +21,10 @@ class MoeKeys(Section):
     """Number of experts in a layer."""
     top_k: Experts = 2
     """Number of experts that the router chooses for each token."""
+    zero_experts: Experts | None = None
+    """Number of experts without computation, which return their input (LongCat-Flash, arXiv:2509.01322;
+    zero_expert_num). The router chooses among num_experts + zero_experts, so a token has between 0 and top_k experts
+    with computation. They have no capacity, and their selection bias stays 0. Default: none."""
     ffn_hidden_size: Channels | None = None
     """Inner width of an expert. Default: model.ffn_hidden_size."""
     shared_ffn_hidden_size: Channels | None = None
@@ -137,6 +141,11 @@ class MoeFfnConfig(PartRecord, MoeKeys):
         return MoeFfnConfig.model_construct(**values)
 
     @property
+    def router_outputs(self) -> int:
+        """Number of experts among which the router chooses, including experts without computation."""
+        return self.num_experts + (self.zero_experts or 0)
+
+    @property
     def width(self) -> int:
         """Inner width of an expert."""
         assert self.ffn_hidden_size is not None, "the record is not resolved"
@@ -200,9 +209,13 @@ def experts(m: ModelSection) -> Iterator[Problem]:
 def _expert_rules(x: MoeFfnConfig, m: ModelSection) -> Iterator[Problem]:
     """Yield the rules that a layer's complete expert record breaks. Paths name keys of the section model.moe."""
     count = x.num_experts
-    if x.top_k > count:
-        rule = f"the experts of a token must be different, and model.moe.num_experts is {count}"
-        yield Problem("model.moe.top_k", x.top_k, rule, f"try {count} or less")
+    if x.top_k > x.router_outputs:
+        added = "" if x.zero_experts is None else f" + zero_experts ({x.zero_experts})"
+        rule = f"the experts of a token must be different, and model.moe.num_experts is {count}{added}"
+        yield Problem("model.moe.top_k", x.top_k, rule, f"try {x.router_outputs} or less")
+    if x.zero_experts is not None and x.num_groups > 1:
+        rule = f"model.moe.num_groups is {x.num_groups}, and experts without computation are in no group"
+        yield Problem("model.moe.zero_experts", x.zero_experts, rule, "leave it out, or try model.moe.num_groups=1")
     if ACTIVATIONS[x.activation].learned:
         yield Problem("model.activation", x.activation, "experts have no learned activation", "try swiglu")
     if x.latent_size is not None and m.spec.mlp_bias:

@@ -17,7 +17,11 @@ aux loss of a sequence ignores its padding; means over the tokens of the global 
 *Load.* Backward also counts how many tokens chose each expert (`RouterLoad`). Forward cannot count them, because it
 runs twice if it is recomputed, and it also runs in evaluations.
 
-Shapes: n tokens, b sequences, e experts of the layer, k experts per token, h hidden size.
+*Experts without computation* return their input. They are the last outputs of the router, and choices of them have no
+rows: the router returns the sum of their weights for each token.
+
+Shapes: n tokens, b sequences, e experts of the layer (with experts without computation, `router_outputs`), k experts
+per token, h hidden size.
 """
 
 from __future__ import annotations
@@ -95,11 +99,21 @@ class Routing(NamedTuple):
     """Experts of each token and their weights."""
 
     experts: Tensor
-    """Chosen experts, best first, int64 `[n, k]`; e marks a dropped choice."""
+    """Chosen experts, best first, int64 `[n, k]`; `num_experts` marks a choice without a row."""
     weights: Tensor
     """Weights of the chosen experts, fp32 or fp64 `[n, k]`."""
     tokens: Tensor
     """Number of tokens of each sequence that chose each expert, without padding, int64 `[b, e]`."""
+    identity_n1: Tensor | None = None
+    """Factor of each token's input in its output, fp32 or fp64; None if every expert computes."""
+
+    def without_zero_experts(self, moe: MoeFfnConfig) -> Routing:
+        """Move the weights of experts without computation to `identity_n1`."""
+        if moe.zero_experts is None:
+            return self
+        computed_nk = (self.experts < moe.num_experts) | (self.experts == moe.router_outputs)
+        identity_n1 = self.weights.masked_fill(computed_nk, 0.0).sum(dim=1, keepdim=True)
+        return self._replace(experts=self.experts.clamp(max=moe.num_experts), identity_n1=identity_n1)
 
 
 class _AddLoss(Function):
@@ -165,7 +179,7 @@ def hash_table(tokens: int, moe: MoeFfnConfig, key: Key, device: torch.device) -
     """
     if device.type == "meta":  # skip the shuffle, which takes seconds for a large vocabulary
         return torch.empty(tokens, moe.top_k, dtype=torch.int64, device=device)
-    e, groups = moe.num_experts, -(-tokens // moe.num_experts)
+    e, groups = moe.router_outputs, -(-tokens // moe.router_outputs)
 
     def orders(stream: int, rows: int, size: int) -> Tensor:
         """Return random permutations of `size` numbers, `[rows, size]`."""
@@ -188,12 +202,15 @@ def within_capacity(
     if moe.capacity_factor is None:
         return experts_nk
     n, k = experts_nk.shape
-    capacity = math.ceil(moe.capacity_factor * n * k / moe.num_experts)
-    weights_ne = weights_nk.new_full((n, moe.num_experts), -torch.inf).scatter(1, experts_nk, weights_nk.detach())
+    capacity = math.ceil(moe.capacity_factor * n * k / moe.router_outputs)
+    weights_ne = weights_nk.new_full((n, moe.router_outputs), -torch.inf).scatter(1, experts_nk, weights_nk.detach())
     if padding_n is not None:
         weights_ne = weights_ne.masked_fill(padding_n.unsqueeze(1), -torch.inf)
     places_ne = weights_ne.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
-    return experts_nk.masked_fill(places_ne.gather(1, experts_nk) >= capacity, moe.num_experts)
+    dropped_nk = places_ne.gather(1, experts_nk) >= capacity
+    if moe.zero_experts is not None:
+        dropped_nk = dropped_nk & (experts_nk < moe.num_experts)
+    return experts_nk.masked_fill(dropped_nk, moe.router_outputs)
 
 
 def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -> Tensor:
@@ -256,11 +273,11 @@ class Router(nn.Module):
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
         self.loss_grad = context.auxiliary_loss_grad
-        shards = unsharded(f"{name}.weight", (moe.num_experts, hidden_size))
+        shards = unsharded(f"{name}.weight", (moe.router_outputs, hidden_size))
         self.weight = replicated_parameter(context, shards, init, scores=True)
         self.logit_bias: nn.Parameter | None = None
         if biased:
-            bias = unsharded(f"{name}.logit_bias", (moe.num_experts,))
+            bias = unsharded(f"{name}.logit_bias", (moe.router_outputs,))
             self.logit_bias = replicated_parameter(context, bias, Init("zeros"), weight_decay=False)
         self.scale: nn.Parameter | None = None
         self.expert_scale: nn.Parameter | None = None
@@ -268,18 +285,19 @@ class Router(nn.Module):
         if moe.separate_norms:
             self.scale, self.expert_scale = (
                 replicated_parameter(context, unsharded(f"{name}.{which}", (n,)), Init("ones"), weight_decay=False)
-                for which, n in (("scale", hidden_size), ("expert_scale", moe.num_experts))
+                for which, n in (("scale", hidden_size), ("expert_scale", moe.router_outputs))
             )
         device = context.buffer_device
         self.bias: Tensor | None = None
         if moe.selection_bias and hashed is None:
-            self.bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+            self.bias = torch.zeros(moe.router_outputs, dtype=torch.float32, device=device)
         self.table = None if hashed is None else hash_table(hashed, moe, key_of(context.seed, f"{name}.table"), device)
         self.aux_loss = moe.aux_loss if hashed is None else 0.0
         self.shares: Tensor | None = None
         if self.aux_loss and moe.aux_loss_scope == "global_batch":
-            self.shares = torch.full((moe.num_experts,), 1 / moe.num_experts, dtype=torch.float32, device=device)
-        self.load = RouterLoad(moe.num_experts, device)
+            e = moe.router_outputs
+            self.shares = torch.full((e,), 1 / e, dtype=torch.float32, device=device)
+        self.load = RouterLoad(moe.router_outputs, device)
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -315,19 +333,20 @@ class Router(nn.Module):
         weights_nk = weigh(scores_ne, experts_nk, self.moe)
         if self.expert_scale is not None:
             weights_nk = weights_nk * self.expert_scale.to(weights_nk.dtype)[experts_nk]
-        tokens_be = _count(experts_nk, sequences, self.moe.num_experts, padding_n)
+        tokens_be = _count(experts_nk, sequences, self.moe.router_outputs, padding_n)
         routing = Routing(within_capacity(experts_nk, weights_nk, self.moe, padding_n), weights_nk, tokens_be)
         if not torch.is_grad_enabled():
-            return routing
+            return routing.without_zero_experts(self.moe)
         shares_ne = scores_ne if self.aux_loss else scores_ne.detach()
         if self.moe.score != "softmax":
             shares_ne = shares_ne / shares_ne.sum(dim=1, keepdim=True)
-        return routing._replace(weights=self._with_losses(routing, logits_ne, shares_ne, padding_n))
+        weights_nk = self._with_losses(routing, logits_ne, shares_ne, padding_n)
+        return routing._replace(weights=weights_nk).without_zero_experts(self.moe)
 
     def _with_losses(self, routing: Routing, logits_ne: Tensor, shares_ne: Tensor, padding_n: Tensor | None) -> Tensor:
         """Return the weights `[n, k]` of `routing`, such that their backward adds the router's losses and load."""
         moe, zero = self.moe, logits_ne.new_zeros(())
-        dropped_nk = routing.experts == moe.num_experts
+        dropped_nk = routing.experts == moe.router_outputs
         if padding_n is not None:
             shares_ne = shares_ne.masked_fill(padding_n.unsqueeze(1), 0.0)
             dropped_nk = dropped_nk & ~padding_n.unsqueeze(1)
@@ -366,4 +385,6 @@ class Router(nn.Module):
         if self.shares is not None:
             self.shares.copy_(tokens_e / tokens_e.sum())
         if self.bias is not None and self.weight.requires_grad:
-            self.bias += self.moe.bias_update_rate * (tokens_e.mean() - tokens_e).sign().to(self.bias.dtype)
+            signs_e = (tokens_e.mean() - tokens_e).sign().to(self.bias.dtype)
+            signs_e[self.moe.num_experts :] = 0.0  # experts without computation take what the others leave
+            self.bias += self.moe.bias_update_rate * signs_e

@@ -2,10 +2,11 @@
 
 This mixer uses the delta rule (`megafp8.layers.delta_rule.module`). One column-parallel linear layer computes q, k, v
 and the gate. A linear layer with few outputs computes β and the decays; every rank holds it whole and applies it to its
-own tokens. The gate is SiLU. Qwen3-Next uses this mixer; OLMo Hybrid uses it with β up to 2.
+own tokens. The gate is SiLU. Qwen3-Next uses this mixer; OLMo Hybrid uses it with β up to 2. In Gated DeltaProduct
+(Siems et al. 2025, arXiv:2502.10297), a token takes several steps, each with its own k, v and β.
 
-Shapes: s sequence length, b micro-batch size, h hidden size; a value heads of w channels on this rank; n channels of
-the convolution.
+Shapes: s sequence length, b micro-batch size, h hidden size; i steps per token, g = i + 1 numbers per token and head; a
+value heads of w channels on this rank; n channels of the convolution.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from megafp8.layers.attention.module import ATTENTION
 from megafp8.layers.context import BuildContext, replicated_parameter
 from megafp8.layers.costs import MicroBatch
-from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer
+from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer, step_names
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
@@ -51,6 +52,7 @@ class GatedDeltaNet(DeltaRuleMixer):
             name, model, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
             w=record.value_head_dim, kernel=record.conv_kernel_size, decay_shape=(), decay_init=Init("ones"),
             norm_eps=record.norm_eps, most=2.0 if record.allow_neg_eigval else 1.0,
+            steps=record.householder_steps,
         )  # fmt: skip
         widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", model.hidden_init_std)
         self.projection = ColumnParallelLinear(
@@ -62,17 +64,19 @@ class GatedDeltaNet(DeltaRuleMixer):
             site=context.site(before=BEFORE, after=ATTENTION),
             **context.linear_options(),
         )
-        shards = [x for part in ("beta", "decay") for x in unsharded(f"{name}.{part}.weight", (heads, h))]
+        parts = [*(f"beta{step}" for step in step_names(self.steps)), "decay"]
+        shards = [x for part in parts for x in unsharded(f"{name}.{part}.weight", (heads, h))]
         self.gates = replicated_parameter(context, shards, init, matrix=True)
         reason = "decays are few and stay in training.precision"
-        self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, 2 * heads, high_precision=reason))
+        self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, len(parts) * heads, high_precision=reason))
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""
-        gates_sb2a = self.shared(linear(x_sbh, self.gates, self.gates_state)).unflatten(-1, (2, -1))
-        beta_sba, decay_sba = gates_sb2a.narrow(-1, self.first_head, self.value_heads).unbind(2)
+        gates_sbc = self.shared(linear(x_sbh, self.gates, self.gates_state))
+        gates_sbga = gates_sbc.unflatten(-1, (self.steps + 1, -1)).narrow(-1, self.first_head, self.value_heads)
+        beta_sbia, decay_sba = gates_sbga[:, :, :-1], gates_sbga[:, :, -1]
         qkv_sbn, z_sbc = self.projection(x_sbh).split([self._channels, self.value_heads * self.w], dim=-1)
-        y_sbaw = self.run(inputs, qkv_sbn, decay_sba, beta_sba)
+        y_sbaw = self.run(inputs, qkv_sbn, decay_sba, beta_sbia)
         return self.proj(self.gated(y_sbaw, z_sbc))
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from megafp8.host.problems import Problem, divisors
 from megafp8.layers.recurrent.record import ConvolvedConfig
-from megafp8.section import Channels, Heads, PositiveFloat
+from megafp8.section import INTEGER, Channels, Heads, PositiveFloat
 from megafp8.spec import ModelSection
 
 
@@ -38,6 +40,10 @@ class GatedDeltaNetConfig(ConvolvedConfig):
     """Let β be up to 2 instead of 1, so that a token can correct the value stored for its key by up to twice the
     difference. The transition of the state may then have negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537;
     OLMo Hybrid's linear_allow_neg_eigval)."""
+    householder_steps: Annotated[int, Field(ge=1, examples=[2]), INTEGER] = 1
+    """Number of steps in which a token corrects the state, each with its own key, value and β. Above 1, the mixer is
+    Gated DeltaProduct (Siems et al. 2025, arXiv:2502.10297; num_householder), and its recurrence takes as many times
+    the time."""
     norm_eps: PositiveFloat | None = None
     """Number added to the variance in the norm of heads' outputs (OLMo Hybrid: 1e-5). Default: model.norm_eps."""
 

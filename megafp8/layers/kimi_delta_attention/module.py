@@ -8,12 +8,16 @@ v. Decays and output gates come from low-rank products:
 
 All of these stay in training.precision, because they are few FLOPs. The gate is a sigmoid.
 
+Gated DeltaNet-2 (arXiv:2605.22791) has no β. Sigmoids of two more outputs of the first layer gate each channel: a token
+erases what the state has at the key `erase ⊙ k`, and writes the value `write ⊙ v`.
+
 Shapes: s sequence length, b micro-batch size, h hidden size; a heads of d channels on this rank; n channels of the
 convolution.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megafp8.layers.attention.module import ATTENTION
@@ -59,17 +63,19 @@ class KimiDeltaAttention(DeltaRuleMixer):
             decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
         )  # fmt: skip
         init, (t, rank) = Init("normal", model.hidden_init_std), (context.tensor.size(), context.tensor.rank())
+        gates = {"erase": heads * d, "write": heads * d} if record.erase_and_write_gates else {}
+        widths, self.channel_gates = self.widths | gates, sum(gates.values()) // t
         self.projection = ColumnParallelLinear(
             f"{name}.qkv",
             h,
-            sum(self.widths.values()),
-            parts={f"{name}.{part}": width for part, width in self.widths.items()},
+            sum(widths.values()),
+            parts={f"{name}.{part}": width for part, width in widths.items()},
             init=init,
             site=context.site(before=BEFORE, after=ATTENTION),
             **context.linear_options(),
         )
-        parts = {"beta": heads, "decay_down": d, "gate_down": d}
-        shards = [x for part, width in parts.items() for x in unsharded(f"{name}.{part}.weight", (width, h))]
+        parts = {"beta": 0 if gates else heads, "decay_down": d, "gate_down": d}
+        shards = [x for part, width in parts.items() if width for x in unsharded(f"{name}.{part}.weight", (width, h))]
         self.down = replicated_parameter(context, shards, init, matrix=True)
         site = LinearSite(f"{name}.down", h, sum(parts.values()), high_precision=_REASON)
         self.down_state, self.down_widths = context.fp8.linear(site), [*parts.values()]
@@ -89,18 +95,32 @@ class KimiDeltaAttention(DeltaRuleMixer):
         beta_sba, decay_sbd, gate_sbd = down.split(self.down_widths, dim=-1)
         decay_sbc = linear(decay_sbd.contiguous(), self.decay_up, self.decay_state)
         z_sbc = linear(gate_sbd.contiguous(), self.gate_up, self.gate_state)
-        beta_sba = beta_sba.narrow(-1, self.first_head, self.value_heads)
-        y_sbaw = self.run(inputs, self.projection(x_sbh), decay_sbc, beta_sba)
+        qkv_sbn = self.projection(x_sbh)
+        if self.channel_gates:
+            qkv_sbn, gates = qkv_sbn.split([self._channels, self.channel_gates], dim=-1)
+        else:
+            gates = beta_sba.narrow(-1, self.first_head, self.value_heads).unsqueeze(2)
+        y_sbaw = self.run(inputs, qkv_sbn, decay_sbc, gates)
         return self.proj(self.gated(y_sbaw, z_sbc))
+
+    def corrections(self, k_sbad: Tensor, v_sbad: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return values, β and the keys that look up values; with gates of channels, β is 1."""
+        if not self.channel_gates:
+            return super().corrections(k_sbad, v_sbad, gates)
+        erase_sbad, write_sbad = gates.sigmoid().unflatten(-1, (2, *k_sbad.shape[2:])).unbind(2)
+        ones = gates.new_ones(v_sbad.shape[:3], dtype=torch.promote_types(gates.dtype, torch.float32))
+        return write_sbad * v_sbad, ones, erase_sbad * k_sbad
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""
         m, e, values = batch.tokens, batch.element, self.value_heads * self.w
+        kept_for_beta = 0 if self.channel_gates else sum(self.down_widths)
         return {
             "qkv input": batch.saved_input(self.projection.state),
             "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
             "q, k, v": m * self._channels * e,
+            "erase and write gates": m * self.channel_gates * e,
             "decays, gate": 2 * m * values * e,
-            "down": m * (sum(self.down_widths) + 2 * self.d) * e,
+            "down": m * (kept_for_beta + 2 * self.d) * e,
             **self.saved_by_recurrence(batch),
         }

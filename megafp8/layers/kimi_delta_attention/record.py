@@ -32,6 +32,9 @@ class KimiDeltaAttentionConfig(ConvolvedConfig):
     head_dim: Channels = 128
     """Channels of a head's query, key and value, and rank of the low-rank products that compute decays and gates
     (linear_head_dim)."""
+    erase_and_write_gates: bool = False
+    """Replace a head's β by a gate for each channel of the key that erases and of the value that is written (Gated
+    DeltaNet-2, Hatamizadeh et al. 2026, arXiv:2605.22791). The gates' projections are as large as those of k and v."""
 
     def widths(self, model: ModelSection) -> Mapping[str, int]:
         """Return the number of heads, which tensor parallelism divides."""

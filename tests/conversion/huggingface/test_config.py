@@ -757,6 +757,7 @@ def test_older_keys_of_deepseek_v4_are_read_as_transformers_reads_them(scaled: b
         ({"output_bias": True}, r"nearest, llama, lacks model.output_bias = True \(there False\)"),
         (_experts(score="sigmoid"), r"nearest, mixtral, lacks model.moe.score = 'sigmoid' \(there 'softmax'\)$"),
         (_experts(selection_bias=True) | {"qk_norm": True}, r"nearest, ernie4_5_moe, lacks model.qk_norm = True"),
+        (_experts(zero_experts=2), r"nearest, mixtral, lacks model.moe.zero_experts = 2 \(there None\)$"),
         (_experts(scaling_factor=2.5), r"lacks model.moe.scaling_factor = 2.5 \(there 1.0\)$"),
         (_experts(num_groups=2, top_groups=1), r"lacks model.moe.num_groups = 2 \(there 1\), model.moe.top_groups = 1"),
         (_experts() | {"position_embedding": "none"}, r"nearest, mixtral, lacks model.position_embedding = 'none'"),

@@ -29,6 +29,7 @@ KINDS = [
     {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scaling_factor": 2.5},
     {"num_groups": 4, "top_groups": 1},
     {"num_groups": 8, "top_groups": 3, "score": "sigmoid"},  # groups of one expert
+    {"num_experts": 5, "zero_experts": 3, "top_k": 6},
 ]
 
 
@@ -70,21 +71,26 @@ def _router(**keys: Any) -> Router:
     return router
 
 
-def test_the_bias_moves_against_the_load_until_it_is_even() -> None:
-    router = _router(selection_bias=True, bias_update_rate=0.002)
+@pytest.mark.parametrize("zero_experts", [None, 4])
+def test_the_bias_moves_against_the_load_until_it_is_even(zero_experts: int | None) -> None:
+    """Experts without computation have no bias and get an equal share if the others do."""
+    router = _router(selection_bias=True, bias_update_rate=0.002, zero_experts=zero_experts)
+    zero = zero_experts or 0
     x = torch.randn(512, 4, generator=torch.Generator().manual_seed(1))
 
     def load() -> torch.Tensor:
-        return torch.bincount(router(x, sequences=1).experts.flatten(), minlength=8).double()
+        return router(x, sequences=1).tokens.flatten().double()
 
     before = load()
     router.update(before)
     assert router.bias is not None
-    assert torch.equal(router.bias, 0.002 * (before.mean() - before).sign().float())
+    signs = (before.mean() - before).sign().float() * (torch.arange(8 + zero) < 8)
+    assert torch.equal(router.bias, 0.002 * signs)
     for _ in range(300):
         router.update(load())
     assert before.min() < 0.5 * before.mean()
-    assert load().min() > 0.9 * before.mean()
+    assert load()[:8].min() > 0.9 * before.mean()
+    assert load()[8:].sum() <= 1.1 * zero * before.mean()
 
 
 def test_without_a_gradient_nothing_is_added_to_the_load() -> None:
