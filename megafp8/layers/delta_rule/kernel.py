@@ -3,11 +3,9 @@
 Reference: `megafp8.layers.delta_rule.op.recurrence`; its file also has the formulas and the papers. Consider a chunk of
 L tokens, and let G be the running sum of decays from its start (here in base 2, so that exp is exp2):
 
-    P_ij = Σ_d exp(G_i − G_j) q_i k_j  for j ≤ i,     A_ij = β_i Σ_d exp(G_i − G_j) e_i k_j  for j < i
-    T = (I + A)⁻¹,     W = T (β exp(G) e),     U = T (β v)
+    P_ij = Σ_d exp(G_i − G_j) q_i k_j  for j ≤ i,     A_ij = β_i Σ_d exp(G_i − G_j) k_i k_j  for j < i
+    T = (I + A)⁻¹,     W = T (β exp(G) k),     U = T (β v)
     u = U − W S₀,      y = (exp(G) q) S₀ + P u,      S_L = exp(G_L) S₀ + (exp(G_L − G) k)ᵀ u
-
-The keys e that look up values are k, unless `ERASE` is set; then they are a separate input.
 
 exp(G_i − G_j) cannot be split into one factor per i and one factor per j, because fp32 could not hold such factors. But
 suppose that i lies in a later part of the tokens than j, and let r be the sum up to the first token of the later part.
@@ -26,12 +24,12 @@ step, T (I + A) is the identity within parts of 2h tokens.
     outputs     y; one program per chunk and slice of value channels
     gradients   gradients of v, P, A and the decayed queries and keys; one program per chunk. The formulas above
                 give dA = −(Tᵀ du) uᵀ
-    dpairs      gradients of q, k, e, β and decays from the gradients above; one program per chunk
+    dpairs      gradients of q, k, β and decays from the gradients above; one program per chunk
 
-The gradient of G is q·dq + e·(de as a row of A) − k·(dk as a column of P and A). The gradient of a token's decay is the
-sum of the gradients of G from that token to the end of the chunk. States and their gradients are fp32 in registers and
-are rounded to the inputs' dtype in memory. GEMMs accumulate in fp32. Their factors are rounded to the inputs' dtype,
-except the fp32 factors of the inversion and of `dpairs`, which are rounded to tf32. All results are deterministic.
+The gradient of G is q·dq + k·(dk as a row of P and A) − k·(dk as a column). The gradient of a token's decay is the sum
+of the gradients of G from that token to the end of the chunk. States and their gradients are fp32 in registers and are
+rounded to the inputs' dtype in memory. GEMMs accumulate in fp32. Their factors are rounded to the inputs' dtype, except
+the fp32 factors of the inversion and of `dpairs`, which are rounded to tf32. All results are deterministic.
 
 Shapes: b micro-batch size, s sequence length, a heads, d and w channels of keys and of values; m chunks of L tokens; D
 and W are d and w rounded up to powers of 2; V value channels per program.
@@ -123,9 +121,8 @@ def _middles(sums, start, r, half, s, stride, c, d):
 
 @triton.jit
 def pairs_kernel(
-    q_bsad, k_bsad, e_bsad, g_bsad, beta_bsa, p_mll, a_mll, q_decayed_bsad, k_decayed_bsad, s, a, d, scale,
+    q_bsad, k_bsad, g_bsad, beta_bsa, p_mll, a_mll, q_decayed_bsad, k_decayed_bsad, s, a, d, scale,
     L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr,
-    ERASE: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of rows of P, A, q exp(G) and k exp(G_L − G)."""
     program, first = _first(s, a)
@@ -139,9 +136,6 @@ def pairs_kernel(
     key, sums = k_bsad + first * d, g_bsad + first * d
     q = _rows(q_bsad + first * d, i, s, stride, c, d).to(tl.float32)
     k = _rows(key, i, s, stride, c, d).to(tl.float32)
-    e = k
-    if ERASE:
-        e = _rows(e_bsad + first * d, i, s, stride, c, d).to(tl.float32)
     g = _last_rows(sums, i, s, stride, c, d)
     last = _row(sums, L - 1, s, stride, c, d)
     _store(q_decayed_bsad + first * d, i, s, stride, c, d, q * tl.exp2(g) * scale)
@@ -152,13 +146,13 @@ def pairs_kernel(
 
     at_first = _row(sums, start, s, stride, c, d)[None, :]
     decay = tl.exp2(g - at_first)
-    q_decayed, e_decayed = (q * decay).to(dtype), (e * decay).to(dtype)
+    q_decayed, k_decayed = (q * decay).to(dtype), (k * decay).to(dtype)
     for other in range(block):
         j = other * BLOCK + r
         other_k = _rows(key, j, s, stride, c, d).to(tl.float32)
         other_k = tl.trans((other_k * tl.exp2(at_first - _last_rows(sums, j, s, stride, c, d))).to(dtype))
         tl.store(p_mll + out + other * BLOCK, (tl.dot(q_decayed, other_k) * scale).to(dtype))
-        tl.store(a_mll + out + other * BLOCK, tl.dot(e_decayed, other_k) * beta)
+        tl.store(a_mll + out + other * BLOCK, tl.dot(k_decayed, other_k) * beta)
 
     apart = r[:, None] ^ r[None, :]
     p = tl.where(apart == 0, tl.sum(q * k, axis=1)[:, None], 0.0)
@@ -170,10 +164,7 @@ def pairs_kernel(
         here = ((apart >> level) == 1) & (r[:, None] > r[None, :])
         k_decayed = (k * decay).to(dtype)
         p = tl.where(here, tl.dot((q * decay).to(dtype), tl.trans(k_decayed)), p)
-        e_decayed = k_decayed
-        if ERASE:
-            e_decayed = (e * decay).to(dtype)
-        products = tl.where(here, tl.dot(e_decayed, tl.trans(k_decayed)), products)
+        products = tl.where(here, tl.dot(k_decayed, tl.trans(k_decayed)), products)
     tl.store(p_mll + out + block * BLOCK, (p * scale).to(dtype))
     tl.store(a_mll + out + block * BLOCK, products * beta)
 
@@ -189,7 +180,7 @@ def _inverse(x, apart, LEVELS: tl.constexpr):
 
 @triton.jit
 def operands_kernel(
-    e_bsad, v_bsaw, g_bsad, beta_bsa, a_mll, t_mll, w_bsad, u_bsaw,
+    k_bsad, v_bsaw, g_bsad, beta_bsa, a_mll, t_mll, w_bsad, u_bsaw,
     s, a, d, w, L: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Compute T, W and U of a chunk; T = [[T_early, 0], [T_between, T_late]] by halves of the chunk."""
@@ -211,12 +202,12 @@ def operands_kernel(
     s -= m * L
     i, j, key_at = r, r + HALF, first * d
     beta_i, beta_j = _numbers(beta_bsa + first, i, s, a)[:, None], _numbers(beta_bsa + first, j, s, a)[:, None]
-    e_i = _rows(e_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
-    e_i = (e_i * tl.exp2(_last_rows(g_bsad + key_at, i, s, a * d, c, d)) * beta_i).to(dtype)
-    e_j = _rows(e_bsad + key_at, j, s, a * d, c, d).to(tl.float32)
-    e_j = (e_j * tl.exp2(_last_rows(g_bsad + key_at, j, s, a * d, c, d)) * beta_j).to(dtype)
-    _store(w_bsad + key_at, i, s, a * d, c, d, tl.dot(early, e_i))
-    _store(w_bsad + key_at, j, s, a * d, c, d, tl.dot(late, e_j, tl.dot(between, e_i)))
+    k_i = _rows(k_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
+    k_i = (k_i * tl.exp2(_last_rows(g_bsad + key_at, i, s, a * d, c, d)) * beta_i).to(dtype)
+    k_j = _rows(k_bsad + key_at, j, s, a * d, c, d).to(tl.float32)
+    k_j = (k_j * tl.exp2(_last_rows(g_bsad + key_at, j, s, a * d, c, d)) * beta_j).to(dtype)
+    _store(w_bsad + key_at, i, s, a * d, c, d, tl.dot(early, k_i))
+    _store(w_bsad + key_at, j, s, a * d, c, d, tl.dot(late, k_j, tl.dot(between, k_i)))
     v_i = (_rows(v_bsaw + first * w, i, s, a * w, cw, w).to(tl.float32) * beta_i).to(dtype)
     v_j = (_rows(v_bsaw + first * w, j, s, a * w, cw, w).to(tl.float32) * beta_j).to(dtype)
     _store(u_bsaw + first * w, i, s, a * w, cw, w, tl.dot(early, v_i))
@@ -307,14 +298,14 @@ def dstates_kernel(
 
 @triton.jit
 def gradients_kernel(
-    dy_bsaw, u_bsaw, du_bsaw, v_bsaw, k_bsad, e_bsad, g_bsad, beta_bsa, t_mll, states_bmadw, dstates_bmadw,
+    dy_bsaw, u_bsaw, du_bsaw, v_bsaw, k_bsad, g_bsad, beta_bsa, t_mll, states_bmadw, dstates_bmadw,
     dv_bsaw, dp_mll, da_mll, dq_bsad, dk_row_bsad, dk_column_bsad, dbeta_bsa, dend_bmad,
-    s, a, d, w, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ERASE: tl.constexpr,
+    s, a, d, w, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Compute a chunk's gradients of v, P and A, and the parts of the gradients of q, k and β that come from states.
 
     The gradients of P_ij and A_ij are also written at (j, i), where A's is multiplied by β_i, because `dpairs` reads
-    both. `dk_row` is the gradient of β e as a row of A and W. `dk_column` is the gradient of k in the state at the end
+    both. `dk_row` is the gradient of β k as a row of A and W. `dk_column` is the gradient of k in the state at the end
     of the chunk. `dend` is the gradient of the sum of decays at the end.
     """
     m, first = _first(s, a)
@@ -353,10 +344,7 @@ def gradients_kernel(
     k = _rows(k_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
     _store(dq_bsad + key_at, i, s, a * d, c, d, dq * before)
     dk_row *= before
-    e = k
-    if ERASE:
-        e = _rows(e_bsad + key_at, i, s, a * d, c, d).to(tl.float32)
-    tl.store(dbeta_bsa + first + i.to(tl.int64) * a, dbeta + tl.sum(dk_row * e, axis=1), mask=i < s)
+    tl.store(dbeta_bsa + first + i.to(tl.int64) * a, dbeta + tl.sum(dk_row * k, axis=1), mask=i < s)
     _store(dk_row_bsad + key_at, i, s, a * d, c, d, dk_row)
     dk_column *= tl.exp2(last[None, :] - g)
     _store(dk_column_bsad + key_at, i, s, a * d, c, d, dk_column)
@@ -366,12 +354,11 @@ def gradients_kernel(
 
 @triton.jit
 def dpairs_kernel(
-    q_bsad, k_bsad, e_bsad, g_bsad, beta_bsa, dp_mll, da_mll, dq_state_bsad, dk_row_bsad, dk_column_bsad,
-    dbeta_state_bsa, dend_bmad, dq_bsad, dk_bsad, de_bsad, ddecay_bsad, dbeta_bsa, s, a, d, scale,
+    q_bsad, k_bsad, g_bsad, beta_bsa, dp_mll, da_mll, dq_state_bsad, dk_row_bsad, dk_column_bsad, dbeta_state_bsa,
+    dend_bmad, dq_bsad, dk_bsad, ddecay_bsad, dbeta_bsa, s, a, d, scale,
     L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LEVELS: tl.constexpr, D: tl.constexpr,
-    ERASE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk's q, k, e, β and decays, from its last block to its first.
+    """Compute the gradients of a chunk's q, k, β and decays, from its last block to its first.
 
     At each level, tokens in second halves are rows of P and A, and tokens in first halves are columns. So one GEMM for
     P and one for A give the gradients of rows and columns.
@@ -381,7 +368,7 @@ def dpairs_kernel(
     first += tl.cast(m * L, tl.int64) * a
     s -= m * L
     key_at = first * d
-    query, key, erase, sums = q_bsad + key_at, k_bsad + key_at, e_bsad + key_at, g_bsad + key_at
+    query, key, sums = q_bsad + key_at, k_bsad + key_at, g_bsad + key_at
     apart = r[:, None] ^ r[None, :]
     square = (tl.program_id(1) * tl.num_programs(0) + m).to(tl.int64) * L * L
     square_at = r[:, None] * L + r[None, :]
@@ -393,9 +380,6 @@ def dpairs_kernel(
         i = start + r
         q = _rows(query, i, s, stride, c, d).to(tl.float32) * scale
         k = _rows(key, i, s, stride, c, d).to(tl.float32)
-        e = k
-        if ERASE:
-            e = _rows(erase, i, s, stride, c, d).to(tl.float32)
         g = _last_rows(sums, i, s, stride, c, d)
         rows = square + block * BLOCK * L
 
@@ -418,9 +402,9 @@ def dpairs_kernel(
             at_other = _row(sums, other * BLOCK, s, stride, c, d)[None, :]
             decay = tl.exp2(_last_rows(sums, j, s, stride, c, d) - at_other)
             other_q = _rows(query, j, s, stride, c, d).to(tl.float32) * (decay * scale)
-            other_e = _rows(erase, j, s, stride, c, d).to(tl.float32) * decay
+            other_k = _rows(key, j, s, stride, c, d).to(tl.float32) * decay
             block_sum = tl.dot(tl.load(dp_mll + rows + square_at + other * BLOCK), other_q)
-            block_sum = tl.dot(tl.load(da_mll + rows + square_at + other * BLOCK), other_e, block_sum)
+            block_sum = tl.dot(tl.load(da_mll + rows + square_at + other * BLOCK), other_k, block_sum)
             dk_column += block_sum * tl.exp2(at_other - g)
 
         dp = tl.load(dp_mll + rows + square_at + block * BLOCK)
@@ -434,56 +418,39 @@ def dpairs_kernel(
             middle = _middles(sums, start, r, 2 << level, s, stride, c, d)
             here, later = (apart >> level) == 1, ((r >> level) & 1 == 1)[:, None]
             p_part = decay * tl.dot(tl.where(here, dp, 0.0), tl.where(later, q, k) * decay)
-            # Rows of A multiply keys of columns, and columns multiply keys e of rows.
-            factor = k
-            if ERASE:
-                factor = tl.where(later, e, k)
-            a_part = decay * tl.dot(tl.where(here, da, 0.0), factor * decay)
+            a_part = decay * tl.dot(tl.where(here, da, 0.0), k * decay)
             dq += tl.where(later, p_part, 0.0)
             dk_row += tl.where(later, a_part, 0.0)
             dk_column += tl.where(later, 0.0, p_part + a_part)
 
         beta = _numbers(beta_bsa + first, i, s, a)[:, None]
-        dbeta = _numbers(dbeta_state_bsa + first, i, s, a) + tl.sum(dk_row * e, axis=1)
+        dbeta = _numbers(dbeta_state_bsa + first, i, s, a) + tl.sum(dk_row * k, axis=1)
         tl.store(dbeta_bsa + first + i.to(tl.int64) * a, dbeta, mask=i < s)
         dq += _rows(dq_state_bsad + key_at, i, s, stride, c, d)
         _store(dq_bsad + key_at, i, s, stride, c, d, dq * scale)
         dk_row = (dk_row + _rows(dk_row_bsad + key_at, i, s, stride, c, d)) * beta
         dk_column += _rows(dk_column_bsad + key_at, i, s, stride, c, d)
-        if ERASE:
-            _store(dk_bsad + key_at, i, s, stride, c, d, dk_column)
-            _store(de_bsad + key_at, i, s, stride, c, d, dk_row)
-            dg = q * dq + e * dk_row - k * dk_column
-        else:
-            _store(dk_bsad + key_at, i, s, stride, c, d, dk_row + dk_column)
-            dg = q * dq + k * (dk_row - dk_column)
+        _store(dk_bsad + key_at, i, s, stride, c, d, dk_row + dk_column)
+        dg = q * dq + k * (dk_row - dk_column)
         _store(ddecay_bsad + key_at, i, s, stride, c, d, tl.cumsum(dg, axis=0, reverse=True) + later_dg[None, :])
         later_dg += tl.sum(dg, axis=0)
 
 
 class DeltaRuleInputs(NamedTuple):
-    """Contiguous inputs of the kernels. q, k, v and e have one dtype; decays and β are fp32."""
+    """Contiguous inputs of the kernels. q, k and v have one dtype; decays and β are fp32."""
 
     q_bsad: Tensor
     k_bsad: Tensor
     v_bsaw: Tensor
     decay_bsad: Tensor
     beta_bsa: Tensor
-    erase_bsad: Tensor | None = None
 
     @classmethod
-    def from_tensors(
-        cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, erase: Tensor | None = None
-    ) -> DeltaRuleInputs:
+    def from_tensors(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> DeltaRuleInputs:
         """Copy tensors `[s, b, a, ...]` into the layout of the kernels, `[b, s, a, ...]`."""
         q, k, v = (kernel_input(x.transpose(0, 1).contiguous()) for x in (q, k, v))
         decay, beta = (x.transpose(0, 1).to(torch.float32).contiguous() for x in (decay, beta))
-        return cls(q, k, v, decay, beta, None if erase is None else kernel_input(erase.transpose(0, 1).contiguous()))
-
-    @property
-    def lookup_bsad(self) -> Tensor:
-        """Keys e that look up values, which may be the keys."""
-        return self.k_bsad if self.erase_bsad is None else self.erase_bsad
+        return cls(q, k, v, decay, beta)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -547,7 +514,7 @@ _BLOCK_SIZES = {"L": CHUNK, "BLOCK": _BLOCK, "BLOCKS": _BLOCKS, "LEVELS": _LEVEL
 
 def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor, DeltaRuleSaved]:
     """Return the outputs `[b, s, a, w]`, the state after the last token, and the tensors that backward needs."""
-    q, k, v, decay, beta, erase = inputs
+    q, k, v, decay, beta = inputs
     (s, a, d, w), m, heads, dtype = inputs.sizes, inputs.chunks, inputs.heads, q.dtype
     width, value_width = _width(d), _width(w)
     sums = torch.empty_like(decay)
@@ -555,11 +522,10 @@ def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor
     p, k_pairs, t = inputs.squares(dtype), inputs.squares(torch.float32), inputs.squares(dtype)
     q_decayed, k_decayed, weights, values = (torch.empty_like(x) for x in (q, k, k, v))
     pairs_kernel[m * _BLOCKS, heads](
-        q, k, inputs.lookup_bsad, sums, beta, p, k_pairs, q_decayed, k_decayed, s, a, d, inputs.scale, **_BLOCK_SIZES,
-        D=width, ERASE=erase is not None, num_warps=2,
-    )  # fmt: skip
+        q, k, sums, beta, p, k_pairs, q_decayed, k_decayed, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=2
+    )
     operands_kernel[m, heads](
-        inputs.lookup_bsad, v, sums, beta, k_pairs, t, weights, values, s, a, d, w,
+        k, v, sums, beta, k_pairs, t, weights, values, s, a, d, w,
         L=CHUNK, LEVELS=_LEVELS + 1, D=width, W=value_width, num_warps=4, maxnreg=128,
     )  # fmt: skip
     states, u, state_badw = inputs.states(), torch.empty_like(v), state_badw.contiguous()
@@ -578,9 +544,9 @@ def forward(inputs: DeltaRuleInputs, state_badw: Tensor) -> tuple[Tensor, Tensor
 
 def backward(
     inputs: DeltaRuleInputs, saved: DeltaRuleSaved, dy_bsaw: Tensor, dlast_badw: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v, decays, β, `[b, s, a, ...]`, the state before the first token, and e or None."""
-    q, k, v, decay, beta, erase = inputs
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, decays and β, `[b, s, a, ...]`, and of the state before the first token."""
+    q, k, v, decay, beta = inputs
     sums, p, t, q_decayed, k_decayed, weights, u, states = saved
     (s, a, d, w), m, heads = inputs.sizes, inputs.chunks, inputs.heads
     width, value_width = _width(d), _width(w)
@@ -595,14 +561,12 @@ def backward(
     dq_state, dk_row, dk_column = (torch.empty_like(decay) for _ in range(3))
     dbeta_state, dend = torch.empty_like(beta), decay.new_empty(q.shape[0], m, a, d)
     gradients_kernel[m, heads](
-        dy, u, du, v, k, inputs.lookup_bsad, sums, beta, t, states, dstates, dv, dp, da, dq_state, dk_row, dk_column,
-        dbeta_state, dend, s, a, d, w, L=CHUNK, D=width, W=value_width, ERASE=erase is not None, num_warps=8,
+        dy, u, du, v, k, sums, beta, t, states, dstates, dv, dp, da, dq_state, dk_row, dk_column, dbeta_state, dend,
+        s, a, d, w, L=CHUNK, D=width, W=value_width, num_warps=8,
     )  # fmt: skip
     dq, dk, ddecay, dbeta = (torch.empty_like(x) for x in (q, k, decay, beta))
-    derase = None if erase is None else torch.empty_like(erase)
     dpairs_kernel[m, heads](
-        q, k, inputs.lookup_bsad, sums, beta, dp, da, dq_state, dk_row, dk_column, dbeta_state, dend, dq, dk,
-        dk if derase is None else derase, ddecay, dbeta, s, a, d, inputs.scale, **_BLOCK_SIZES, D=width,
-        ERASE=erase is not None, num_warps=4, num_stages=1,
+        q, k, sums, beta, dp, da, dq_state, dk_row, dk_column, dbeta_state, dend, dq, dk, ddecay, dbeta,
+        s, a, d, inputs.scale, **_BLOCK_SIZES, D=width, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return dq, dk, dv, ddecay, dbeta, dfirst, derase
+    return dq, dk, dv, ddecay, dbeta, dfirst

@@ -161,8 +161,8 @@ class DeltaRuleMixer(ConvolvedMixer):
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
         """Return the name of the implementation that computes the delta rule on `device`."""
-        by_channel = bool(self.decay_shape)
-        name = kernel_name(device, self.convolution.dtype, self.d, self.w, by_channel=by_channel)
+        by_channel, erases = bool(self.decay_shape), self.channel_gates > 0
+        name = kernel_name(device, self.convolution.dtype, self.d, self.w, by_channel=by_channel, erases=erases)
         return f"linear attention: {name}"
 
     # --- what it keeps and computes ---------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class DeltaRuleMixer(ConvolvedMixer):
         # Forward reads and writes the channels once. Backward does this again, and reads and writes the gradients.
         around = 2 * self._channels + 3 * heads * self.w + 5 * self.channel_gates
         again = 8 * self._channels + 5 * heads * self.w + 14 * self.channel_gates
-        times = kernel_passes(e, self.d, self.w, by_channel=by_channel)
+        times = kernel_passes(e, self.d, self.w, by_channel=by_channel, erases=self.channel_gates > 0)
         if times is not None:
             rule = heads * (self.d + self.w) * e
             moved = [(self.steps * (passes * rule + n * decays) + other * e) * batch.tokens

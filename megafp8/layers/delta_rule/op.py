@@ -176,11 +176,11 @@ def delta_rule(
         return _of_last_steps(y, n), state
     wide, per_key = state_badw.dtype, v_zbaw.shape[2] // q_sbgd.shape[2]
     q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_zbgd))
-    if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w) is None:
+    if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w, erases=erase_zbad is not None) is None:
         decay = _in_first_steps(_forgetting(decay, starts_sb), n)
         channel_decay = decay if by_channel else decay.unsqueeze(-1).expand(*decay.shape, d)
         q = _in_last_steps(q, n)
-        y, state = InKernels.apply(q, k, v_zbaw, channel_decay, beta_zba, state_badw, erase_zbad)
+        y, state = InKernels.apply(q, k, v_zbaw, channel_decay, beta_zba, state_badw)
         return _of_last_steps(y, n), state
     q, k, erase = q.to(wide), k.to(wide), None if erase_zbad is None else erase_zbad.to(wide)
     y, state = in_chunks(q * d**-0.5, k, v_zbaw.to(wide), decay, beta_zba, state_badw, starts_sb, erase)
@@ -197,19 +197,19 @@ def _of_last_steps(y_zbaw: Tensor, n: int) -> Tensor:
     return y_zbaw if n == 1 else y_zbaw[n - 1 :: n].contiguous()
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, by_channel: bool) -> str:
+def kernel_name(device: torch.device, dtype: torch.dtype, d: int, w: int, *, by_channel: bool, erases: bool) -> str:
     """Return the name of the implementation for such tensors, as a text for users.
 
-    `by_channel` says whether each channel has a decay.
+    `by_channel` says whether each channel has a decay, and `erases` whether other keys than k look up values.
     """
     if (missing := _missing_flash_qla(device, dtype, d, w, by_channel=by_channel)) is None:
         return "FlashQLA"
-    if (reason := _missing_kernel(device, dtype, d, w)) is None:
+    if (reason := _missing_kernel(device, dtype, d, w, erases=erases)) is None:
         return "Triton" if by_channel else f"Triton, slower than FlashQLA, because {missing}"
     return f"PyTorch's operations, slow, because no kernel fits: {reason}"
 
 
-def kernel_passes(element: int, d: int, w: int, *, by_channel: bool) -> tuple[float, float] | None:
+def kernel_passes(element: int, d: int, w: int, *, by_channel: bool, erases: bool) -> tuple[float, float] | None:
     """Return the kernels' time in units of one pass over the heads' keys and values, or None if no kernel fits.
 
     The first number is the time of forward, the second the time of backward with a recomputed forward. FlashQLA was
@@ -217,18 +217,20 @@ def kernel_passes(element: int, d: int, w: int, *, by_channel: bool) -> tuple[fl
     measurements (docs/measurements/2026-11-26-recurrent). `element` is the number of bytes of the model's dtype; two
     bytes are assumed to be bf16, and FlashQLA is assumed to be installed.
     """
-    if element != torch.bfloat16.itemsize or max(d, w) > _KERNEL_WIDTH:
+    if element != torch.bfloat16.itemsize or max(d, w) > _KERNEL_WIDTH or erases:
         return None
     flash_qla = not by_channel and (d, w) == (_KERNEL_WIDTH, _KERNEL_WIDTH)
     return (10.0, 26.0) if flash_qla else (28.0, 100.0)
 
 
-def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> str | None:
+def _missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int, *, erases: bool) -> str | None:
     """Return why `megafp8.layers.delta_rule.kernel` cannot compute such tensors; None if it can."""
     if device.type != "cuda":
         return f"there is none for {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    if erases:
+        return "it looks up values with the keys"
     return f"it needs heads of up to {_KERNEL_WIDTH} channels, not {d} and {w}" if max(d, w) > _KERNEL_WIDTH else None
 
 
@@ -263,10 +265,10 @@ class InKernels(Function):
     @staticmethod
     def forward(
         ctx: Any, q_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, decay_sbad: Tensor, beta_sba: Tensor,
-        state_badw: Tensor, erase_sbad: Tensor | None = None,
+        state_badw: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the outputs `[s, b, a, w]` in the dtype of v, and the state after the last token."""
-        inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba, erase_sbad)
+        inputs = _kernels().DeltaRuleInputs.from_tensors(q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)
         y_bsaw, last_badw, saved = _kernels().forward(inputs, state_badw)
         ctx.save_for_backward(*inputs, *saved)
         ctx.dtypes = [x.dtype for x in (q_sbad, k_sbad, v_sbaw, decay_sbad, beta_sba)]
@@ -274,13 +276,12 @@ class InKernels(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, decays, β, the state before the first token, and e."""
-        count, tensors = len(ctx.dtypes) + 1, ctx.saved_tensors
+    def backward(ctx: Any, dy_sbaw: Tensor, dlast_badw: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, decays, β and the state before the first token."""
+        count, tensors = len(ctx.dtypes), ctx.saved_tensors
         inputs, saved = _kernels().DeltaRuleInputs(*tensors[:count]), _kernels().DeltaRuleSaved(*tensors[count:])
-        *grads, dfirst, derase = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
-        grads = [x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *grads, dfirst, None if derase is None else derase.transpose(0, 1).to(ctx.dtypes[1])
+        *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
+        return *(x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), dfirst
 
 
 @cache

@@ -11,22 +11,17 @@ from tests.kernels import DEVICE
 from tests.marks import slow_but
 
 CASES = [
-    (66, 1, 1, 8, 8, 1.0, False),
-    (70, 1, 1, 16, 16, 1.0, False),
-    (37, 2, 2, 24, 40, 0.1, False),
-    (64, 1, 1, 8, 16, 40.0, False),
-    (130, 1, 1, 16, 8, 1.0, False),
-    (66, 1, 1, 8, 8, 1.0, True),
-    (37, 2, 2, 24, 40, 0.1, True),
+    (66, 1, 1, 8, 8, 1.0),
+    (70, 1, 1, 16, 16, 1.0),
+    (37, 2, 2, 24, 40, 0.1),
+    (64, 1, 1, 8, 16, 40.0),
+    (130, 1, 1, 16, 8, 1.0),
 ]
 
 
-@pytest.mark.parametrize(("s", "b", "a", "d", "w", "rate", "erase"), slow_but(CASES, CASES[0], CASES[5]))
-def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: float, erase: bool) -> None:
-    """Outputs, states and gradients of everything; decays of `rate` forget nearly all, or nothing, in a few tokens.
-
-    With `erase`, values are looked up with other keys.
-    """
+@pytest.mark.parametrize(("s", "b", "a", "d", "w", "rate"), slow_but(CASES, CASES[0]))
+def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: float) -> None:
+    """Outputs, states and gradients of everything; decays of `rate` forget nearly all, or nothing, in a few tokens."""
     torch.manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -37,22 +32,20 @@ def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: flo
     dy, dlast = random(s, b, a, w), random(b, a, d, w)
     narrow = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     q, k, v, dy = (x.to(narrow).double() for x in (q, k, v, dy))
-    lookup = [(k * torch.rand_like(k)).to(narrow).double()] if erase else []
     results = []
     for compute, dtype in ((recurrence, torch.float64), (InKernels.apply, torch.float32)):
         of_tokens = torch.float64 if dtype == torch.float64 else narrow
-        dtypes = (of_tokens, of_tokens, of_tokens, dtype, dtype, dtype, *(of_tokens for _ in lookup))
-        tensors = (q, k, v, decay, beta, state, *lookup)
-        inputs = [x.to(kind).requires_grad_() for x, kind in zip(tensors, dtypes, strict=True)]
+        dtypes = (of_tokens, of_tokens, of_tokens, dtype, dtype, dtype)
+        inputs = [x.to(kind).requires_grad_() for x, kind in zip((q, k, v, decay, beta, state), dtypes, strict=True)]
         scaled = inputs[0] * d**-0.5 if compute is recurrence else inputs[0]
-        documents = [None] if compute is recurrence and erase else []
-        y, last = compute(scaled, *inputs[1:6], *documents, *inputs[6:])
+        y, last = compute(scaled, *inputs[1:])
         grads = torch.autograd.grad((y, last), inputs, (dy.to(y.dtype), dlast.to(last.dtype)))
         results.append((y, last, *grads))
     # The gradient of a decay is a difference of sums.
     tolerance = (1e-4 if rate > 1 else 2e-5) if DEVICE == "cpu" else 2e-2
-    names = ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate", *("derase" for _ in lookup))
-    for name, expected, found in zip(names, *results, strict=True):
+    for name, expected, found in zip(
+        ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate"), *results, strict=True
+    ):
         assert (found.double() - expected).abs().max() < tolerance * expected.abs().max(), name
 
 
@@ -60,8 +53,7 @@ def test_equals_the_recurrence(s: int, b: int, a: int, d: int, w: int, rate: flo
 @pytest.mark.parametrize(
     ("d", "w"), [(16, 16), (32, 32), (64, 64), (64, 128), (96, 48), (128, 64), (128, 128), (128, 32)]
 )
-@pytest.mark.parametrize("erase", [False, True], ids=["", "erase"])
-def test_widths_of_heads(d: int, w: int, erase: bool) -> None:
+def test_widths_of_heads(d: int, w: int) -> None:
     """Root mean square errors are those of rounding to bf16: what a compiler does with one width only shows."""
     torch.manual_seed(0)
 
@@ -72,15 +64,13 @@ def test_widths_of_heads(d: int, w: int, erase: bool) -> None:
     q, k = (F.normalize(random(s, 1, a, d), dim=-1).bfloat16() for _ in range(2))
     decay, beta = -F.softplus(random(s, 1, a, d) - 2), random(s, 1, a).sigmoid()
     v, dy, state, dlast = random(s, 1, a, w).bfloat16(), random(s, 1, a, w), random(1, a, d, w), random(1, a, d, w)
-    lookup = [k * torch.rand_like(k)] if erase else []
     results = []
     for compute, wide in ((in_chunks, True), (InKernels.apply, False)):
-        inputs = [(x.double() if wide else x).requires_grad_() for x in (q, k, v, decay, beta, state, *lookup)]
-        documents = [None] if wide and erase else []
-        y, last = compute(inputs[0] * d**-0.5 if wide else inputs[0], *inputs[1:6], *documents, *inputs[6:])
+        inputs = [(x.double() if wide else x).requires_grad_() for x in (q, k, v, decay, beta, state)]
+        y, last = compute(inputs[0] * d**-0.5 if wide else inputs[0], *inputs[1:])
         grads = torch.autograd.grad((y, last), inputs, (dy.bfloat16().to(y.dtype), dlast.to(last.dtype)))
         results.append((y, last, *grads))
-    names = ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate", *("derase" for _ in lookup))
+    names = ("y", "state", "dq", "dk", "dv", "ddecay", "dbeta", "dstate")
     errors = {name: ((x - y).norm() / y.norm()).item() for name, y, x in zip(names, *results, strict=True)}
     assert max(errors.values()) < 8e-3, errors
 
