@@ -27,8 +27,9 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("config", help="YAML file of a run, or the name of a shipped config")
     places = "docs/cards for shipped configs, otherwise the folder of the config"
     parser.add_argument("--evidence", type=Path, metavar="FOLDER", help=f"folder of the evidence; default: {places}")
-    parser.add_argument("--out", type=Path, help="file for the card; default: standard output")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="copy the certificates here instead")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--out", type=Path, help="file for the card; default: standard output")
+    target.add_argument("--save", type=Path, metavar="FOLDER", help="copy the certificates here instead")
     return parser
 
 

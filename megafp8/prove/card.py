@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from megafp8.config.files import file_of
 from megafp8.host.shipped import PACKAGE, introduction, is_checkout, shipped_configs
-from megafp8.host.strict_json import parse_json
 from megafp8.host.suggestions import did_you_mean
-from megafp8.prove.certificate import FILES, hash_of
+from megafp8.prove.certificate import FILES, hash_of, read_certificate, read_evidence
 
 Evidence = Mapping[str, Any]
 Status = Literal["verified", "outdated", "failed", "not verified"]
@@ -85,9 +84,9 @@ def read_card(config: str, folder: Path) -> Card:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give the folder of the certificates')}")
     name = _name(file)
-    on_cpu, on_gpus = (_certificate(folder / f"{name}.{suffix}") for suffix in FILES.values())
+    on_cpu, on_gpus = (read_certificate(folder / f"{name}.{suffix}") for suffix in FILES.values())
     prove = f"megafp8 prove {name if file in shipped_configs().values() else file}"
-    measured = [x for x in map(_read, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
+    measured = [x for x in map(read_evidence, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
     rows = sorted(measured, key=lambda row: str(row["date"]), reverse=True)
     proof = prove, on_cpu, config_hash
     claims = [
@@ -107,8 +106,10 @@ def read_card(config: str, folder: Path) -> Card:
 def save_evidence(config: str, source: Path, target: Path) -> list[Path]:
     """Copy the certificates of a config from one folder to another, without the small config, and return the files."""
     name, files = _name(file_of(config)), []
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} has the whole certificates, which would be replaced; save into another folder")
     for suffix in FILES.values():
-        certificate = _certificate(source / f"{name}.{suffix}")
+        certificate = read_certificate(source / f"{name}.{suffix}")
         if certificate is not None:
             rows = [{key: value for key, value in row.items() if key != "details"} for row in certificate["rows"]]
             content = {key: value for key, value in certificate.items() if key not in _LEFT_OUT} | {"rows": rows}
@@ -121,9 +122,9 @@ def save_evidence(config: str, source: Path, target: Path) -> list[Path]:
 
 def markdown(card: Card) -> str:
     """Return the page of a card."""
-    verified, outdated = card.with_status("verified"), card.with_status("outdated", "failed")
+    verified, refuted = card.with_status("verified"), card.with_status("outdated", "failed")
     lines = [f"# {card.name}", "", introduction(card.config), ""]
-    for heading, claims in (("Verified", verified), ("Failed or outdated", outdated)):
+    for heading, claims in (("Verified", verified), ("Failed or outdated", refuted)):
         if claims:
             lines += [
                 f"## {heading}",
@@ -151,25 +152,9 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".yaml").removesuffix(".yml")
 
 
-def _read(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; write it again, or remove it") from None
-
-
-def _certificate(path: Path) -> Evidence | None:
-    if not path.exists():
-        return None
-    certificate = _read(path)
-    if not isinstance(certificate, dict) or not {"passed", "rows"} <= certificate.keys():
-        raise ValueError(f"{path} is not a certificate; write it with megafp8 prove, or remove it")
-    return certificate
-
-
 def _is_row(content: Any, name: str) -> bool:
     """Return whether the content of a file is a measured row of the config called `name`."""
-    is_row = isinstance(content, dict) and isinstance(content.get("config"), str)
+    is_row = isinstance(content, dict) and {"config", "tokens_per_second_per_gpu"} <= content.keys()
     return is_row and _name(Path(content["config"])) == name
 
 

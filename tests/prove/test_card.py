@@ -59,6 +59,7 @@ def test_evidence_of_all_kinds(config: Path, capsys: pytest.CaptureFixture[str])
     certify(config, "cuda", [CheckResult("cuda", "", "equal"), CheckResult("loss", "", "DIFFERENT", 0.5, "step 2")])
     (config.parent / "mine-fp8-2.json").write_text(json.dumps(ROW))
     for name, content in (("mine-fp8-4", ROW | {"date": "2026-12-01", "last_loss": 9.9}), ("mine-x", [1]),
+                          ("mine-y", {"config": "configs/mine.yaml"}),
                           ("mine-2-fp8-2", ROW | {"config": "configs/mine-2.yaml"})):  # fmt: skip
         (config.parent / f"{name}.json").write_text(json.dumps(content))
     out = config.parent / "card.md"
@@ -117,7 +118,8 @@ def test_saved_evidence_makes_the_same_card(config: Path, tmp_path: Path) -> Non
         (["none.yaml"], "{}", "none.yaml"),
         (["mine.yaml", "--evidence", "nowhere"], "{}", "there is no folder nowhere"),
         (["mine.yaml"], "{", "mine.certificate.json is damaged"),
-        (["mine.yaml"], "{}", "mine.certificate.json is not a certificate"),
+        (["mine.yaml"], '{"passed": true, "rows": [{}]}', "mine.certificate.json is not a certificate"),
+        (["mine.yaml", "--save", "."], None, "save into another folder"),
         (["mine.yaml", "--save", "nowhere"], None, "has no mine.certificate.json: write it with megafp8 prove"),
     ],
 )
