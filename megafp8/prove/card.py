@@ -2,7 +2,7 @@
 
 The evidence of a config NAME.yaml is JSON in one folder: certificates of `megafp8 prove` (NAME.certificate.json and
 NAME.cuda.certificate.json) and rows of `python -m benchmarks.records` (NAME-*.json). A certificate counts only if the
-config file has the same values today, and if a commit holds the source of the proof.
+config file has the same values today, and if the proof ran on committed source.
 """
 
 from __future__ import annotations
@@ -159,15 +159,15 @@ def _is_row(content: Any, name: str) -> bool:
 
 
 def _why_outdated(certificate: Evidence, config_hash: str) -> str:
-    """Return the reason why a certificate is no evidence for the config of today; empty if it is."""
+    """Return the reason why a certificate is no evidence for the current config; empty if it is evidence."""
     commit = certificate.get("commit")
     if certificate.get("config_hash") != config_hash:
         return "proves other values than the config has now"
-    return "" if commit and not commit.endswith("-dirty") else "the source of the proof is not in any commit"
+    return "" if commit and not commit.endswith("-dirty") else "the proof ran on source that is not committed"
 
 
 def _proof(topic: str, text: str, command: str, certificate: Evidence | None, config_hash: str) -> Claim:
-    """Return the claim that rests on some rows of a certificate: on one row if it is about an export."""
+    """Return a claim with the rows of a certificate that prove it: one row if it is about the export."""
     claim = Claim(topic, text, command)
     if certificate is None:
         return claim
