@@ -68,7 +68,11 @@ class Card(NamedTuple):
 
 
 def evidence_folder(config: str) -> Path:
-    """Return the default folder of the evidence: docs/cards for shipped configs, otherwise the folder of the config."""
+    """Return the default folder of the evidence.
+
+    For a shipped config, this is docs/cards in a checkout and the current folder without one. For any other config, it
+    is the folder of the config.
+    """
     file = file_of(config)
     if file.resolve() not in shipped_configs().values():
         return file.parent
