@@ -1,8 +1,8 @@
 """Verification cards: a page about a config that states only what commands have verified, and lists what they have not.
 
 The evidence of a config NAME.yaml is JSON in one folder: certificates of `megafp8 prove` (NAME.certificate.json and
-NAME.cuda.certificate.json) and rows of `python -m benchmarks.records` (NAME-*.json). A certificate counts only if the
-config file has the same values today, and if the proof ran on committed source.
+NAME.cuda.certificate.json) and rows of `python -m benchmarks.records` (NAME-*.json). Evidence counts only if it comes
+from committed source, and a certificate only if the config file has the same values today.
 """
 
 from __future__ import annotations
@@ -164,10 +164,15 @@ def _is_row(content: Any, name: str) -> bool:
 
 def _why_outdated(certificate: Evidence, config_hash: str) -> str:
     """Return the reason why a certificate is no evidence for the current config; empty if it is evidence."""
-    commit = certificate.get("commit")
     if certificate.get("config_hash") != config_hash:
         return "proves other values than the config has now"
-    return "" if commit and not commit.endswith("-dirty") else "the proof ran on source that is not committed"
+    return "" if _is_committed(certificate) else "the proof ran on source that is not committed"
+
+
+def _is_committed(evidence: Evidence) -> bool:
+    """Return whether the source that produced the evidence is a commit."""
+    commit = str(evidence.get("commit") or "")
+    return commit != "" and not commit.endswith("-dirty")
 
 
 def _proof(topic: str, text: str, command: str, certificate: Evidence | None, config_hash: str) -> Claim:
@@ -201,7 +206,7 @@ def _proof(topic: str, text: str, command: str, certificate: Evidence | None, co
 def _training(rows: Sequence[Evidence]) -> Claim:
     """Return the claim that the loss fell in a measured run."""
     claim = Claim("trained", "The whole model trains on GPUs, and its loss falls", "python -m benchmarks.records")
-    row = next((row for row in rows if row["last_loss"] < row["first_loss"]), None)
+    row = next((row for row in rows if row["last_loss"] < row["first_loss"] and _is_committed(row)), None)
     if row is None:
         return claim
     evidence = f"loss {row['first_loss']:.2f} → {row['last_loss']:.2f} on {_gpus(row)}, {_recipe(row)}"
