@@ -3,8 +3,9 @@
     python -m benchmarks.packing_balance
     python -m benchmarks.packing_balance --config qwen3-30b-a3b --seq-length 32768 --samples 512 --micro-batch-size 2
 
-Documents have log-normal lengths. A micro-batch takes the FLOPs that the planner counts for its documents, so kernels
-are assumed to be equally fast at all lengths. The table has the mean waiting of all ranks, as a share of their time.
+Documents have log-normal lengths. The time of a micro-batch is proportional to the FLOPs that the planner counts for
+its documents: kernels are assumed to be equally fast at all lengths. The table has the mean time that ranks wait, as a
+share of the step.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def main() -> None:
 
     def costs(packing: Packing) -> NDArray[np.float64]:
         """Return the cost of each sample, `[steps, samples]`."""
-        index, found = packing.make_index(np.random.default_rng(1)), []
+        index, of_samples = packing.make_index(np.random.default_rng(1)), []
         for place in range(min(STEPS, packing.samples // a.samples) * a.samples):
             parts = [span.length for span in packing.spans(index, place)]
             padding = a.seq_length + 1 - sum(parts)
-            found.append(sum(map(cost, [*parts, padding] if padding else parts)))
-        return np.array(found).reshape(-1, a.samples)
+            of_samples.append(sum(map(cost, [*parts, padding] if padding else parts)))
+        return np.array(of_samples).reshape(-1, a.samples)
 
     best_fit = costs(BestFit(lengths, a.seq_length))
     orders = {

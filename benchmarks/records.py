@@ -12,9 +12,9 @@ weights, and no load is balanced by force. Gradients are clipped.
 The text is the source code of the Python standard library, 3.4 million tokens of a vocabulary with 16,384 entries, and
 is read again after its end. Two steps with four micro-batches compile the kernels, one step records the CUDA graphs,
 and `--steps` steps are measured by the host's clock. Graphs of experts without room for all rows of a step are recorded
-again, and this time counts. The first rank writes `<model>-<precision>-<gpus>.json`; its
-`spread` is the standard deviation of the steps, as a fraction of their mean. The command fails if the loss of the last
-step is not below that of the first.
+again, and this time counts. The first rank writes `<model>-<precision>-<gpus>.json`; its `spread` is the standard
+deviation of the steps, as a fraction of their mean. The command fails if the loss of the last step is not below the
+loss of the first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,8 @@ from benchmarks.common import machine, write_json
 from megafp8 import __version__
 from megafp8.batch import Batch
 from megafp8.config import Config, check_layout, load_config
-from megafp8.host.gpus import GPUS, peak_flops
+from megafp8.host.arguments import at_least
+from megafp8.host.gpus import GPUS, H200, peak_flops
 from megafp8.parallel.collectives import all_gather_objects
 from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.planner.flops import flops_per_token
@@ -51,6 +52,7 @@ from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import memory_gib
 from megafp8.training.parallel import build_parallel
 from megafp8.training.process import garbage_collected_after_steps
+from megafp8.training.run_log import source_commit
 from megafp8.training.trainer import RankTrainer
 from megafp8.training.validate import choose_device
 from tools.quickstart import run, write_file_list
@@ -65,7 +67,7 @@ SIXTEEN_BIT_STATE = ("optimizer.moments_dtype=fp8", "optimizer.store_param_remai
 
 @dataclass(frozen=True)
 class Published:
-    """Published speed of a whole model in tokens per second and GPU, with its GPUs, precision and sequence length."""
+    """Published speed of a whole model, in tokens per second on each GPU."""
 
     tokens_per_second: int
     gpus: str
@@ -83,8 +85,8 @@ class Record:
         sequences: Sequences on each GPU in a step.
         published: Published speeds of the model.
         overrides: Config overrides for any precision.
-        bf16: Additional overrides for bf16.
-        fp8: Additional overrides for FP8.
+        bf16: Overrides for bf16, in addition to `overrides`.
+        fp8: Overrides for FP8, in addition to `overrides`.
     """
 
     seq_length: int
@@ -94,14 +96,17 @@ class Record:
     bf16: Sequence[str] = ()
     fp8: Sequence[str] = ()
 
+    def overrides_of(self, precision: str) -> list[str]:
+        """Return the config overrides for a precision."""
+        return [*self.overrides, *(self.bf16 if precision == "bf16" else self.fp8)]
+
     def config(self, name: str, precision: str, gpus: int, overrides: Sequence[str] = ()) -> Config:
         """Return the config of the row of a model on `gpus` GPUs; raise ValueError if it cannot run."""
         path = str(ROOT / "configs" / f"{name}.yaml")
         config = load_config(path, [
             f"training.seq_length={self.seq_length}", f"training.global_batch_size={self.sequences * gpus}",
             "training.eval_interval=0", "data.reset_at_documents=false",
-            *self.overrides, *(self.bf16 if precision == "bf16" else self.fp8),
-            *(["fp8.recipe=none"] if precision == "bf16" else []), *overrides,
+            *self.overrides_of(precision), *(["fp8.recipe=none"] if precision == "bf16" else []), *overrides,
         ])  # fmt: skip
         check_layout(config, gpus, path)
         check_recipe(config, path)
@@ -194,8 +199,10 @@ def timed_steps(
     return seconds, losses, imbalances
 
 
-def row_of(name: str, precision: str, config: Config, parallel: ParallelState, steps: int) -> dict[str, Any]:
-    """Train, and return the row. Collective."""
+def row_of(
+    name: str, precision: str, config: Config, parallel: ParallelState, steps: int, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train, and return the row. Collective. `overrides` are the overrides of the command line."""
     gpus, t, p = parallel.world_size, config.training, config.parallel
     trainer = RankTrainer(config, parallel)
     with garbage_collected_after_steps(t.gc_interval):
@@ -205,8 +212,9 @@ def row_of(name: str, precision: str, config: Config, parallel: ParallelState, s
     rate = t.global_batch_size * t.seq_length / statistics.fmean(seconds) / gpus
     flops = rate * flops_per_token(config)
     peak = peak_flops(parallel.device, t.precision, fp8=precision == "fp8")
-    prediction = predict(model_outline(config, build_fp8(config, None)), Cluster(GPUS["h200-141gb"], gpus))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    gpu = next((gpu for gpu in GPUS.values() if gpu.chip in machine(parallel.device)), H200)
+    prediction = predict(model_outline(config, build_fp8(config, None)), Cluster(gpu, gpus))
+    words = [name, precision, *(["--set", *overrides] if overrides else [])]
     sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
     return {
         "model": name,
@@ -214,12 +222,12 @@ def row_of(name: str, precision: str, config: Config, parallel: ParallelState, s
         "precision": precision,
         "recipe": config.fp8.recipe,
         "date": date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {gpus} -m benchmarks.records {name} {precision}",
-        "commit": os.environ.get("MEGAFP8_COMMIT", commit.stdout.strip()),
+        "command": f"torchrun --nproc-per-node {gpus} -m benchmarks.records {shlex.join(words)}",
+        "commit": os.environ.get("MEGAFP8_COMMIT") or source_commit(),
         "gpu": machine(parallel.device),
         "gpus": gpus,
         "layout": " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or f"data={gpus}",
-        "overrides": [*RECORDS[name].overrides, *getattr(RECORDS[name], precision)],
+        "overrides": [*RECORDS[name].overrides_of(precision), *overrides],
         "sequence_length": t.seq_length,
         "sequences_per_gpu": t.global_batch_size // gpus,
         "step_ms": statistics.fmean(seconds) * 1e3,
@@ -240,25 +248,25 @@ def row_of(name: str, precision: str, config: Config, parallel: ParallelState, s
 
 
 def table(folder: Path) -> str:
-    """Return the rows in a folder as a Markdown table, beside the published figures."""
+    """Return the rows in a folder as a Markdown table, with the figures that were published for the same precision."""
     lines = [
-        "| model | precision | GPUs | batch per GPU | tokens/s/GPU | TFLOP/s | MFU | spread | GiB | predicted | loss "
-        "| published |",
-        "|:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|:--|",
+        "| model | precision | GPUs | sequences per GPU and step | tokens/s/GPU | TFLOP/s | spread | GiB (predicted) | "
+        "time predicted | published |",
+        "|:--|:--|:--|:--|--:|--:|--:|--:|--:|:--|",
     ]
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     for row in (x for x in contents if "sequences_per_gpu" in x):  # not a certificate
         published = "; ".join(
-            f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.precision}, {x.seq_length:,})"
+            f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.seq_length:,})"
             for x in RECORDS[row["model"]].published
+            if x.precision == row["precision"]
         )
         error = row["predicted_ms"] / row["step_ms"] - 1
         lines.append(
             f"| {row['model']} | {row['precision']} | {row['gpus']} {row['gpu'].removeprefix('NVIDIA ')} | "
             f"{row['sequences_per_gpu']} × {row['sequence_length']:,} | **{row['tokens_per_second_per_gpu']:,.0f}** | "
-            f"{row['model_tflops']:.0f} | {row['mfu'] or 0:.1%} | {row['spread']:.1%} | {row['gib']:.1f} "
-            f"({row['predicted_gib']:.1f}) | {error:+.1%} | {row['first_loss']:.2f} → {row['last_loss']:.2f} | "
-            f"{published} |"
+            f"{row['model_tflops']:.0f} | {row['spread']:.1%} | {row['gib']:.1f} ({row['predicted_gib']:.1f}) | "
+            f"{error:+.1%} | {published} |"
         )
     return "\n".join(lines)
 
@@ -270,8 +278,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("precision", choices=PRECISIONS, nargs="?", default="fp8")
     parser.add_argument("--rows", type=Path, default=Path("rows"), help="folder for the row (%(default)s)")
     parser.add_argument("--data", type=Path, default=Path("data/records"), help="folder for the text (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="number of measured steps (%(default)s)")
-    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="of the config")
+    parser.add_argument("--steps", type=at_least(2), default=10, help="number of measured steps (%(default)s)")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="config overrides")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the rows in this folder as a table")
     arguments = parser.parse_args(argv)
     if (arguments.model is None) == (arguments.table is None):
@@ -294,8 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     config = RECORDS[name].config(name, precision, gpus, [*overrides, *prepare_text(arguments.data)])
-    row = row_of(name, precision, config, build_parallel(config, device), arguments.steps)
-    row["overrides"] += arguments.overrides
+    row = row_of(name, precision, config, build_parallel(config, device), arguments.steps, overrides)
     if dist.get_rank() == 0:
         arguments.rows.mkdir(parents=True, exist_ok=True)
         write_json(arguments.rows / f"{name}-{precision}-{gpus}.json", row)

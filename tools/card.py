@@ -25,10 +25,11 @@ def make_parser() -> ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("config", help="YAML file of a run, or the name of a shipped config")
-    places = "docs/cards for shipped configs, otherwise the folder of the config"
+    places = "for a shipped config docs/cards of a checkout or the current folder, otherwise the folder of the config"
     parser.add_argument("--evidence", type=Path, metavar="FOLDER", help=f"folder of the evidence; default: {places}")
-    parser.add_argument("--out", type=Path, help="file for the card; default: standard output")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="copy the certificates here instead")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--out", type=Path, help="file for the card; default: standard output")
+    target.add_argument("--save", type=Path, metavar="FOLDER", help="copy the certificates here instead")
     return parser
 
 

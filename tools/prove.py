@@ -62,7 +62,7 @@ def make_parser() -> ArgumentParser:
 
 def certificate_path(config: str, out: Path | None, device: str) -> Path:
     """Return the path of the certificate. Raises ValueError if it is another file or cannot be written."""
-    from megafp8.prove.certificate import FILES
+    from megafp8.prove.certificate import FILES, is_certificate
 
     file = Path(config)  # a shipped config has only a name, and its certificate goes to the current folder
     path = out or Path(f"{file.with_suffix('') if file.exists() else file.name}.{FILES[device]}")
@@ -71,7 +71,7 @@ def certificate_path(config: str, out: Path | None, device: str) -> Path:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             content = None
-        if not isinstance(content, dict) or not {"passed", "rows"} <= content.keys():
+        if not is_certificate(content):
             raise ValueError(f"{path} exists and is not a certificate; choose another file with --out")
     if not path.parent.is_dir():
         raise ValueError(f"--out: there is no folder {path.parent}")
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
     out = certificate_path(arguments.config, arguments.out, arguments.device)
     config = load_config(arguments.config, arguments.overrides, complete_model)
+    config_hash = hash_of(arguments.config, [*arguments.overrides, *filter(None, [arguments.stage])])
     if arguments.stage is not None:
         stages = {stage.name: stage.config for stage in planned_stages(config, arguments.config)}
         if arguments.stage not in stages:
@@ -107,8 +108,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
     device, timeout = arguments.device, arguments.timeout
     certificate = prove(config, arguments.ranks, device=device, timeout=timeout, begun=begun, show=show)
-    certificate.command = arguments.command
-    certificate.config_hash = hash_of(arguments.config, [*arguments.overrides, *filter(None, [arguments.stage])])
+    certificate.command, certificate.config_hash = arguments.command, config_hash
     out.write_text(certificate.as_json(), encoding="utf-8")
     result = "nothing differs" if certificate.passed else "NOT PROVEN"
     print(f"\n{result}; {certificate.seconds:.0f} s, {certificate.cpu_seconds:.0f} CPU seconds; {out}")

@@ -10,7 +10,8 @@
 # GPUS, STEPS and TIME_LIMIT (seconds) can be set in the environment.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-variant=$1
+variant=${1:?give bf16, delayed or current}
+: "${MEGATRON:?set it to a checkout of Megatron-LM}"
 shift
 gpus=${GPUS:-2} steps=${STEPS:-13} grads=${GRADS:-bf16}
 log=${OUT:-$(mktemp -d)}/megatron-$variant-$grads.log

@@ -9,7 +9,7 @@
 # torchtitan and torchao must be importable. GPUS, STEPS and TIME_LIMIT (seconds) can be set in the environment.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-variant=$1
+variant=${1:?give bf16, fp8 or rowwise}
 shift
 gpus=${GPUS:-2} steps=${STEPS:-13}
 log=${OUT:-$(mktemp -d)}/torchtitan-$variant.log

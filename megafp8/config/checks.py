@@ -174,7 +174,7 @@ def _packing(config: Config) -> Iterator[Problem]:
         rule = f"model.architecture is {config.model.architecture}, which is not trained to predict the next token"
         yield Problem("data.loss_on", d.loss_on, rule, "leave it out")
     elif d.loss_on is not None and not d.packs_whole_documents:
-        rule = f"data.loss_on is {d.loss_on}, and any other packing separates answers from their prompts"
+        rule = f"data.loss_on is {d.loss_on}, and only best_fit and balanced keep answers with their prompts"
         yield Problem("data.packing", d.packing, rule, "try best_fit")
     if not d.packs_whole_documents or (d.reset_at_documents and d.mask_eod_loss):
         return

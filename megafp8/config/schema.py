@@ -713,7 +713,7 @@ class DpoConfig(ObjectiveConfig):
         if d.loss_on is not None:
             yield Problem("data.loss_on", d.loss_on, f"{where} its loss is computed on answers only", "leave it out")
         if d.packing != "best_fit":
-            rule = f"{where} any other packing separates the answers of a pair"
+            rule = f"{where} its pairs are packed by best_fit, which keeps both answers of a pair together"
             yield Problem("data.packing", d.packing, rule, f"try best_fit, {off}")
         yield from plain_loss_problems(config, where)
         if config.stages:
@@ -952,10 +952,10 @@ class DataConfig(Section):
     """Data sets for training: prefixes of .bin/.idx files, or text that is tokenized while the run trains
     (docs/own-data.md). Text is JSON lines, parquet or plain text, compressed or not, given as files, folders or
     patterns such as corpus/*.jsonl.zst. Both kinds are paths or URLs such as s3://bucket/corpus; text may also be at
-    hf://datasets/org/name. A list weights data sets by their number of training tokens (with packing best_fit, of
-    samples), so that all finish an epoch at the same time. A blend {prefix: weight} sets their shares of the samples,
-    in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and data sets may be
-    added or removed; each data set continues with its unused samples."""
+    hf://datasets/org/name. A list weights data sets by their number of training tokens (with packing best_fit or
+    balanced, of samples), so that all finish an epoch at the same time. A blend {prefix: weight} sets their shares of
+    the samples, in any unit. A prefix that is listed twice counts twice. When a run resumes, weights may change and
+    data sets may be added or removed; each data set continues with its unused samples."""
     packing: Literal["concatenate", "best_fit", "balanced", "sentences"] = "concatenate"
     """Method that fills samples with documents. concatenate: shuffled documents one after another, cut at the end of a
     sample. best_fit: whole documents by best-fit decreasing; only documents longer than a sample are cut, and the rest

@@ -68,14 +68,15 @@ def sample_indices(
 
 
 def balanced_order(costs: Sequence[float], micro_batch_size: int) -> list[int]:
-    """Return the order of a global batch's samples in which data-parallel ranks wait least for each other. Pure.
+    """Return an order of a global batch's samples in which data-parallel ranks wait less for each other. Pure.
 
-    Samples are dealt to micro-batches back and forth, so that their costs are similar. The micro-batch at place p is
-    then number g(p) by increasing cost, where bit j of g(p) is the parity of the bits of p from bit j on (the inverse
-    Gray code). For every R that is a power of two, micro-batch m of all R ranks has R consecutive costs, in an order
-    that is reversed where m has an odd number of one bits. By this Thue-Morse sequence, the ranks' sums are even.
+    Samples are dealt to micro-batches back and forth, so that the costs of micro-batches are similar. The micro-batch
+    at place p is then number g(p) by increasing cost, where bit j of g(p) is the parity of the bits of p from bit j on
+    (the inverse Gray code). If R is a power of two, the m-th micro-batches of all R ranks are neighbors by cost, and
+    the rank that has the cheapest for one m has the most expensive for another: the ranks' order by cost is reversed
+    wherever m has an odd number of one bits. This is the Thue-Morse sequence, so the ranks' sums are nearly equal.
 
-    The order does not depend on R. If R is no power of two, costs are less even.
+    The order does not depend on R. If R is not a power of two, the sums differ more.
     """
     count = len(costs) // micro_batch_size
     dealt = np.argsort(-np.asarray(costs), kind="stable").reshape(micro_batch_size, count)
@@ -177,8 +178,8 @@ def batches(
     `num_workers` processes read ahead; 0 reads in this process. For data sets in object storage, each process downloads
     the data of its next `READ_AHEAD` micro-batches in the background. `position_of` maps the number of consumed samples
     to the first sample of the next step, which is larger if samples were left out. `share` is an argument of
-    `sample_indices`. `cost` maps the number of tokens of a document to its cost, by which each step is put into
-    `balanced_order`; None keeps the order of the data set.
+    `sample_indices`. `cost` maps the number of tokens of a document to its cost. If it is given, each step's samples
+    are read in `balanced_order`, otherwise in the order of the data set.
 
     Raises:
         DataError: A sample cannot be read. The error is raised in the step that would use the sample.

@@ -94,8 +94,8 @@ def model_flops(config: Config) -> Flops:
 def document_flops(config: Config) -> Callable[[int], float]:
     """Return a function from the number of tokens of a document to the forward FLOPs that the model spends on it.
 
-    Linear layers and recurrences are linear in the tokens. Attention is quadratic, up to its window or chunk, if
-    data.reset_at_documents restarts it at each document.
+    Linear layers and recurrences are linear in the tokens. Attention, which restarts at each document, is quadratic up
+    to its window or chunk.
     """
     kinds = [config.spec.kinds[index] for index in config.spec.indices]
     counts, sample = Counter(kinds), MicroBatch.from_config(_of_one_sample(config), None)

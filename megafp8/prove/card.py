@@ -1,8 +1,8 @@
 """Verification cards: a page about a config that states only what commands have verified, and lists what they have not.
 
 The evidence of a config NAME.yaml is JSON in one folder: certificates of `megafp8 prove` (NAME.certificate.json and
-NAME.cuda.certificate.json) and rows of `python -m benchmarks.records` (NAME-*.json). A certificate counts only if the
-config file has the same values today, and if a commit holds the source of the proof.
+NAME.cuda.certificate.json) and rows of `python -m benchmarks.records` (NAME-*.json). Evidence counts only if it comes
+from committed source, and a certificate only if the config file has the same values today.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from megafp8.config.files import file_of
 from megafp8.host.shipped import PACKAGE, introduction, is_checkout, shipped_configs
-from megafp8.host.strict_json import parse_json
 from megafp8.host.suggestions import did_you_mean
-from megafp8.prove.certificate import FILES, hash_of
+from megafp8.prove.certificate import FILES, hash_of, read_certificate, read_evidence
 
 Evidence = Mapping[str, Any]
 Status = Literal["verified", "outdated", "failed", "not verified"]
@@ -69,7 +68,11 @@ class Card(NamedTuple):
 
 
 def evidence_folder(config: str) -> Path:
-    """Return the default folder of the evidence: docs/cards for shipped configs, otherwise the folder of the config."""
+    """Return the default folder of the evidence.
+
+    For a shipped config, this is docs/cards in a checkout and the current folder without one. For any other config, it
+    is the folder of the config.
+    """
     file = file_of(config)
     if file.resolve() not in shipped_configs().values():
         return file.parent
@@ -85,9 +88,9 @@ def read_card(config: str, folder: Path) -> Card:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; {did_you_mean(folder, 'give the folder of the certificates')}")
     name = _name(file)
-    on_cpu, on_gpus = (_certificate(folder / f"{name}.{suffix}") for suffix in FILES.values())
+    on_cpu, on_gpus = (read_certificate(folder / f"{name}.{suffix}") for suffix in FILES.values())
     prove = f"megafp8 prove {name if file in shipped_configs().values() else file}"
-    measured = [x for x in map(_read, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
+    measured = [x for x in map(read_evidence, sorted(folder.glob(f"{escape(name)}-*.json"))) if _is_row(x, name)]
     rows = sorted(measured, key=lambda row: str(row["date"]), reverse=True)
     proof = prove, on_cpu, config_hash
     claims = [
@@ -107,8 +110,10 @@ def read_card(config: str, folder: Path) -> Card:
 def save_evidence(config: str, source: Path, target: Path) -> list[Path]:
     """Copy the certificates of a config from one folder to another, without the small config, and return the files."""
     name, files = _name(file_of(config)), []
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} has the whole certificates, which would be replaced; save into another folder")
     for suffix in FILES.values():
-        certificate = _certificate(source / f"{name}.{suffix}")
+        certificate = read_certificate(source / f"{name}.{suffix}")
         if certificate is not None:
             rows = [{key: value for key, value in row.items() if key != "details"} for row in certificate["rows"]]
             content = {key: value for key, value in certificate.items() if key not in _LEFT_OUT} | {"rows": rows}
@@ -121,9 +126,9 @@ def save_evidence(config: str, source: Path, target: Path) -> list[Path]:
 
 def markdown(card: Card) -> str:
     """Return the page of a card."""
-    verified, outdated = card.with_status("verified"), card.with_status("outdated", "failed")
+    verified, refuted = card.with_status("verified"), card.with_status("outdated", "failed")
     lines = [f"# {card.name}", "", introduction(card.config), ""]
-    for heading, claims in (("Verified", verified), ("Failed or outdated", outdated)):
+    for heading, claims in (("Verified", verified), ("Failed or outdated", refuted)):
         if claims:
             lines += [
                 f"## {heading}",
@@ -151,38 +156,27 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".yaml").removesuffix(".yml")
 
 
-def _read(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; write it again, or remove it") from None
-
-
-def _certificate(path: Path) -> Evidence | None:
-    if not path.exists():
-        return None
-    certificate = _read(path)
-    if not isinstance(certificate, dict) or not {"passed", "rows"} <= certificate.keys():
-        raise ValueError(f"{path} is not a certificate; write it with megafp8 prove, or remove it")
-    return certificate
-
-
 def _is_row(content: Any, name: str) -> bool:
     """Return whether the content of a file is a measured row of the config called `name`."""
-    is_row = isinstance(content, dict) and isinstance(content.get("config"), str)
+    is_row = isinstance(content, dict) and {"config", "tokens_per_second_per_gpu"} <= content.keys()
     return is_row and _name(Path(content["config"])) == name
 
 
 def _why_outdated(certificate: Evidence, config_hash: str) -> str:
-    """Return the reason why a certificate is no evidence for the config of today; empty if it is."""
-    commit = certificate.get("commit")
+    """Return the reason why a certificate is no evidence for the current config; empty if it is evidence."""
     if certificate.get("config_hash") != config_hash:
         return "proves other values than the config has now"
-    return "" if commit and not commit.endswith("-dirty") else "the source of the proof is not in any commit"
+    return "" if _is_committed(certificate) else "the proof ran on source that is not committed"
+
+
+def _is_committed(evidence: Evidence) -> bool:
+    """Return whether the source that produced the evidence is a commit."""
+    commit = str(evidence.get("commit") or "")
+    return commit != "" and not commit.endswith("-dirty")
 
 
 def _proof(topic: str, text: str, command: str, certificate: Evidence | None, config_hash: str) -> Claim:
-    """Return the claim that rests on some rows of a certificate: on one row if it is about an export."""
+    """Return a claim with the rows of a certificate that prove it: one row if it is about the export."""
     claim = Claim(topic, text, command)
     if certificate is None:
         return claim
@@ -212,7 +206,7 @@ def _proof(topic: str, text: str, command: str, certificate: Evidence | None, co
 def _training(rows: Sequence[Evidence]) -> Claim:
     """Return the claim that the loss fell in a measured run."""
     claim = Claim("trained", "The whole model trains on GPUs, and its loss falls", "python -m benchmarks.records")
-    row = next((row for row in rows if row["last_loss"] < row["first_loss"]), None)
+    row = next((row for row in rows if row["last_loss"] < row["first_loss"] and _is_committed(row)), None)
     if row is None:
         return claim
     evidence = f"loss {row['first_loss']:.2f} → {row['last_loss']:.2f} on {_gpus(row)}, {_recipe(row)}"

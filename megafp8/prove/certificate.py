@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from megafp8 import __version__
 from megafp8.checkpoint import config_hash
 from megafp8.config.files import file_of, read_tree
+from megafp8.host.strict_json import parse_json
 from megafp8.prove.shrink import Change
 from megafp8.training.run_log import source_commit
 
@@ -22,8 +23,6 @@ FORMAT_VERSION = 1
 """Version of the JSON. Grows when an older reader would misread it, not for new keys."""
 Status = Literal["equal", "within", "DIFFERENT", "FAILED", "skipped"]
 """Outcome of a check. `within`: not equal because of rounding, but below a bound."""
-
-
 FILES = {"cpu": "certificate.json", "cuda": "cuda.certificate.json"}
 """Ends of the default names of certificates, by the device of the proof."""
 
@@ -105,6 +104,35 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(x) for key, x in value.items()}
     return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def is_certificate(content: Any) -> bool:
+    """Return whether the content of a JSON file is a certificate."""
+    rows = content.get("rows") if isinstance(content, dict) else None
+    keys = {"check", "status", "difference", "where"}
+    return isinstance(rows, list) and all(isinstance(row, dict) and keys <= row.keys() for row in rows)
+
+
+def read_certificate(path: Path) -> dict[str, Any] | None:
+    """Return the content of a certificate; None if there is no file. Raises ValueError if it is not a certificate."""
+    if not path.exists():
+        return None
+    content = read_evidence(path)
+    if not is_certificate(content):
+        raise ValueError(f"{path} is not a certificate; write it with megafp8 prove, or remove it")
+    version = content.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        works = "use a newer version"
+        raise ValueError(f"{path} has format version {version}; this megafp8 reads up to {FORMAT_VERSION}: {works}")
+    return cast(dict[str, Any], content)
+
+
+def read_evidence(path: Path) -> Any:
+    """Return the content of a JSON file. Raises ValueError, with the path, if it is damaged."""
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; write it again, or remove it") from None
 
 
 def describe_changes(changes: Iterable[Change]) -> list[str]:

@@ -31,15 +31,19 @@ def why_not(config: Config) -> str | None:
 
 
 def with_all_keys_chosen(config: Config) -> Config:
-    """Return `config` with sparse attention that selects every token.
+    """Return `config` with sparse and compressed attention that select every token; itself if it has neither.
 
     An indexer with few heads gives equal scores, and any choice among them is valid.
     """
-    sparse = config.model.sparse_attention
-    if sparse is None:
-        return config
-    all_chosen = {"sparse_attention": sparse.model_copy(update={"top_k": config.training.seq_length})}
-    return config.model_copy(update={"model": config.model.model_copy(update=all_chosen)})
+    model, every, changes = config.model, {"top_k": config.training.seq_length}, dict[str, Any]()
+    if model.sparse_attention is not None:
+        changes["sparse_attention"] = model.sparse_attention.model_copy(update=every)
+    for name, kind in model.layer_kinds.items():
+        mixer = kind.mixer
+        if mixer is not None and getattr(mixer, "top_k", None) is not None:
+            chosen = kind.model_copy(update={"mixer": mixer.model_copy(update=every)})
+            changes["layer_kinds"] = {**changes.get("layer_kinds", model.layer_kinds), name: chosen}
+    return config.model_copy(update={"model": model.model_copy(update=changes)}) if changes else config
 
 
 def round_trip(config: Config, run: Path, folder: Path) -> str | None:
@@ -49,8 +53,8 @@ def round_trip(config: Config, run: Path, folder: Path) -> str | None:
     """
     to, path = FORMATS["hf"], reader_of(run).path
     selected = Selected(FORMATS["native"].source(path), weights_only=True, dtype=torch.float32, mtp=to.mtp)
-    if config.model.sparse_attention is not None:
-        selected.model = with_all_keys_chosen(config).spec
+    if (chosen := with_all_keys_chosen(config)) is not config:
+        selected.model = chosen.spec
     sink = to.sink(folder)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         try:

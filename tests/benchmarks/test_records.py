@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.records import PRECISIONS, RECORDS, row_of, table
+from benchmarks.records import PRECISIONS, RECORDS, ROOT, row_of, table
 from megafp8.host.gpus import GPUS
 from megafp8.parallel.parallel_state import destroy_model_parallel
 from megafp8.planner.hardware import Cluster
@@ -40,7 +40,7 @@ def _row(data: list[str]) -> dict[str, Any]:
     ]
     config = RECORDS["gpt-oss-20b"].config("gpt-oss-20b", "fp8", 2, [*tiny, *data])
     try:
-        return row_of("gpt-oss-20b", "fp8", config, build_parallel(config, torch.device("cpu")), 3)
+        return row_of("gpt-oss-20b", "fp8", config, build_parallel(config, torch.device("cpu")), 3, ["device=cpu"])
     finally:
         destroy_model_parallel()
 
@@ -51,6 +51,7 @@ def test_a_row_and_the_table(world2: World, quickstart_data: QuickstartData, tmp
         f"data.tokenizer={{kind: sentencepiece, path: {quickstart_data.folder / 'tokenizer.model'}}}",
     ])  # fmt: skip
     assert (len(row["step_seconds"]), len(row["losses"])) == (3, 6)
+    assert row["command"].endswith("-m benchmarks.records gpt-oss-20b fp8 --set device=cpu")
     assert row["losses"] == other["losses"]
     assert row["last_loss"] < row["first_loss"]
     rate = row["sequences_per_gpu"] * row["sequence_length"] / (row["step_ms"] / 1e3)
@@ -59,3 +60,7 @@ def test_a_row_and_the_table(world2: World, quickstart_data: QuickstartData, tmp
     (tmp_path / "other.certificate.json").write_text("{}")
     assert len(table(tmp_path).splitlines()) == 3
     assert "| gpt-oss-20b | fp8 | 2 CPU | 6 × 32 |" in table(tmp_path)
+
+
+def test_the_page_has_the_table_of_the_rows_in_docs() -> None:
+    assert table(ROOT / "docs" / "cards") in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -59,6 +59,8 @@ def test_evidence_of_all_kinds(config: Path, capsys: pytest.CaptureFixture[str])
     certify(config, "cuda", [CheckResult("cuda", "", "equal"), CheckResult("loss", "", "DIFFERENT", 0.5, "step 2")])
     (config.parent / "mine-fp8-2.json").write_text(json.dumps(ROW))
     for name, content in (("mine-fp8-4", ROW | {"date": "2026-12-01", "last_loss": 9.9}), ("mine-x", [1]),
+                          ("mine-fp8-8", ROW | {"date": "2026-12-02", "commit": f"{COMMIT}-dirty"}),
+                          ("mine-y", {"config": "configs/mine.yaml"}),
                           ("mine-2-fp8-2", ROW | {"config": "configs/mine-2.yaml"})):  # fmt: skip
         (config.parent / f"{name}.json").write_text(json.dumps(content))
     out = config.parent / "card.md"
@@ -67,12 +69,14 @@ def test_evidence_of_all_kinds(config: Path, capsys: pytest.CaptureFixture[str])
     source = f"| 2026-11-29 | `{COMMIT[:10]}` |"
     assert f"in float64 | 1 check of 8 ranks on 4, largest difference 3.0e-15 {source}" in verified
     assert f"bit for bit | 1 check, largest difference 0.0e+00 {source}" in verified
-    assert "| loss 9.80 → 7.10 on 2 H200, delayed | 2026-11-30 |" in verified, "the loss of the other row rose"
+    assert "| loss 9.80 → 7.10 on 2 H200, delayed | 2026-11-30 |" in verified, (
+        "a row is of changed source, and the loss of another rose"
+    )
     assert "| loss: step 2 | 2026-11-29 |" in failed
     table = [line for line in measured.splitlines() if line.startswith("| 2")]
-    assert [line[:12] for line in table] == ["| 2026-12-01", "| 2026-11-30"]
+    assert [line[:12] for line in table] == ["| 2026-12-02", "| 2026-12-01", "| 2026-11-30"]
     assert (
-        "| 2 H200 | expert=2 | delayed | 32 × 4,096 | 15,432 | 0.4% | 512 | 26.0% | 2,000 (1,900, -5.0%) |" in table[1]
+        "| 2 H200 | expert=2 | delayed | 32 × 4,096 | 15,432 | 0.4% | 512 | 26.0% | 2,000 (1,900, -5.0%) |" in table[2]
     )
     assert "(transformers has no MineForCausalLM)" in missing
     assert statuses(config)["proven on GPUs"] == "failed"
@@ -117,7 +121,8 @@ def test_saved_evidence_makes_the_same_card(config: Path, tmp_path: Path) -> Non
         (["none.yaml"], "{}", "none.yaml"),
         (["mine.yaml", "--evidence", "nowhere"], "{}", "there is no folder nowhere"),
         (["mine.yaml"], "{", "mine.certificate.json is damaged"),
-        (["mine.yaml"], "{}", "mine.certificate.json is not a certificate"),
+        (["mine.yaml"], '{"passed": true, "rows": [{}]}', "mine.certificate.json is not a certificate"),
+        (["mine.yaml", "--save", "."], None, "save into another folder"),
         (["mine.yaml", "--save", "nowhere"], None, "has no mine.certificate.json: write it with megafp8 prove"),
     ],
 )

@@ -16,6 +16,7 @@ from megafp8.config.resolve import kind_name
 from megafp8.conversion.huggingface.config import choose
 from megafp8.numerics.dtypes import in_bf16
 from megafp8.planner.stages import stages_of
+from megafp8.prove.export import with_all_keys_chosen
 from megafp8.prove.layers import keep_layers
 from megafp8.prove.layout import ProvedLayout, fold
 from megafp8.prove.numbers import in_proportion
@@ -179,6 +180,8 @@ def test_what_stays_of_a_shipped_config(path: Path) -> None:
 def test_a_small_model_keeps_its_family() -> None:
     small = shrink(load_config("configs/deepseek-v4-flash.yaml")).config
     assert choose(small.spec).model_type == "deepseek_v4"
+    chosen = {getattr(layer.mixer, "top_k", None) for layer in with_all_keys_chosen(small).spec.layers}
+    assert chosen == {None, small.training.seq_length}, "logits of an export depend on no choice among equal scores"
 
 
 def test_a_token_finds_enough_experts_in_small_groups() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megafp8.config import Config
 from megafp8.prove import proof as engine
-from megafp8.prove.certificate import Certificate, CheckResult
+from megafp8.prove.certificate import Certificate, CheckResult, hash_of
 from megafp8.prove.shrink import Change
 from tests.quickstart_data import CONFIG
 from tools.prove import main
@@ -57,6 +57,20 @@ def test_table_file_and_exit_code(
     assert written["passed"] == (code == 0)
     assert [row["where"] for row in written["rows"]] == [row.where for row in rows]
     assert main(arguments) == code  # a certificate may be replaced
+
+
+def test_the_hash_is_of_the_values_that_are_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"name: mine\nbase: {CONFIG}\n")
+    expected = hash_of(config)
+
+    def prove_while_the_file_is_edited(*arguments: Any, **options: Any) -> Certificate:
+        config.write_text(f"name: mine\nbase: {CONFIG}\nseed: 7\n")
+        return proving(PASSED)(*arguments, **options)
+
+    monkeypatch.setattr(engine, "prove", prove_while_the_file_is_edited)
+    assert main([str(config)]) == 0
+    assert json.loads((tmp_path / "mine.certificate.json").read_text())["config_hash"] == expected
 
 
 def test_numbers_that_json_does_not_have() -> None:

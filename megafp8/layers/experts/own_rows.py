@@ -23,7 +23,7 @@ from megafp8.layers.experts.permute_op import Permutation, by_expert
 MARGIN = 1.25
 """Room of a CUDA graph as a multiple of the most rows that a layer had before."""
 _MULTIPLE = 128  # the room is a multiple of this number of rows
-_MOST_LAYERS = 4096
+_MOST_LAYERS = 4096  # the memory for their surplus is allocated before the layers are known
 
 
 class RowBound:
@@ -36,7 +36,7 @@ class RowBound:
         self._is_fixed = False
         self.surplus = torch.zeros(_MOST_LAYERS, dtype=torch.int32, device=device)
         """Most rows without room in each layer, in the order of the first forward pass; the caller resets it to zero.
-        Graphs write it, so it stays where it is."""
+        Graphs write to this memory, so it is never replaced."""
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
@@ -62,6 +62,7 @@ class RowBound:
         room = min(limit, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
         self._rooms[layer], self._limits[layer] = room, limit
         index = self._index(layer)
+        assert index < _MOST_LAYERS
         surplus = self.surplus[index : index + 1]
         torch.maximum(surplus, rows - room, out=surplus)
         return room
@@ -70,7 +71,7 @@ class RowBound:
         """Enlarge the rooms after a surplus. Waits for the device.
 
         A layer with a surplus gets `MARGIN` times the rows that it had. Every other layer gets as large a fraction of
-        its limit as the fullest layer had, because routers that still learn fill now one layer, now another.
+        its limit as the fullest layer had, because any layer may be the next one that a router fills.
         """
         surplus = self.surplus.tolist()
         for layer, room in self._rooms.items():
