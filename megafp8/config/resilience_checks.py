@@ -52,9 +52,10 @@ def replicas(config: Config, world_size: int) -> Iterator[Problem]:
         works = f"try {-(-shares // r.count) * r.count * t.micro_batch_size * data}, or batch: keep"
         yield Problem("training.global_batch_size", t.global_batch_size, rule, works)
     spike = config.resilience.loss_spike
-    balanced = config.data.packing == "balanced"
+    if config.data.packing == "balanced" and r.batch == "shrink":
+        rule = f"with {path}, data.packing balanced orders whole global batches"
+        yield Problem(f"{path}.batch", r.batch, rule, "try keep")
     unusable = (
-        (f"{path}.batch", r.batch if balanced else "keep", "keep", "data.packing balanced orders whole global batches"),
         ("checkpoint.memory_interval", config.checkpoint.memory_interval, 0, "a replica copies its state from others"),
         ("checkpoint.resume", config.checkpoint.resume, True, "a restarted replica must continue the run"),
         ("stages", bool(config.stages), False, "a stage begins with new process groups in all replicas at once"),

@@ -205,7 +205,8 @@ def _proof(topic: str, text: str, command: str, certificate: Evidence | None, co
 
 def _training(rows: Sequence[Evidence]) -> Claim:
     """Return the claim that the loss fell in a measured run."""
-    claim = Claim("trained", "The whole model trains on GPUs, and its loss falls", "python -m benchmarks.records")
+    text = "The whole model trains on GPUs, and its loss falls"
+    claim = Claim("trained", text, "python -m benchmarks.records", evidence="for the models that it lists")
     row = next((row for row in rows if row["last_loss"] < row["first_loss"] and _is_committed(row)), None)
     if row is None:
         return claim

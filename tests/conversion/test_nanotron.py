@@ -150,7 +150,7 @@ def test_damaged_and_other_checkpoints(tmp_path: Path) -> None:
         ("new_key", 3): "new_key = 3",
         ("num_hidden_layers", 10**9): "num_hidden_layers = 1000000000",
         ("num_hidden_layers", 5): r"has no tensor model.decoder.4.*, which model_config.json requires",
-        ("num_hidden_layers", 3): "model.decoder.3.*, which no nanotron model of ours has",
+        ("num_hidden_layers", 3): "model.decoder.3.*, which megafp8 does not know in a nanotron model",
         ("intermediate_size", 20): r"gate_up_proj.* has shape \[48, 32\], but \[40, 32\] by model_config.json",
     }.items():
         config.write_text(json.dumps(whole | dict([change])))

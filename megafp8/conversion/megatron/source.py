@@ -151,7 +151,7 @@ class MegatronSource(CheckpointSource):
                 unknown = sorted(key for key in infos if (s, e, key) not in used)
                 if unknown:
                     path, names = self._file(s, r, e).path, join_names(unknown)
-                    raise ValueError(f"{path} has {len(unknown)} tensors that no model of ours has: {names}")
+                    raise ValueError(f"{path} has {len(unknown)} tensors that megafp8 does not know: {names}")
         return tensors
 
     def _file(self, s: int, r: int, e: int) -> TorchFile:

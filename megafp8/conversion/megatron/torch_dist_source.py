@@ -173,7 +173,7 @@ class TorchDistSource(CheckpointSource):
         unknown = sorted(self._stored.keys() - used)
         if unknown:
             names = join_names(unknown)
-            raise ValueError(f"{self.path} has {len(unknown)} tensors that no model of ours has: {names}")
+            raise ValueError(f"{self.path} has {len(unknown)} tensors that megafp8 does not know: {names}")
         return tensors
 
     def _optimizer_state(self, index: Metadata) -> dict[str, TensorInfo]:

@@ -325,7 +325,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
         "{folder} has no tensor model.layers.3.input_layernorm.weight, which config.json requires", num_hidden_layers=4
     ),
     "fewer layers": _set(
-        "has a tensor model.layers.2.input_layernorm.weight and 8 more, which no llama model of ours has: "
+        "has a tensor model.layers.2.input_layernorm.weight and 8 more, which megafp8 does not know in a llama model: "
         "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, ",
         num_hidden_layers=2,
     ),

@@ -141,7 +141,7 @@ def test_missing_expert_ranks(tmp_path: Path) -> None:
         ),
         (
             lambda c: c["model"].update({"mtp.weight": torch.ones(1)}),
-            "1 tensors that no model of ours has: mtp.weight",
+            "1 tensors that megafp8 does not know: mtp.weight",
         ),
         (
             lambda c: c["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.ones(1)}),
