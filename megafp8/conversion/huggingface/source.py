@@ -160,8 +160,8 @@ class HfSource(CheckpointSource):
         if unknown := sorted(self._entries.keys() - used):
             remainder = f" and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
             raise ValueError(
-                f"{self._entries[unknown[0]].file} has a tensor {name_text(unknown[0])}{remainder}, which megafp8 does not know "
-                f"in a {self._family} model: {join_names(unknown)}"
+                f"{self._entries[unknown[0]].file} has a tensor {name_text(unknown[0])}{remainder}, which megafp8 "
+                f"does not know in a {self._family} model: {join_names(unknown)}"
             )
         return tensors
 
