@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from megafp8.config import MoeConfig
+from megafp8.config import MoeFfnConfig
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.layers.experts.router import Router
@@ -64,7 +64,7 @@ def test_the_end_of_the_streams_is_that_of_transformers() -> None:
 def test_weights_of_experts_by_token_id_are_those_of_transformers() -> None:
     group: Any = PlannedGroup()
     context = BuildContext(group, Fp8Manager(None, amax_group=None), torch.float32, torch.device("cpu"), False)
-    moe = MoeConfig(num_experts=8, top_k=2, score="sqrtsoftplus", scaling_factor=CONFIG.routed_scaling_factor)
+    moe = MoeFfnConfig(num_experts=8, top_k=2, score="sqrtsoftplus", scaling_factor=CONFIG.routed_scaling_factor)
     router = Router("router", H, moe, context, Init("normal", 0.02), hashed=20)
     assert router.table is not None
     module = theirs.DeepseekV4HashRouter(CONFIG)
