@@ -402,7 +402,7 @@ def test_pairs_are_documents_of_two_answers(tmp_path: Path) -> None:
         ({"data": {"loss_on": "answers"}}, "data.loss_on = 'answers': data.dpo is set, and its loss is computed"),
         (
             {"data": {"packing": "concatenate"}},
-            "data.packing = 'concatenate': data.dpo is set, and its pairs are packed by best_fit",
+            "data.packing = 'concatenate': data.dpo is set, and its pairs are packed",
         ),
         ({"data": {"prefix_lm": {}}}, "a model has one objective, and data.prefix_lm and data.dpo are set"),
         ({"model": {"mtp_num_layers": 1}}, "model.mtp_num_layers = 1: data.dpo is set"),
