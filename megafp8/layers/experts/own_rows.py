@@ -77,7 +77,7 @@ class RowBound:
         for layer, room in self._rooms.items():
             if surplus[self._index(layer)]:
                 self._largest[layer] = room + surplus[self._index(layer)]
-        fullest = max(self._largest[layer] / limit for layer, limit in self._limits.items())
+        fullest = max((self._largest[layer] / limit for layer, limit in self._limits.items()), default=0.0)
         for layer, limit in self._limits.items():
             self._largest[layer] = max(self._largest[layer], int(fullest * limit / MARGIN))
 
