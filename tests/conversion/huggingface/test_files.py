@@ -112,7 +112,7 @@ def test_layers_of_multi_token_prediction_are_read_and_not_written(
     copies = {f"model.layers.3.{name}.weight": torch.ones(1) for name in ("embed_tokens", "shared_head.head")}
     save_file(kept, theirs / "model.safetensors")
     save_file(kept | layer | copies, mtp / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"has a tensor model\.layers\.3\.\S+ and {len(layer) + 1} more, which megafp8"):
+    with pytest.raises(ValueError, match=rf"has a tensor model\.layers\.3\.\S+ and {len(layer) + 1} more, which mega"):
         HfSource(mtp)
     for folder in (theirs, mtp):
         (folder / "config.json").write_text(json.dumps(config(mtp) | {"num_nextn_predict_layers": 1}))
