@@ -89,7 +89,7 @@ def _save_again(folder: str) -> None:
 
 
 def test_runs_continue(release: Release, world2: World, tmp_path: Path) -> None:
-    """With optimizer state, FP8 scales and the position in the data, on one rank instead of two."""
+    """Continue a run with its optimizer state, FP8 scales and position in the data, on one rank instead of two."""
     shutil.copytree(release.folder, tmp_path, dirs_exist_ok=True)
     (found,) = world2.run(_continue, str(tmp_path), ranks=1)
     assert [step for step, *_ in found] == [3, 4]

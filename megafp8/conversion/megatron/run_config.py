@@ -36,7 +36,7 @@ _ONLY_MODEL = {
     "bias_activation_fusion": "bias_gelu_fusion", "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     "seq_length": "max_position_embeddings",
 }  # fmt: skip
-"""The same for fields that mean something else outside the section `model`."""
+"""Megatron-LM's arguments for fields of the section `model` whose names mean something else in other sections."""
 _MODULES = ("gpt_provider", "llama.llama_provider", "qwen.qwen_provider", "mistral.mistral_provider")
 _CLASSES = tuple(f"megatron.bridge.models.{name}" for name in (*_MODULES, "gpt.gpt_builder", "gpt.model_config"))
 """Modules whose models are the ones of Megatron core, unless they have other layers."""

@@ -111,13 +111,13 @@ def in_chunks(
 
     q, k, v, beta = chunks(q_sbad, tokens), chunks(k_zbad), chunks(v_zbaw), chunks(beta_zba).unsqueeze(-1)
     erase = k if erase_zbad is None else chunks(erase_zbad)
-    sums = chunks(_in_first_steps(decay if by_channel else decay.unsqueeze(-1), n)).cumsum(3)  # [m, b, a, c, d or 1]
+    sums = chunks(_at_step(0, decay if by_channel else decay.unsqueeze(-1), n)).cumsum(3)  # [m, b, a, c, d or 1]
     within, before = sums.unsqueeze(-2) - sums.unsqueeze(-3), sums.exp()
     after, over = (sums[..., -1:, :] - sums).exp(), sums[..., -1, :].exp()
     causal = torch.ones(c, c, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
     within = torch.where(causal, within, -torch.inf).exp()
     if starts_sb is not None:  # decays over the beginning of a document are 0
-        starts_zb1 = _in_first_steps(starts_sb.unsqueeze(-1).expand(s, b, 1).long(), n)
+        starts_zb1 = _at_step(0, starts_sb.unsqueeze(-1).expand(s, b, 1).long(), n)
         document = chunks(starts_zb1).cumsum(-1)
         within = within * (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(-1)
         before, over = before * (document == 0).unsqueeze(-1), over * (document[..., -1:] == 0)
@@ -145,9 +145,9 @@ def in_chunks(
     return torch.cat([y_bacw.movedim(2, 0) for y_bacw in outputs]), state_badw
 
 
-def _in_first_steps(x: Tensor, n: int) -> Tensor:
-    """Give tokens' numbers `[s, ...]` to the first of their n steps and zeros to the others, `[z, ...]`."""
-    return x if n == 1 else F.pad(x.unsqueeze(1), (0, 0) * (x.dim() - 1) + (0, n - 1)).flatten(0, 1)
+def _at_step(step: int, x: Tensor, n: int) -> Tensor:
+    """Give tokens' numbers `[s, ...]` to one of their n steps, counted from 0, and zeros to the others, `[z, ...]`."""
+    return x if n == 1 else F.pad(x.unsqueeze(1), (0, 0) * (x.dim() - 1) + (step, n - 1 - step)).flatten(0, 1)
 
 
 def delta_rule(
@@ -171,25 +171,20 @@ def delta_rule(
     )
     if len(q_sbgd) > 1 and _missing_flash_qla(device, dtype, d, w, by_channel=by_channel) is None:
         assert erase_zbad is None, "FlashQLA looks up values with the keys"
-        decay = _in_first_steps(_forgetting(decay, starts_sb), n)
-        y, state = _flash_qla(_in_last_steps(q_sbgd, n), k_zbgd, v_zbaw, decay, beta_zba, state_badw)
+        decay = _at_step(0, _forgetting(decay, starts_sb), n)
+        y, state = _flash_qla(_at_step(n - 1, q_sbgd, n), k_zbgd, v_zbaw, decay, beta_zba, state_badw)
         return _of_last_steps(y, n), state
     wide, per_key = state_badw.dtype, v_zbaw.shape[2] // q_sbgd.shape[2]
     q, k = (x if per_key == 1 else x.repeat_interleave(per_key, dim=2) for x in (q_sbgd, k_zbgd))
     if len(q_sbgd) > 1 and _missing_kernel(device, dtype, d, w, erases=erase_zbad is not None) is None:
-        decay = _in_first_steps(_forgetting(decay, starts_sb), n)
+        decay = _at_step(0, _forgetting(decay, starts_sb), n)
         channel_decay = decay if by_channel else decay.unsqueeze(-1).expand(*decay.shape, d)
-        q = _in_last_steps(q, n)
+        q = _at_step(n - 1, q, n)
         y, state = InKernels.apply(q, k, v_zbaw, channel_decay, beta_zba, state_badw)
         return _of_last_steps(y, n), state
     q, k, erase = q.to(wide), k.to(wide), None if erase_zbad is None else erase_zbad.to(wide)
     y, state = in_chunks(q * d**-0.5, k, v_zbaw.to(wide), decay, beta_zba, state_badw, starts_sb, erase)
     return y.to(v_zbaw.dtype), state
-
-
-def _in_last_steps(x: Tensor, n: int) -> Tensor:
-    """Give tokens' vectors `[s, ...]` to the last of their n steps and zeros to the others, `[z, ...]`."""
-    return x if n == 1 else F.pad(x.unsqueeze(1), (0, 0) * (x.dim() - 1) + (n - 1, 0)).flatten(0, 1)
 
 
 def _of_last_steps(y_zbaw: Tensor, n: int) -> Tensor:

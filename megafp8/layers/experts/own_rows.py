@@ -61,7 +61,7 @@ class RowBound:
             return count
         room = min(limit, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
         self._rooms[layer], self._limits[layer] = room, limit
-        index = self._index(layer)
+        index = list(self._largest).index(layer)
         assert index < _MOST_LAYERS
         surplus = self.surplus[index : index + 1]
         torch.maximum(surplus, rows - room, out=surplus)
@@ -73,16 +73,13 @@ class RowBound:
         A layer with a surplus gets `MARGIN` times the rows that it had. Every other layer gets as large a fraction of
         its limit as the fullest layer had, because any layer may be the next one that a router fills.
         """
-        surplus = self.surplus.tolist()
+        surplus = dict(zip(self._largest, self.surplus.tolist()))
         for layer, room in self._rooms.items():
-            if surplus[self._index(layer)]:
-                self._largest[layer] = room + surplus[self._index(layer)]
+            if surplus[layer]:
+                self._largest[layer] = room + surplus[layer]
         fullest = max((self._largest[layer] / limit for layer, limit in self._limits.items()), default=0.0)
         for layer, limit in self._limits.items():
             self._largest[layer] = max(self._largest[layer], int(fullest * limit / MARGIN))
-
-    def _index(self, layer: str) -> int:
-        return list(self._largest).index(layer)
 
 
 def own_rows(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.layers.delta_rule.op import _in_first_steps, _in_last_steps, _of_last_steps, in_chunks, recurrence
+from megafp8.layers.delta_rule.op import _at_step, _of_last_steps, in_chunks, recurrence
 
 B, HEADS, D, W = 2, 3, 8, 5
 
@@ -64,6 +64,6 @@ def test_steps_are_tokens() -> None:
     n, s = 3, 7
     q, decay, state = _random(s, B, HEADS, D), -_random(s, B, HEADS).exp(), _random(B, HEADS, D, W)
     k, v, beta = (_random(n * s, B, HEADS, *width) for width in ((D,), (W,), ()))
-    y, last = recurrence(_in_last_steps(q, n), k, v, _in_first_steps(decay, n), beta, state)
+    y, last = recurrence(_at_step(n - 1, q, n), k, v, _at_step(0, decay, n), beta, state)
     for expected, found in zip(recurrence(q, k, v, decay, beta, state), (_of_last_steps(y, n), last), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
