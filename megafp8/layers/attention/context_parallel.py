@@ -122,7 +122,7 @@ def plan(
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
     keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
     return (
-        AttentionCall(shard, AttentionMask(chunks, chunks, square=True)),
+        AttentionCall(shard, AttentionMask(chunks, chunks)),
         AttentionCall(
             shard,
             AttentionMask(chunks, earlier, causal=False),
@@ -182,7 +182,7 @@ def _windowed(
         before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
         keys.append(row_bs.gather(1, chosen))
     cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
-    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
+    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window)
     return AttentionCall(
         rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T
     )
