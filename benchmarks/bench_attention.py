@@ -114,8 +114,7 @@ def calls_of_a_rank(
     for call in calls:
         own = call.rows.stop - call.rows.start
         keys = own if call.keys_tb is None else call.keys_tb.shape[0]
-        queries = own if call.queries_tb is None else keys
-        q, do = (noise(sizes, device, queries, sizes.heads) for _ in range(2))
+        q, do = (noise(sizes, device, own, sizes.heads) for _ in range(2))
         k, v = (noise(sizes, device, keys, sizes.groups) for _ in range(2))
         runs.append((q, k, v, do, call.mask))
 

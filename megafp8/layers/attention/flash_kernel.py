@@ -36,14 +36,14 @@ WIDTHS = (64, 96, 128, 192, 256)
 
 
 @functools.cache
-def what_is_missing(device: torch.device) -> str | None:
+def why_unavailable(device: torch.device) -> str | None:
     """Return why FlashAttention-4 cannot run on a GPU; None if it can."""
     try:
-        found = version("flash-attn-4")
+        installed = version("flash-attn-4")
     except PackageNotFoundError:
         return f"FlashAttention-4 is not installed ({install_command('gpu')})"
-    if found != VERSION:
-        return f"flash-attn-4 is {found}, not {VERSION} ({install_command('gpu')})"
+    if installed != VERSION:
+        return f"flash-attn-4 is {installed}, not {VERSION} ({install_command('gpu')})"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-4 is used on Hopper only"
     return None

@@ -249,7 +249,7 @@ def choose(
 ) -> KernelChoice:  # fmt: skip
     """Select the kernel for s queries and t keys.
 
-    `missing` says why FlashAttention-4 cannot run; None if it can (`flash_kernel.what_is_missing`).
+    `missing` says why FlashAttention-4 cannot run; None if it can (`flash_kernel.why_unavailable`).
     """
     feature = _what_only_ours_computes(mask, scores, s, t)
     if device_type != "cuda":
@@ -292,7 +292,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores
 
 
 def _missing(device: torch.device) -> str | None:
-    return flash_attention.what_is_missing(device) if device.type == "cuda" else "there is no GPU"
+    return flash_attention.why_unavailable(device) if device.type == "cuda" else "there is no GPU"
 
 
 _DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))

@@ -338,16 +338,16 @@ def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert module.describe(cpu).endswith("the reference in PyTorch")
     monkeypatch.setattr(flash_kernel, "version", lambda name: flash_kernel.VERSION)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    flash_kernel.what_is_missing.cache_clear()
+    flash_kernel.why_unavailable.cache_clear()
     assert module.describe(cuda).endswith("FlashAttention-4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    flash_kernel.what_is_missing.cache_clear()
+    flash_kernel.why_unavailable.cache_clear()
     assert module.describe(cuda).endswith("torch's flash kernel, since FlashAttention-4 is used on Hopper only")
     monkeypatch.setattr(flash_kernel, "version", lambda name: "4.0.0")
-    flash_kernel.what_is_missing.cache_clear()
+    flash_kernel.why_unavailable.cache_clear()
     assert f"flash-attn-4 is 4.0.0, not {flash_kernel.VERSION}" in module.describe(cuda)
     monkeypatch.undo()
-    flash_kernel.what_is_missing.cache_clear()
+    flash_kernel.why_unavailable.cache_clear()
 
 
 CHOICES = {
@@ -410,7 +410,7 @@ def test_recomputation_drops_the_same() -> None:
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.use_deterministic_algorithms(request.param == "deterministic")
     if request.param.startswith("without"):
-        monkeypatch.setattr(flash_kernel, "what_is_missing", lambda device: request.param)
+        monkeypatch.setattr(flash_kernel, "why_unavailable", lambda device: request.param)
     yield request.param
     torch.use_deterministic_algorithms(False)
 
