@@ -15,6 +15,7 @@ shape of values or outputs, `d` is the width of values.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -56,6 +57,19 @@ def _flash_attention_4() -> Any:
     from flash_attn.cute import interface
 
     return interface
+
+
+def _call(kernel: Any, *tensors: Tensor, **options: Any) -> Any:
+    """Call a kernel, and collect garbage if it was compiled.
+
+    The compiler leaves cycles of frames. In a backward pass, these hold autograd's graph with all that it has saved.
+    """
+    compiled = kernel.compile_cache.cache
+    before = len(compiled)
+    result = kernel(*tensors, **options)
+    if len(compiled) > before:
+        gc.collect()
+    return result
 
 
 def _packed(x_sbad: Tensor) -> Tensor:
@@ -118,14 +132,14 @@ def forward(
         o_sbad.zero_()
         lse_bas.fill_(-math.inf)
     options = _options(mask, s, t, b, q_sbad.device, scale)
-    attend = _flash_attention_4()._flash_attn_fwd
+    kernel = _flash_attention_4()._flash_attn_fwd
     if mask.cu_seqlens_q is None:
         q, k, v, o = (x.transpose(0, 1) for x in (q_sbad, k_tbgd, v_tbgd, o_sbad))
-        attend(q, k, v, out=o, lse=lse_bas, **options)
+        _call(kernel, q, k, v, out=o, lse=lse_bas, **options)
         return o_sbad, lse_bas.permute(2, 0, 1)
     q, k, v, o = (_packed(x) for x in (q_sbad, k_tbgd, v_tbgd, o_sbad))
     lse_an = lse_bas.transpose(0, 1).flatten(1)
-    attend(q, k, v, out=o, lse=lse_an, **options)
+    _call(kernel, q, k, v, out=o, lse=lse_an, **options)
     return _unpacked(o, b), lse_an.unflatten(1, (b, s)).permute(2, 1, 0)
 
 
@@ -139,16 +153,16 @@ def backward(
     """
     (s, b), t = q_sbad.shape[:2], len(k_tbgd)
     options = _options(mask, s, t, b, q_sbad.device, scale)
-    differentiate = functools.partial(
-        _flash_attention_4()._flash_attn_bwd, deterministic=torch.are_deterministic_algorithms_enabled(), **options
-    )
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    kernel = _flash_attention_4()._flash_attn_bwd
     if mask.cu_seqlens_q is None:
         q, k, v, o, do = (x.transpose(0, 1) for x in (q_sbad, k_tbgd, v_tbgd, o_sbad, do_sbad))
-        dq, dk, dv = differentiate(q, k, v, o, do, lse_sba.permute(1, 2, 0).contiguous())
+        dq, dk, dv = _call(kernel, q, k, v, o, do, lse_sba.permute(1, 2, 0).contiguous(), **options)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
     q, k, v, o, do = (_packed(x) for x in (q_sbad, k_tbgd, v_tbgd, o_sbad, do_sbad))
-    outputs = {} if _writes_all(mask) else {name: torch.zeros_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    dq, dk, dv = differentiate(q, k, v, o, do, lse_sba.permute(2, 1, 0).flatten(1).contiguous(), **outputs)
+    if not _writes_all(mask):
+        options |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    dq, dk, dv = _call(kernel, q, k, v, o, do, lse_sba.permute(2, 1, 0).flatten(1).contiguous(), **options)
     return _unpacked(dq, b), _unpacked(dk, b), _unpacked(dv, b)
 
 
