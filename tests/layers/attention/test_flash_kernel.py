@@ -45,13 +45,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
 
 
 def _segments(q: Tensor, k: Tensor, options: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the index of the queries and of the keys of each segment."""
+    """Return the index of the queries and of the keys of each segment that has both; the kernel may skip others."""
     if "cu_seqlens_q" not in options:
         return [(i, i) for i in range(len(q))]
     assert options["max_seqlen_q"] * B == len(q)
     assert options["max_seqlen_k"] * B == len(k)
     ends = (itertools.pairwise(options[name].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    return [(slice(*of_q), slice(*of_k)) for of_q, of_k in zip(*ends, strict=True)]
+    pairs = [(slice(*of_q), slice(*of_k)) for of_q, of_k in zip(*ends, strict=True)]
+    return [(of_q, of_k) for of_q, of_k in pairs if of_q.start < of_q.stop and of_k.start < of_k.stop]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any) -> None:
