@@ -209,7 +209,7 @@ class Attention(Mixer):
             self.k_norm = None if self.reads_keys else RMSNormPart(f"{name}.k_norm", d, context, **norm)
 
     @property
-    def input_linear(self) -> LinearState:
+    def input_linear(self) -> LinearState | None:
         """State of the product that alone reads the input."""
         return self.qkv.state
 

@@ -223,24 +223,28 @@ class IndexGrads(NamedTuple):
 class Indexer:
     """Indexer of a call: the choice of keys for its queries, and the gradient of its loss.
 
-    Each tensor-parallel rank computes its part of a block's queries. The tensors of `index` are sequence-first.
+    Each of the tensor-parallel ranks `group` computes its part of a block's queries. The tensors of `index` are
+    sequence-first. Without a group, the rank computes all queries.
     """
 
     def __init__(
-        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup, loss: IndexLoss, functions: Any
-    ) -> None:
+        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup | None, loss: IndexLoss,
+        functions: Any,
+    ) -> None:  # fmt: skip
         self.q_sbid, self.weights_sbi, self.k_btd = index.q, index.weights, index.k.transpose(0, 1).contiguous()
         self.first_bs, self.stop_bs = first_bs, stop_bs
-        self.group, self.ranks, self.loss, self.functions = group, group.size(), loss, functions
+        self.group, self.loss, self.functions = group, loss, functions
+        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
 
-    def _index(self, rows: slice) -> Index:
+    def index_of(self, rows: slice) -> Index:
+        """Return the indexer's tensors for these queries, batch-first."""
         q, weights = (x[rows].transpose(0, 1) for x in (self.q_sbid, self.weights_sbi))
         return Index(q, self.k_btd, weights)
 
     def _part(self, rows: slice) -> tuple[slice, int]:
         """Return this rank's part of a block's queries, and the largest number of queries of any rank."""
         size = -(-(rows.stop - rows.start) // self.ranks)
-        at = min(rows.start + self.group.rank() * size, rows.stop)
+        at = min(rows.start + self.rank * size, rows.stop)
         return slice(at, min(at + size, rows.stop)), size
 
     def choose(self, blocks: list[slice], top_k: int) -> Tensor:
@@ -250,9 +254,9 @@ class Indexer:
         for rows in blocks:
             own_rows, size = self._part(rows)
             selected = self.functions.select(
-                self._index(own_rows), self.first_bs[:, own_rows], self.stop_bs[:, own_rows], top_k
+                self.index_of(own_rows), self.first_bs[:, own_rows], self.stop_bs[:, own_rows], top_k
             )
-            if self.ranks > 1:
+            if self.group is not None and self.ranks > 1:
                 padded = F.pad(selected.transpose(0, 1), (0, 0, 0, 0, 0, size - selected.shape[1])).contiguous()
                 selected = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
             chosen[:, rows] = selected
@@ -269,7 +273,7 @@ class Indexer:
         `p_bsk` holds the probabilities of the keys, summed over this rank's heads.
         """
         loss, (own_rows, size) = self.loss, self._part(rows)
-        if self.ranks > 1:
+        if self.group is not None and self.ranks > 1:
             p_sbk = F.pad(p_bsk.transpose(0, 1), (0, 0, 0, 0, 0, size * self.ranks - p_bsk.shape[1])).contiguous()
             p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own_rows.stop - own_rows.start].transpose(0, 1)
         if own_rows.stop == own_rows.start:
@@ -280,7 +284,7 @@ class Indexer:
         keys = Keys(None if keys.chosen is None else keys.chosen[:, within], *(x[:, within] for x in keys[1:]))
         grad = torch.ones((), device=p_bsk.device) if loss.grad is None else loss.grad
         dq, dweights, divergence = self.functions.index_loss_backward(
-            self._index(own_rows), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
+            self.index_of(own_rows), keys, p_bsk, grad.to(p_bsk.dtype) * loss.weight, grads.k_btd
         )
         grads.q_sbid[own_rows], grads.weights_sbi[own_rows] = dq.transpose(0, 1), dweights.transpose(0, 1)
         loss.total.add_(divergence * loss.weight)

@@ -5,11 +5,12 @@ Each query has a range of keys, `first <= key < stop`, from which an indexer cho
     index score of query s and key t    I = Σ_i w_i · relu(q_i · k)    over the indexer's heads i; one key for all heads
 
 Sums are in fp32 or wider. Among keys with equal scores, the key at the lower position is chosen, so the choice depends
-only on scores. Attention has the form in which all heads share one key. This key consists of the latent and its rotary
-key, and its first channels are the value.
+only on scores. Attention has the form in which all heads share one row for each key. The first channels of a row are
+the value, and its last channels, as many as a query has, are the key. In latent attention, where a row consists of the
+latent and its rotary key, these are all channels.
 
-Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t if no keys are chosen; a heads of c
-channels, the first v of them the value; i heads of the indexer with d channels.
+Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t if no keys are chosen; a heads; rows
+of c channels, the first v of them the value and the last w of them the key; i heads of the indexer with d channels.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ class Keys(NamedTuple):
         rows = self.chosen.long().clamp(min=0).view(b, s * k, 1).expand(-1, -1, x_btc.shape[-1])
         return x_btc.gather(1, rows).view(b, s, k, -1)
 
-    def add(self, into_btc: Tensor, *products: tuple[Tensor, Tensor]) -> None:
-        """Add to the rows of the keys the sum over heads of `x_bsak` times `y_bsac`, for each of the `products`.
+    def add(self, into_btc: Tensor, last: tuple[Tensor, Tensor], *first: tuple[Tensor, Tensor]) -> None:
+        """Add to the rows of the keys the sum over heads of `x_bsak` times `y_bsac`, for each of these products.
 
-        A product with fewer channels is added to the first channels. x must be zero where there is no key.
+        `last` is added to the last channels of the rows, and the products `first` to their first channels. x must be
+        zero where there is no key.
         """
-        if self.chosen is None:
-            for x_bsak, y_bsac in products:
-                into_btc[..., : y_bsac.shape[-1]] += x_bsak.flatten(1, 2).mT @ y_bsac.flatten(1, 2)
-            return
         b, t, c = into_btc.shape
-        rows_bskc = products[0][0].mT @ products[0][1]
-        for x_bsak, y_bsac in products[1:]:
-            rows_bskc[..., : y_bsac.shape[-1]] += x_bsak.mT @ y_bsac
+        places = [(last, slice(c - last[1].shape[-1], c)), *((x, slice(x[1].shape[-1])) for x in first)]
+        if self.chosen is None:
+            for (x_bsak, y_bsac), channels in places:
+                into_btc[..., channels] += x_bsak.flatten(1, 2).mT @ y_bsac.flatten(1, 2)
+            return
+        rows_bskc = into_btc.new_zeros(*self.chosen.shape, c)
+        for (x_bsak, y_bsac), channels in places:
+            rows_bskc[..., channels] += x_bsak.mT @ y_bsac
         sample = torch.arange(b, device=rows_bskc.device).view(b, 1, 1) * t
         at = (self.chosen.clamp(min=0) + sample).flatten().long()
         into_btc.view(b * t, c).index_add_(0, at, rows_bskc.view(-1, c))
@@ -87,21 +90,40 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def index_scores(index: Index) -> Tensor:
-    """Return the scores of all keys, `[b, s, t]`, summed one head of the indexer after the other."""
+def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
+    """Return the scores of the keys in the queries' ranges, `[b, s, t]`, and -inf for other keys.
+
+    They are summed one head of the indexer after the other.
+    """
     dtype = wide(index.q)
     k_bdt = index.k.to(dtype).mT
     total = index.q.new_zeros(*index.q.shape[:2], index.k.shape[1], dtype=dtype)
     for q_bsd, w_bs in zip(index.q.to(dtype).unbind(2), index.weights.to(dtype).unbind(2), strict=True):
         total += (q_bsd @ k_bdt).relu_() * w_bs.unsqueeze(-1)
-    return total
+    return total.masked_fill_(~Keys(None, first_bs, stop_bs).visible(index.k.shape[1]), -math.inf)
+
+
+def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
+    """Return the largest score in each block of `size` keys, counted from the first key of a query's range.
+
+    The result is `[b, s, ceil(t / size)]`, with -inf for blocks after the range.
+    """
+    t = scores_bst.shape[-1]
+    j = first_bs.unsqueeze(-1) + torch.arange(-(-t // size) * size, device=scores_bst.device)
+    x = scores_bst.gather(-1, j.clamp(max=t - 1)).masked_fill(j >= stop_bs.unsqueeze(-1), -math.inf)
+    return x.unflatten(-1, (-1, size)).amax(-1)
 
 
 def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
     """Return the `top_k` keys with the greatest scores, int32 `[b, s, k]`, in order of position; -1 pads the end."""
-    t = index.k.shape[1]
+    return choose(index_scores(index, first_bs, stop_bs), first_bs, stop_bs, top_k)
+
+
+def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
+    """Return the choice of `select` for these scores, of which those outside the ranges do not count."""
+    t = scores_bst.shape[-1]
     visible = Keys(None, first_bs, stop_bs).visible(t)
-    scores = index_scores(index).masked_fill(~visible, -math.inf)
+    scores = scores_bst.masked_fill(~visible, -math.inf)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     best = best.masked_fill(~visible.gather(-1, best), t).sort(dim=-1).values
     best = torch.nn.functional.pad(best, (0, top_k - best.shape[-1]), value=t)
@@ -118,29 +140,30 @@ def _probabilities(q_bsac: Tensor, rows: Tensor, visible_bsk: Tensor, scale: flo
     return (x - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp(), lse
 
 
-def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return the outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
-    dtype, rows = wide(q_bsac), keys.gather_rows(kv_btc)
-    p, lse = _probabilities(q_bsac.to(dtype), rows.to(dtype), keys.visible(kv_btc.shape[1]), scale)
-    return (p @ rows[..., :value_width].to(dtype)).to(q_bsac.dtype), lse
+    dtype = wide(q_bsaw)
+    rows, w = keys.gather_rows(kv_btc).to(dtype), q_bsaw.shape[-1]
+    p, lse = _probabilities(q_bsaw.to(dtype), rows[..., -w:], keys.visible(kv_btc.shape[1]), scale)
+    return (p @ rows[..., :value_width]).to(q_bsaw.dtype), lse
 
 
 def attend_backward(
-    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
+    do_bsav: Tensor, q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
     dkv_btc: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dq `[b, s, a, c]` and the probabilities summed over heads `[b, s, k]`, and add to `dkv_btc`.
+    """Return dq `[b, s, a, w]` and the probabilities summed over heads `[b, s, k]`, and add to `dkv_btc`.
 
     `dkv_btc` is fp32 or wider.
     """
-    dtype, v = wide(q_bsac), do_bsav.shape[-1]
+    dtype, v, w = wide(q_bsaw), do_bsav.shape[-1], q_bsaw.shape[-1]
     rows, visible = keys.gather_rows(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
-    q, do = q_bsac.to(dtype), do_bsav.to(dtype)
-    p = (q @ rows.mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
+    q, do = q_bsaw.to(dtype), do_bsav.to(dtype)
+    p = (q @ rows[..., -w:].mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
     delta = (do * o_bsav.to(dtype)).sum(-1, keepdim=True)
     ds = p * (do @ rows[..., :v].mT - delta) * scale
     keys.add(dkv_btc, (ds, q), (p, do))
-    return (ds @ rows).to(q_bsac.dtype), p.sum(2)
+    return (ds @ rows[..., -w:]).to(q_bsaw.dtype), p.sum(2)
 
 
 def index_loss_backward(
