@@ -339,7 +339,8 @@ def _in_chosen_blocks(
         for j in torch.where(allowed[row, i])[0].tolist():
             blocks.setdefault(int(positions[row, j]) // record.block_size, []).append(j)
         latest = [*blocks][-record.local_blocks :]
-        best = {block: math.inf if block in latest else float(scores[row, i, keys].max()) for block, keys in blocks.items()}
+        best = {block: float(scores[row, i, keys].max()) for block, keys in blocks.items()}
+        best |= dict.fromkeys(latest, math.inf)
         for block in sorted(blocks, key=lambda block: (-best[block], block))[: record.top_k]:
             chosen[row, i, blocks[block]] = True
     return chosen

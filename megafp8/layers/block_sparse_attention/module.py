@@ -131,7 +131,7 @@ class BlockSparseAttention(Attention):
 
     @property
     def input_linear(self) -> None:
-        """None: the indexer reads the input, too."""
+        """State of the product that alone reads the input; None, because the indexer reads it, too."""
         return
 
     def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:

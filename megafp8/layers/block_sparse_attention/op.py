@@ -93,7 +93,7 @@ class _BlockSparseAttention(Function):
         first_bs: Tensor, stop_bs: Tensor, scale: float, options: BlockSparseCoreAttention,
     ) -> Tensor:  # fmt: skip
         tensors = q_sbad, k_tbgd, v_tbgd, index_q_sbgi, index_k_tbi, first_bs, stop_bs
-        call, functions = _Call(*tensors, options), functions_for(q_sbad)
+        call, functions = _Call(options, *tensors), functions_for(q_sbad)
         s, n, a, d = call.q_snad.shape
         o_snad = q_sbad.new_empty(s, n, a, d)
         lse_nsa = torch.empty(n, s, a, dtype=wide(q_sbad), device=q_sbad.device)
@@ -114,7 +114,7 @@ class _BlockSparseAttention(Function):
     def backward(ctx: Any, do_sbad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, o_sbad, lse_nsa, chosen_nsk = ctx.saved_tensors
         q_sbad, k_tbgd, _, index_q_sbgi, *_ = tensors
-        call, functions, groups = _Call(*tensors, ctx.options), functions_for(q_sbad), k_tbgd.shape[1:3]
+        call, functions, groups = _Call(ctx.options, *tensors), functions_for(q_sbad), k_tbgd.shape[1:3]
         do_snad, o_snad = (x.reshape(call.q_snad.shape) for x in (do_sbad, o_sbad))
         dq_snad = torch.empty_like(call.q_snad)
         dkv_ntc, dindex = torch.zeros_like(call.kv_ntc, dtype=wide(q_sbad)), call.indexer.zeros()
@@ -137,8 +137,8 @@ class _Call:
     """Tensors of a call with groups as samples, `[.., n, ..]`. A row of `kv_ntc` has the value, then the key."""
 
     def __init__(
-        self, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, index_q_sbgi: Tensor, index_k_tbi: Tensor,
-        first_bs: Tensor, stop_bs: Tensor, options: BlockSparseCoreAttention,
+        self, options: BlockSparseCoreAttention, q_sbad: Tensor, k_tbgd: Tensor, v_tbgd: Tensor, index_q_sbgi: Tensor,
+        index_k_tbi: Tensor, first_bs: Tensor, stop_bs: Tensor,
     ) -> None:  # fmt: skip
         (s, b, _, d), (t, _, g, _), i = q_sbad.shape, k_tbgd.shape, index_k_tbi.shape[-1]
         n, self.options, self.most_blocks = b * g, options, options.blocks_of(t)

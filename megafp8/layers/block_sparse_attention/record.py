@@ -12,7 +12,7 @@ from megafp8.spec import ModelSection, RunConfig
 
 
 class BlockSparseAttentionConfig(AttentionConfig):
-    """Softmax attention with grouped queries to blocks of tokens that an indexer chooses for each group (MiniMax-M3)."""
+    """Softmax attention to blocks of tokens that an indexer chooses for each group of query heads (MiniMax-M3)."""
 
     module: ClassVar[str] = "megafp8.layers.block_sparse_attention.module:BlockSparseAttention"
     hugging_face: ClassVar[Mapping[str, str]] = {

@@ -16,18 +16,19 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from megafp8.layers.sparse_attention import hopper_kernel as sparse_attention_hopper
 from megafp8.layers.sparse_attention import kernel as sparse_attention
 
-LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64}
+LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64, "SHARED": True}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "scores": {"D": 128, "WIDTH": 128},
+    "block_maxima": {"WIDTH": 128},
     "choose": {"BINS": 256},
     "index_loss": {"D": 128, "WIDTH": 128, "M": 64, "ATOMIC": True},
     "attend": LATENT | {"WV": 512},
     "scores_backward": LATENT | {"WV": 512},
-    "queries_backward": {"C": 576},
-    "keys_backward": {"V": 512, "R": 64, "ATOMIC": True},
+    "queries_backward": {"ROW": 576, "C": 576},
+    "keys_backward": {"V": 512, "R": 64, "SHARED": True, "ATOMIC": True},
 }
 HOPPER = {"hopper_attend": "_attend", "hopper_queries_backward": "_queries_backward"}
-BF16 = {"q_bsid", "k_btd", "q_bsac", "kv_btc", "do_bsav", "o_bsav", "dq_bsid", "dq_bsac", "p_bsak",
+BF16 = {"q_bsid", "k_btd", "q_bsac", "q_bsaw", "kv_btc", "do_bsav", "o_bsav", "dq_bsid", "dq_bsac", "dq_bsaw", "p_bsak",
         "ds_bsak"}  # fmt: skip
 INT32 = {"first_bs", "stop_bs", "chosen_bsk", "count_bs"}
 
@@ -47,7 +48,7 @@ def compiled(name: str, **options: Any) -> Any:
             signature[argument], values[index,] = "constexpr", given[argument]
         elif argument in ("scale", "scale2"):
             signature[argument] = "fp32"
-        elif argument in ("s", "t", "k", "a", "heads"):
+        elif argument in ("s", "t", "k", "a", "n", "size", "heads"):
             signature[argument], aligned[index,] = "i32", [["tt.divisibility", 16]]
         else:
             pointer = "*bf16" if argument in BF16 else "*i32" if argument in INT32 else "*fp32"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megafp8.layers.block_sparse_attention import op as block_sparse_attention
 from megafp8.layers.compressed_attention import op as compressed_attention
 from megafp8.layers.context import PlannedGroup
 from megafp8.layers.sparse_attention import hopper_kernel as hopper
@@ -65,12 +66,24 @@ def _close(found: Tensor, expected: Tensor, what: str = "") -> None:
     assert (found.double() - expected.double()).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1), what
 
 
+def test_largest_scores_of_blocks() -> None:
+    first, stop = _ranges()
+    scores = reference.index_scores(_index(), first, stop)
+    for size in (1, 7, 16, 64):
+        assert torch.equal(
+            kernel.block_maxima(scores.float(), first, stop, size),
+            reference.block_maxima(scores.float(), first, stop, size),
+        )
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_to_chosen_keys(deterministic: bool) -> None:
+@pytest.mark.parametrize("w", [V + R, R])
+def test_attention_to_chosen_keys(w: int, deterministic: bool) -> None:
+    """With values that are part of the keys, and with separate values."""
     first, stop = _ranges()
     keys = Keys(reference.select(_index(), first, stop, K), first, stop)
     q, kv, do = (noise(*shape, seed=i).to(DTYPE) for i, shape in
-                 enumerate([(B, S, A, V + R), (B, T, V + R), (B, S, A, V)]))  # fmt: skip
+                 enumerate([(B, S, A, w), (B, T, V + R), (B, S, A, V)]))  # fmt: skip
     o, lse = reference.attend(q, kv, keys, V, 0.3)
     found_o, found_lse = kernel.attend(q, kv, keys, V, 0.3)
     _close(found_o, o)
@@ -131,6 +144,31 @@ def test_kernels_for_hopper(v: int, r: int, heads: int) -> None:
         _close(ours, theirs, what)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_of_keys_on_a_gpu(deterministic: bool) -> None:
+    """Separate values and groups of 16 heads, as in MiniMax-M3: outputs, gradients and loss in two documents."""
+    s, g, d = 700, 2, 128
+    stop = torch.arange(1, s + 1, device="cuda").unsqueeze(0)
+    first = torch.where(stop > 300, 300, 0)
+    shapes = [(s, 1, 16 * g, d), (s, 1, g, d), (s, 1, g, d), (s, 1, g, d), (s, 1, d)]
+    tensors = [noise(*shape, seed=i).bfloat16() for i, shape in enumerate(shapes)]
+    found = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            total = torch.zeros(1, dtype=torch.float64, device="cuda")
+            own = [x.to(dtype).requires_grad_() for x in tensors]
+            core = block_sparse_attention.BlockSparseCoreAttention(64, 3, 1, IndexLoss(1.0, None, total))
+            y = core(*own, first, stop, d**-0.5)
+            (y * noise(*y.shape, seed=7).to(dtype)).sum().backward()
+            found.append([y.detach(), total, *(x.grad for x in own)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for i, (expected, ours) in enumerate(zip(*found, strict=True)):
+        assert (ours.double() - expected.double()).norm() <= 2e-2 * expected.double().norm(), str(i)
+
+
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k: int | None) -> None:
     """Windows of tokens, entries and sinks: values as wide as keys, which the kernels have from lists."""
@@ -157,11 +195,31 @@ def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k:
         _close(ours, expected, str(i))
 
 
+def test_block_sparse_attention_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, g, d = 9, 2, 20
+    stop = torch.arange(1, s + 1, device=DEVICE).expand(B, -1)
+    first = torch.tensor([[0] * s, [0] * 4 + [4] * 5], device=DEVICE)
+    shapes = [(s, B, 6, d), (s, B, g, d), (s, B, g, d), (s, B, g, 12), (s, B, 12)]
+    tensors = [noise(*shape, seed=i).to(DTYPE) for i, shape in enumerate(shapes)]
+    found = []
+    for functions in (reference, kernel):
+        monkeypatch.setattr(block_sparse_attention, "functions_for", lambda q, functions=functions: functions)
+        total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
+        own = [x.clone().requires_grad_() for x in tensors]
+        core = block_sparse_attention.BlockSparseCoreAttention(2, 2, 1, IndexLoss(0.3, None, total))
+        y = core(*own, first, stop, 0.3)
+        (y * noise(*y.shape, seed=7).to(DTYPE)).sum().backward()
+        found.append([y.detach(), total, *(x.grad for x in own)])
+    for i, (expected, ours) in enumerate(zip(*found, strict=True)):
+        _close(ours, expected, str(i))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
     [
+        "block_maxima",
         "scores",
         "choose",
         "index_loss",
