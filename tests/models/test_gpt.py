@@ -78,7 +78,7 @@ FULL_KEYS = {
 COMPRESSED = {"kind": "compressed_attention", "q_rank": 10, "output_groups": 4, "output_rank": 3, "index_heads": 3,
               "index_head_dim": 6}  # fmt: skip
 COMPRESSED_MODEL = LLAMA | {"head_dim": 6, "partial_rotary_factor": 2 / 3, "sliding_window": 3}
-BLOCK_SPARSE = {"kind": "block_sparse_attention", "block_size": 2, "top_k": 2, "index_head_dim": 5, "kl_loss": 0.3}
+BLOCK_SPARSE = {"kind": "block_sparse_attention", "block_size": 2, "top_k": 2, "kl_loss": 0.3}
 CSA = {
     "mixer": COMPRESSED
     | {"compress_rate": 2, "top_k": 2, "kl_loss": 0.3, "rope_theta": 100.0, "yarn": YARN | {"mscale": 0}}
@@ -326,7 +326,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "layer_kinds": {
             "sparse": {"mixer": BLOCK_SPARSE},
-            "local": {"mixer": BLOCK_SPARSE | {"qk_norm": False, "block_size": 3, "local_blocks": 2}},
+            "local": {"mixer": BLOCK_SPARSE | {"block_size": 3, "local_blocks": 2}},
         },
         "pattern": ["sparse", "local"],
     },

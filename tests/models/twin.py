@@ -205,7 +205,7 @@ def _attention(
         q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
     blocks = isinstance(record, BlockSparseAttentionConfig)
-    index = _scores_of_groups(x.detach(), w, name, config, record, positions) if blocks else []
+    index = _scores_of_groups(x.detach(), w, name, config, positions) if blocks else []
     chosen = [_in_chosen_blocks(scores, allowed, positions, record) for scores in index] or [allowed] * groups
     targets = [torch.zeros(())] * groups
     for head in range(heads):
@@ -313,20 +313,16 @@ def _latent_attention(
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
 
 
-def _scores_of_groups(
-    x: Tensor, w: Weights, name: str, config: ModelConfig, record: BlockSparseAttentionConfig, positions: Tensor
-) -> list[Tensor]:
+def _scores_of_groups(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor) -> list[Tensor]:
     """The indexer's scores `[b, s, t]` of all pairs, for each group."""
     d = config.head_dim or config.hidden_size // config.num_attention_heads
-    r, whole = int(d * config.partial_rotary_factor), config.model_copy(update={"partial_rotary_factor": 1.0})
 
     def heads(part: str) -> list[Tensor]:
-        rows = _linear(x, w, f"{name}.index_{part}").split(record.index_head_dim, dim=-1)
-        normed = [_norm(y, w, f"{name}.index_{part}_norm", config) for y in rows]
-        return [torch.cat([_rotate(y[..., :r], positions, whole, None), y[..., r:]], -1) for y in normed]
+        rows = _linear(x, w, f"{name}.index_{part}").split(d, dim=-1)
+        return [_rotate(_norm(y, w, f"{name}.index_{part}_norm", config), positions, config, None) for y in rows]
 
     (k,) = heads("k")
-    return [q @ k.transpose(-1, -2) / math.sqrt(record.index_head_dim) for q in heads("q")]
+    return [q @ k.transpose(-1, -2) / math.sqrt(d) for q in heads("q")]
 
 
 def _in_chosen_blocks(

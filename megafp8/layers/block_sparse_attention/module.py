@@ -1,94 +1,53 @@
 """Softmax attention with grouped queries to blocks of tokens that an indexer chooses (MiniMax-M3).
 
-For each group of heads that share a key-value head, an indexer chooses blocks of tokens. `block_sparse_attention.op`
-describes the choice and how the indexer learns. Everything else is as in `layers.attention`. The indexer has these
-parts:
+For each group of heads that share a key-value head, an indexer scores all earlier tokens, and the group attends to the
+blocks with the highest scores. The indexer has these parts:
 
-    index_q, index_q_norm    residual stream's norm -> a query for each group, its RMSNorm
-    index_k, index_k_norm    residual stream's norm -> one key for all groups, its RMSNorm
+    index_q    residual stream's norm -> a query for each group, followed by an RMSNorm
+    index_k    residual stream's norm -> one key for all groups, followed by an RMSNorm
 
-The first channels of its queries and keys are rotated, as many as in a head of attention. The inputs of the indexer get
-no gradient from it, and its only gradient is the gradient of its loss. Its products stay in high precision and are
-whole on every tensor-parallel rank; each rank computes them for its own tokens, and chooses for its own groups.
+They are as wide as the heads of attention, and rotated like these. The choice is the choice of `transformers`, except
+that the earlier of two blocks with equal scores wins. The indexer's loss is ours, as `transformers` has none: for each
+group, it is the loss that `layers.sparse_attention.op` describes. It is the only source of the indexer's gradient, and
+the indexer's inputs get no gradient from it. The indexer's products stay in high precision and are whole on every
+tensor-parallel rank; each rank computes them for its own tokens, and chooses for its own groups.
 
-Shapes are as in `block_sparse_attention.op`.
+`layers.sparse_attention.op` computes attention with these tensors:
+
+- A group is a sample, so that the heads of a sample share one key and one choice.
+- A token's row is its value, then its key. The value is the latent of latent attention, of which `identity` makes the
+  value of each head. The key is the rotary key, and queries have no channels without positions.
+- The score q·k of the indexer is relu(q·k) - relu(-q·k), so it has the heads q and -q with the weights 1 and -1.
+
+Shapes are as in `layers.sparse_attention.op`, with d channels of a head, g groups of this rank, and n = b·g samples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafp8.layers.attention.module import Attention, AttentionInputs, query_scale
-from megafp8.layers.attention.scores import PLAIN, Scores
-from megafp8.layers.block_sparse_attention.op import BlockSparseCoreAttention
+from megafp8.layers.attention.module import Attention
 from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionConfig
 from megafp8.layers.context import BuildContext, replicated_parameter
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
-from megafp8.layers.mixer import AttendToKeys, TokenCache, Tokens
+from megafp8.layers.mixer import TokenCache, Tokens
 from megafp8.layers.norm.module import RMSNormPart, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
-from megafp8.layers.rotary.op import rotate_heads
-from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss
+from megafp8.layers.rotary.op import rotate_and_split, rotate_heads
+from megafp8.layers.sparse_attention.module import SparseInputs
+from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss, SparseAttention
+from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.parallel.sharding import Init, unsharded
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class _Core:
-    """Core of one layer's attention over the tokens; implements `megafp8.layers.attention.op.CoreAttention`.
-
-    Attributes:
-        attend: Attention to chosen blocks.
-        to_keys: Function that runs attention over the tokens.
-        rotary: Rotary cosines and sines of the indexer's rotated channels.
-        padding_bs: Whether each token is padding, bool; None if no token is padding.
-        index_sbji: Queries of the indexer, and its key as the last head, before their rotation; None until the layer
-            has computed them.
-    """
-
-    attend: BlockSparseCoreAttention
-    to_keys: AttendToKeys
-    rotary: tuple[Tensor, ...]
-    padding_bs: Tensor | None
-    index_sbji: Tensor | None = None
-
-    def __call__(
-        self, q_sbad: Tensor, k_sbgd: Tensor, v_sbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
-    ) -> Tensor:
-        """Return the attention output `[s, b, a, d]`."""
-        assert self.index_sbji is not None
-        assert sink_a is None
-        r = 2 * self.rotary[0].shape[-1]
-        rotated = rotate_heads(self.index_sbji[..., :r], *self.rotary)
-        index = torch.cat([rotated, self.index_sbji[..., r:]], dim=-1)
-        index_q, index_k = index[:, :, :-1], index[:, :, -1]
-        if self.padding_bs is not None:  # padding adds nothing to the gradient of the indexer's loss
-            index_q = index_q.masked_fill(self.padding_bs.t()[..., None, None], 0.0)
-        keys = torch.cat([k_sbgd.flatten(2), index_k], dim=-1), v_sbgd.flatten(2)
-        scale = scores.scale_of(q_sbad.shape[-1])
-        return self.to_keys(partial(self._attend_to, scale, v_sbgd.shape[2:]), (q_sbad, index_q), keys)
-
-    def _attend_to(
-        self, scale: float, heads: torch.Size, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor,
-        stop_bs: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Implement `megafp8.layers.mixer.AttendTo` for keys and values of these `heads`."""
-        k, index_k = keys[0].split([heads.numel(), keys[0].shape[-1] - heads.numel()], dim=-1)
-        k, v = (x.unflatten(-1, heads) for x in (k, keys[1]))
-        return self.attend(queries[0], k, v, queries[1], index_k, first_bs, stop_bs, scale)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that it reads in addition to its arguments."""
-        return [*self.rotary, *self.to_keys.tensors, *([] if self.padding_bs is None else [self.padding_bs])]
 
 
 class BlockSparseAttention(Attention):
@@ -110,16 +69,15 @@ class BlockSparseAttention(Attention):
         unfused = Neighbor(input.name, "none", "the indexer reads its values, too")
         super().__init__(name, record, model, context, input=unfused, memory=replace(memory, norms=False))
         assert self.rotates, "the config was not checked"
-        self.sparse, h, d = record, model.hidden_size, record.index_head_dim
-        parts = {"index_q": record.groups * d, "index_k": d}
-        shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, h))]
+        self.sparse, parts = record, {"index_q": record.groups * self.d, "index_k": self.d}
+        shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
         reason = "the indexer stays in training.precision"
-        site = LinearSite(f"{name}.index", h, sum(parts.values()), high_precision=reason)
+        site = LinearSite(f"{name}.index", model.hidden_size, sum(parts.values()), high_precision=reason)
         self.index = replicated_parameter(context, shards, Init("normal", model.hidden_init_std), matrix=True)
         self.index_state = context.fp8.linear(site)
         self.index_q_norm, self.index_k_norm = (
             RMSNormPart(
-                f"{name}.{part}_norm", d, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
+                f"{name}.{part}_norm", self.d, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
                 zero_centered=model.norm.zero_centered,
             )
             for part in parts
@@ -127,43 +85,71 @@ class BlockSparseAttention(Attention):
         self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
         weight = record.kl_loss / (context.global_tokens * record.groups)
         loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)
-        self.attend = BlockSparseCoreAttention(record.block_size, record.top_k, record.local_blocks, loss)
+        scale = record.attention_scale or self.d**-0.5
+        self.attend = SparseAttention(record.top_k, scale, None, loss, record.block_size, record.local_blocks)
+        shared = self.heads // self.groups
+        self.identity = context.constants.setdefault(
+            ("identity", self.d, shared),
+            torch.eye(self.d, dtype=context.dtype, device=context.buffer_device).repeat(shared, 1),
+        )
 
     @property
     def input_linear(self) -> None:
         """State of the product that alone reads the input; None, because the indexer reads it, too."""
         return
 
-    def inputs(self, layer: int, tokens: Tokens) -> AttentionInputs:
-        """Return the rotary tables, attention core and score settings for these tokens."""
+    def inputs(self, layer: int, tokens: Tokens) -> Any:
+        """Return the rotary tables, attention function and padding mask for these tokens."""
         assert self.rope is not None
-        rotary, pairs = tokens.rotary(self.rope), self.record.rotary_channels // 2
-        index_rotary = tokens.once(
-            ("index rotation", self.rope.key), lambda: tuple(x[..., :pairs].contiguous() for x in rotary)
-        )
-        core = _Core(self.attend, tokens.keys(layer), index_rotary, tokens.padding_bs)
-        scale = query_scale(self.record.query_scaling, tokens, self.context.dtype)
-        return AttentionInputs(rotary, core, self.scores(tokens.length), scale)
+        return SparseInputs(tokens.rotary(self.rope), tokens.keys(layer), tokens.padding_bs)
 
     @property
     def cache(self) -> tuple[TokenCache]:
-        """Layout of the cached keys, followed by the indexer's key, and of the cached values."""
-        width = self.groups * self.d
-        return (TokenCache(1, width + self.sparse.index_head_dim, width),)
+        """Layout of the cached values and keys of all groups, and of the indexer's cached key."""
+        return (TokenCache(1, 2 * self.groups * self.d, self.d),)
 
-    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: Any) -> Tensor:
         """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         assert isinstance(x_sbh, Tensor)
-        assert isinstance(inputs.core, _Core)
-        index = linear(x_sbh.detach(), self.index, self.index_state).unflatten(-1, (-1, self.sparse.index_head_dim))
+        index = linear(x_sbh.detach(), self.index, self.index_state).unflatten(-1, (-1, self.d))
         q, k = (x.contiguous() for x in index.split([self.sparse.groups, 1], dim=2))
         index = torch.cat([normalized(self.index_q_norm, q), normalized(self.index_k_norm, k)], dim=2)
         # Gradients are sums over ranks: each rank computes the indexer's loss for other groups.
         share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        index = share(index, self.context.tensor)
-        own_q = index.narrow(2, self.context.tensor.rank() * self.groups, self.groups)
-        core = replace(inputs.core, index_sbji=torch.cat([own_q, index[:, :, -1:]], dim=2))
-        return super().forward(x_sbh, replace(inputs, core=core))
+        index, handoff = share(index, self.context.tensor), self.qkv.state.grad_handoff()
+        y_sbad = self._run(self._choose_and_attend, self.qkv(x_sbh, handoff), index, inputs, handoff)
+        return self.proj(y_sbad.flatten(-2))
+
+    def _choose_and_attend(
+        self, qkv_sbc: Tensor, index_sbad: Tensor, inputs: SparseInputs, handoff: QuantizedGradHandoff | None
+    ) -> Tensor:
+        q, k, v = rotate_and_split(qkv_sbc, self.heads, self.groups, *inputs.rotary, handoff, self._norms())
+        index = rotate_heads(index_sbad, *inputs.rotary)
+        index_q = index.narrow(2, self.context.tensor.rank() * self.groups, self.groups)
+        if inputs.padding_bs is not None:  # padding adds nothing to the gradient of the indexer's loss
+            index_q = index_q.masked_fill(inputs.padding_bs.t()[..., None, None], 0.0)
+        keys = torch.cat([v, k], dim=-1).flatten(2), index[:, :, -1].contiguous()
+        return inputs.to_keys(self._attend_to, (q, index_q), keys)
+
+    def _attend_to(
+        self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], first_bs: Tensor, stop_bs: Tensor
+    ) -> Tensor:
+        """Implement `megafp8.layers.mixer.AttendTo`: attend to the chosen blocks of these keys."""
+        (q, index_q), (kv, index_k), (b, g) = queries, keys, (queries[0].shape[1], self.groups)
+        q = q.unflatten(2, (g, -1)).flatten(1, 2).contiguous()
+        kv, index_q = kv.unflatten(-1, (g, -1)).flatten(1, 2), index_q.flatten(1, 2)
+        weight_sn = torch.full_like(index_q[..., 0], self.d**-0.5, dtype=wide(q))
+        index = Index(
+            torch.stack([index_q, -index_q], dim=2), index_k.unsqueeze(2).expand(-1, -1, g, -1).flatten(1, 2),
+            torch.stack([weight_sn, -weight_sn], dim=2),
+        )  # fmt: skip
+        first_ns, stop_ns = (x.expand(b, -1).unsqueeze(1).expand(-1, g, -1).flatten(0, 1) for x in (first_bs, stop_bs))
+        attend = replace(self.attend, top_k=self._chosen_blocks(len(kv)))
+        return attend(q, kv, index, None, self.identity, first_ns, stop_ns)[0].unflatten(1, (b, g)).flatten(2, 3)
+
+    def _chosen_blocks(self, length: int) -> int:
+        """Return the largest number of blocks that a query chooses among `length` keys."""
+        return min(self.sparse.top_k, -(-length // self.sparse.block_size))
 
     # --- memory and compute -----------------------------------------------------------------------------------------
 
@@ -173,27 +159,30 @@ class BlockSparseAttention(Attention):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""
-        d, e, qkv = self.sparse.index_head_dim, batch.element, self.qkv.state.plan
-        heads, own_tokens = self.sparse.groups + 1, batch.own_tokens
-        shares_input = qkv.saved == "high" and batch.tokens == own_tokens
-        saved = super().saved(batch) | {
+        m, own_tokens, e, d, g = batch.tokens, batch.own_tokens, batch.element, self.d, self.groups
+        heads, shares_input = self.sparse.groups + 1, self.qkv.state.plan.saved == "high" and m == own_tokens
+        saved = {
+            "qkv input": batch.saved_input(self.qkv.state),
             "index input": 0 if shares_input else own_tokens * self.index.shape[1] * e,
-            "index heads before their norms": own_tokens * heads * d * e,
-            "statistics of the norms of index heads": own_tokens * heads * batch.statistic,
-            "index heads": batch.tokens * (self.groups + 1) * d * e,
+            "index heads before their norms": own_tokens * heads * (d * e + batch.statistic),
+            "q, k, v": m * sum(self.split.values()) * e,
+            "proj input": batch.saved_input(self.proj.state),
         }
         if self.recompute:
-            return saved
-        chosen = batch.tokens * self.groups * self.attend.blocks_of(batch.length) * 4
+            return saved | {"index heads": m * heads * d * e}
         whole = batch.sequences * batch.length  # tokens of all context-parallel ranks
-        values = 0 if whole == batch.tokens else self.groups * self.d
-        keys = self.groups * self.d + d + values
-        return saved | {"chosen blocks": chosen, "keys with index keys": whole * keys * e}
+        return saved | {
+            "statistics of norms": m * (self.heads + g) * batch.statistic,
+            "q by group": m * self.heads * d * e,
+            "keys and values": 2 * whole * g * d * e,
+            "index keys by group": whole * (g if batch.sequences > 1 else 1) * d * e,
+            "index queries": 2 * m * g * (d * e + batch.statistic),
+            "chosen blocks": m * g * self._chosen_blocks(batch.length) * 4,
+        }
 
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the traffic of attention's kernels, and of index heads and index scores."""
-        attention, heads = super().work(batch), batch.tokens * (self.groups + 1) * self.sparse.index_head_dim
-        moved = 4 * heads * batch.element
+        attention, moved = super().work(batch), 4 * batch.tokens * (self.groups + 1) * self.d * batch.element
         scores = 8 * self.groups * self._scored(batch) * batch.tokens
         return KernelWork(attention.forward + moved + scores, attention.backward + moved)
 
@@ -213,14 +202,13 @@ class BlockSparseAttention(Attention):
 
     def keys_and_values(self, batch: MicroBatch) -> int:
         """Return the bytes of this rank's keys, values and index keys."""
-        return super().keys_and_values(batch) + batch.tokens * self.sparse.index_head_dim * batch.element
+        return super().keys_and_values(batch) + batch.tokens * self.d * batch.element
 
     def flops(self, batch: MicroBatch) -> float:
         """Return a third of the index scores' FLOPs, which have no backward."""
-        return batch.tokens * 2.0 * self.groups * self.sparse.index_head_dim * self._scored(batch) / 3
+        return batch.tokens * 2.0 * self.groups * self.d * self._scored(batch) / 3
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Return the bytes of the gradients of queries, of keys in fp32, and of the tensors of one part of queries."""
-        d, whole = self.sparse.index_head_dim, batch.sequences * batch.length
-        queries = batch.tokens * (self.heads * self.d + 2 * self.groups * d) * batch.element
-        return queries + whole * self.groups * (2 * self.d + d) * batch.statistic + BLOCK_BYTES
+        """Return the bytes of the gradients of queries, of keys in fp32, and of the tensors of one block of queries."""
+        queries = batch.tokens * (self.heads + 2 * self.groups) * self.d * batch.element
+        return queries + 3 * batch.sequences * batch.length * self.groups * self.d * batch.statistic + BLOCK_BYTES

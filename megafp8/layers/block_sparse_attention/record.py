@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from megafp8.host.problems import Problem
 from megafp8.layers.attention.record import AttentionConfig
-from megafp8.section import Channels, Chosen, NonNegative, Tokens
+from megafp8.section import Chosen, NonNegative, Tokens
 from megafp8.spec import ModelSection, RunConfig
 
 
@@ -29,8 +29,6 @@ class BlockSparseAttentionConfig(AttentionConfig):
     """Number of tokens of a block, counted from the start of a document (index_block_size)."""
     local_blocks: Chosen = 1
     """Number of the latest blocks that are always chosen, including the token's own block (index_local_blocks)."""
-    index_head_dim: Channels = 128
-    """Number of channels of the indexer's query for each group, and of the key that all groups share."""
     kl_loss: NonNegative = 1.0
     """Weight of the indexer's loss, as in model.sparse_attention, with the mean probabilities of each group's heads."""
 
@@ -47,23 +45,16 @@ class BlockSparseAttentionConfig(AttentionConfig):
     def problems(self, model: ModelSection, path: str) -> Iterator[Problem]:
         """Yield the rules that the keys of this kind of layer break."""
         yield from super().problems(model, path)
-        record = self.resolved(model)
-        supported = {
-            "position_embedding": ("rope",), "qk_norm": (False, True, "projection"), "sliding_window": (None,),
-            "attention_chunk": (None,), "attention_softcap": (None,), "attention_sinks": (False,),
-            "value_norm": (False,), "keys_as_values": (False,), "output_gate": (False,), "kv_layer": (None,),
-        }  # fmt: skip
-        for key, values in supported.items():
-            if (value := getattr(record, key)) not in values:
-                yield Problem(f"{path}.{key}", value, f"layers of kind {self.kind} lack it", f"try {values[0]!r}")
-        if model.attention_dropout:
-            rule = f"probabilities of {path} have no dropout"
-            yield Problem("model.attention_dropout", model.attention_dropout, rule, "try 0")
-        if model.architecture != "gpt":
-            yield Problem(f"{path}.kind", self.kind, f"model.architecture is {model.architecture}", "try attention")
-        if self.index_head_dim < record.rotary_channels:
-            rule = f"below the number of rotated channels ({record.rotary_channels})"
-            yield Problem(f"{path}.index_head_dim", self.index_head_dim, rule, f"try {record.rotary_channels} or more")
+        record, needed = self.resolved(model), {"position_embedding": "rope", "qk_norm": True}
+        absent = ("sliding_window", "attention_chunk", "attention_softcap", "query_scaling", "kv_layer")
+        needed |= dict.fromkeys(absent) | dict.fromkeys(("attention_sinks", "value_norm", "keys_as_values"), False)
+        for key, value in {**needed, "output_gate": False}.items():
+            if getattr(record, key) != value:
+                yield Problem(f"{path}.{key}", getattr(record, key), f"{self.kind} lacks it", f"try {value!r}")
+        if model.attention_dropout or model.architecture != "gpt":
+            key = "attention_dropout" if model.attention_dropout else "architecture"
+            rule = f"layers of kind {self.kind} lack it"
+            yield Problem(f"model.{key}", getattr(model, key), rule, "try 0" if model.attention_dropout else "try gpt")
         if self.local_blocks > self.top_k:
             rule = f"above top_k ({self.top_k}), the number of all chosen blocks"
             yield Problem(f"{path}.local_blocks", self.local_blocks, rule, f"try {self.top_k} or less")

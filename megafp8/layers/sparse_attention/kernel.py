@@ -18,9 +18,8 @@ to a key is added to fp32 sums in memory by atomic additions, in an order that d
 torch.use_deterministic_algorithms is on, the contributions are written for each pair of a query and a key instead, and
 torch adds them up in a fixed order.
 
-Shapes: b sequences, s queries of a block, t keys, k chosen keys of a query; rows of c = v + r channels, the first v of
-them the value; a heads with w channels, which are multiplied with the last channels of a row: w = c (`SHARED`: values
-are part of keys) or w = r; i heads of the indexer with d channels.
+Shapes: b sequences, s queries of a block, t keys, k chosen keys of a query; a heads of c = v + r channels, the first v
+of them the value; i heads of the indexer with d channels.
 """
 
 from __future__ import annotations
@@ -72,13 +71,10 @@ def scores_kernel(
         tl.store(scores_bst + row[:, None] * t + j[None, :], total, mask=real[:, None] & known[None, :])
 
 
-def block_maxima_kernel(
-    scores_bst, first_bs, stop_bs, maxima_bsn, t, n, size, M: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def block_maxima_kernel(scores_bst, first_bs, stop_bs, maxima_bsn, t, n, size, M: tl.constexpr, WIDTH: tl.constexpr):
     """Compute the largest score in each block of a row's range, M blocks at a time; -inf for blocks after the range."""
     row = tl.program_id(0).to(tl.int64)
-    first = tl.load(first_bs + row)
-    stop = tl.load(stop_bs + row)
+    first, stop = tl.load(first_bs + row), tl.load(stop_bs + row)
     lane = tl.arange(0, WIDTH)
     for at in range(0, n, M):
         block = at + tl.arange(0, M)
@@ -212,9 +208,8 @@ def _inside(keep, c, END: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def attend_kernel(
-    q_bsaw, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, s, t, k, a, scale,
-    V: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    q_bsac, kv_btc, chosen_bsk, count_bs, o_bsav, lse_bsa, s, t, k, a, scale,
+    V: tl.constexpr, R: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute M heads of a query. `scale` is the factor of scores in base 2."""
     blocks = tl.cdiv(a, M)
@@ -226,11 +221,9 @@ def attend_kernel(
         tl.arange(0, N),
     )
     real = head < a
-    at_r: tl.constexpr = V if SHARED else 0
-    q = q_bsaw + (row * a + head)[:, None] * (at_r + R)
-    if SHARED:
-        q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
-    q_r = tl.load(q + at_r + r[None, :], mask=_inside(real, r, R, WR), other=0.0)
+    q = q_bsac + (row * a + head)[:, None] * (V + R)
+    q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
+    q_r = tl.load(q + V + r[None, :], mask=_inside(real, r, R, WR), other=0.0)
     kv = kv_btc + row // s * t * (V + R)
     count = tl.load(count_bs + row)
     largest = tl.full([M], float("-inf"), tl.float32)
@@ -242,11 +235,8 @@ def attend_kernel(
         rows = kv + key[:, None] * (V + R)
         k_v = tl.load(rows + c[None, :], mask=_inside(seen, c, V, WV), other=0.0)
         k_r = tl.load(rows + V + r[None, :], mask=_inside(seen, r, R, WR), other=0.0)
-        if SHARED:
-            x = tl.dot(q_v, tl.trans(k_v), input_precision="ieee")
-            x = tl.dot(q_r, tl.trans(k_r), x, input_precision="ieee")
-        else:
-            x = tl.dot(q_r, tl.trans(k_r), input_precision="ieee")
+        x = tl.dot(q_v, tl.trans(k_v), input_precision="ieee")
+        x = tl.dot(q_r, tl.trans(k_r), x, input_precision="ieee")
         x = tl.where(seen[None, :], x * scale, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, axis=1))
         shrink = tl.exp2(largest - larger)
@@ -263,10 +253,9 @@ def attend_kernel(
 
 
 def scores_backward_kernel(
-    do_bsav, q_bsaw, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak,
+    do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak,
     s, t, k, a, scale, scale2,
-    V: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, WV: tl.constexpr, WR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the probabilities of M heads of a query, and the gradients of their scores.
 
@@ -278,11 +267,9 @@ def scores_backward_kernel(
     head, c, r, lane = block * M + tl.arange(0, M), tl.arange(0, WV), tl.arange(0, WR), tl.arange(0, N)
     real = head < a
     at = row * a + head
-    at_r: tl.constexpr = V if SHARED else 0
-    q = q_bsaw + at[:, None] * (at_r + R)
-    if SHARED:
-        q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
-    q_r = tl.load(q + at_r + r[None, :], mask=_inside(real, r, R, WR), other=0.0)
+    q = q_bsac + at[:, None] * (V + R)
+    q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
+    q_r = tl.load(q + V + r[None, :], mask=_inside(real, r, R, WR), other=0.0)
     do = tl.load(do_bsav + at[:, None] * V + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
     lse = tl.load(lse_bsa + at, mask=real, other=float("inf")) * 1.4426950408889634
     delta = tl.load(delta_bsa + at, mask=real, other=0.0)
@@ -294,11 +281,8 @@ def scores_backward_kernel(
         rows = kv + key[:, None] * (V + R)
         k_v = tl.load(rows + c[None, :], mask=_inside(seen, c, V, WV), other=0.0)
         k_r = tl.load(rows + V + r[None, :], mask=_inside(seen, r, R, WR), other=0.0)
-        if SHARED:
-            x = tl.dot(q_v, tl.trans(k_v), input_precision="ieee")
-            x = tl.dot(q_r, tl.trans(k_r), x, input_precision="ieee")
-        else:
-            x = tl.dot(q_r, tl.trans(k_r), input_precision="ieee")
+        x = tl.dot(q_v, tl.trans(k_v), input_precision="ieee")
+        x = tl.dot(q_r, tl.trans(k_r), x, input_precision="ieee")
         p = tl.where(seen[None, :] & real[:, None], tl.exp2(x * scale2 - lse[:, None]), 0.0)
         dp = tl.dot(do, tl.trans(k_v), input_precision="ieee")
         ds = p * (dp - delta[:, None]) * scale
@@ -309,35 +293,34 @@ def scores_backward_kernel(
 
 
 def queries_backward_kernel(
-    kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsaw, s, t, k, a,
-    ROW: tl.constexpr, C: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsac, s, t, k, a,
+    C: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute W of the C channels of dq for M heads of a query; a row of keys has `ROW` channels."""
+    """Compute W of the C channels of dq for M heads of a query."""
     parts, blocks = tl.cdiv(C, W), tl.cdiv(a, M)
     row = (tl.program_id(0) // (parts * blocks)).to(tl.int64)
     head = tl.program_id(0) // parts % blocks * M + tl.arange(0, M)
     c, lane = tl.program_id(0) % parts * W + tl.arange(0, W), tl.arange(0, N)
     real = head < a
     at = row * a + head
-    kv = kv_btc + row // s * t * ROW + (ROW - C)
+    kv = kv_btc + row // s * t * C
     count = tl.load(count_bs + row)
     dq = tl.zeros([M, W], tl.float32)
     for n in range(0, count, N):
         seen = n + lane < count
         key = tl.load(chosen_bsk + row * k + n + lane, mask=seen, other=0).to(tl.int64)
-        rows = tl.load(kv + key[:, None] * ROW + c[None, :], mask=seen[:, None] & (c < C)[None, :], other=0.0)
+        rows = tl.load(kv + key[:, None] * C + c[None, :], mask=seen[:, None] & (c < C)[None, :], other=0.0)
         ds = tl.load(ds_bsak + at[:, None] * k + n + lane[None, :], mask=real[:, None] & seen[None, :], other=0.0)
         dq = tl.dot(ds, rows, dq, input_precision="ieee")
     tl.store(
-        dq_bsaw + at[:, None] * C + c[None, :], dq.to(dq_bsaw.dtype.element_ty),
+        dq_bsac + at[:, None] * C + c[None, :], dq.to(dq_bsac.dtype.element_ty),
         mask=real[:, None] & (c < C)[None, :],
     )  # fmt: skip
 
 
 def keys_backward_kernel(
-    do_bsav, q_bsaw, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, p_bsk, s, t, k, a,
-    ATOMIC: tl.constexpr, V: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    do_bsav, q_bsac, p_bsak, ds_bsak, chosen_bsk, count_bs, dkv, p_bsk, s, t, k, a,
+    ATOMIC: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of N keys from one query, W channels at a time.
 
@@ -346,7 +329,6 @@ def keys_backward_kernel(
     over heads.
     """
     tiles = tl.cdiv(k, N)
-    before: tl.constexpr = 0 if SHARED else V  # channels of a row before the first one of a query
     row = (tl.program_id(0) // tiles).to(tl.int64)
     n = tl.program_id(0) % tiles * N
     count = tl.load(count_bs + row)
@@ -369,9 +351,9 @@ def keys_backward_kernel(
             head_sums += tl.sum(p.to(tl.float32), axis=0)
             for first in range(0, V + R, W):
                 c = first + tl.arange(0, W)
-                multiplied = (c >= before) & (c < V + R)
-                q = q_bsaw + at[:, None] * (V + R - before) + (c - before)[None, :]
-                q = tl.load(q, mask=real[:, None] & multiplied[None, :], other=0.0)
+                q = tl.load(
+                    q_bsac + at[:, None] * (V + R) + c[None, :], mask=real[:, None] & (c < V + R)[None, :], other=0.0
+                )
                 do = tl.load(do_bsav + at[:, None] * V + c[None, :], mask=real[:, None] & (c < V)[None, :], other=0.0)
                 total = tl.dot(tl.trans(q), ds, input_precision="ieee")
                 total = tl.dot(tl.trans(do), p, total, input_precision="ieee")
@@ -385,18 +367,14 @@ def keys_backward_kernel(
         tl.store(p_bsk + row * k + lane, head_sums, mask=seen)
 
 
-_scores, _choose, _index_loss = (
-    TritonKernel(scores_kernel),
-    TritonKernel(choose_kernel),
-    TritonKernel(index_loss_kernel),
-)
-_block_maxima = TritonKernel(block_maxima_kernel)
+_scores, _block_maxima = TritonKernel(scores_kernel), TritonKernel(block_maxima_kernel)
+_choose, _index_loss = TritonKernel(choose_kernel), TritonKernel(index_loss_kernel)
 _attend, _scores_backward = TritonKernel(attend_kernel), TritonKernel(scores_backward_kernel)
 _queries_backward, _keys_backward = TritonKernel(queries_backward_kernel), TritonKernel(keys_backward_kernel)
 
 SCORES: dict[str, Any] = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
-CHOOSE: dict[str, Any] = {"BLOCK": 2048, "BITS": 8, "num_warps": 4}
 BLOCK_MAXIMA: dict[str, Any] = {"M": 16, "num_warps": 4}
+CHOOSE: dict[str, Any] = {"BLOCK": 2048, "BITS": 8, "num_warps": 4}
 INDEX_LOSS: dict[str, Any] = {"N": 128, "num_warps": 4, "num_stages": 2}
 ATTEND: dict[str, Any] = {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3}
 SCORES_BACKWARD: dict[str, Any] = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 3}
@@ -419,13 +397,8 @@ def _counts(keys: Keys) -> Tensor:
     return (keys.stop - keys.first).clamp(max=keys.chosen.shape[-1]).int().contiguous()
 
 
-def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Compute `reference.select`."""
-    return choose(index_scores(index, first_bs, stop_bs), first_bs, stop_bs, top_k)
-
-
 def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
-    """Return fp32 scores `[b, s, t]` of the keys in the queries' ranges; other elements are undefined."""
+    """Compute `reference.index_scores` in fp32."""
     (b, s, heads, d), t = index.q.shape, index.k.shape[1]
     q, k = (kernel_input(x.contiguous()) for x in (index.q, index.k))
     first, stop = first_bs.int().contiguous(), stop_bs.int().contiguous()
@@ -436,8 +409,17 @@ def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
     return scores_bst
 
 
+def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
+    """Compute `reference.block_maxima`."""
+    (b, s, t), ranges = scores_bst.shape, (first_bs.int().contiguous(), stop_bs.int().contiguous())
+    maxima_bsn = scores_bst.new_empty(b, s, ceil_div(t, size))
+    bound = _block_maxima.bind(WIDTH=next_power_of_2(size), **BLOCK_MAXIMA)
+    bound.launch((b * s, 1), (scores_bst, *ranges, maxima_bsn), (t, maxima_bsn.shape[2], size))
+    return maxima_bsn
+
+
 def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Return the choice of `select` for these scores."""
+    """Compute `reference.choose`."""
     b, s, t = scores_bst.shape
     chosen_bsk = torch.empty(b, s, top_k, dtype=torch.int32, device=scores_bst.device)
     bound = _choose.bind(BINS=1 << CHOOSE["BITS"], **CHOOSE)
@@ -446,62 +428,42 @@ def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) ->
     return chosen_bsk
 
 
-def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
-    """Compute `reference.block_maxima`."""
-    b, s, t = scores_bst.shape
-    n = ceil_div(t, size)
-    maxima_bsn = torch.empty(b, s, n, dtype=torch.float32, device=scores_bst.device)
-    ranges = first_bs.int().contiguous(), stop_bs.int().contiguous()
-    bound = _block_maxima.bind(WIDTH=next_power_of_2(size), **BLOCK_MAXIMA)
-    bound.launch((b * s, 1), (scores_bst, *ranges, maxima_bsn), (t, n, size))
-    return maxima_bsn
-
-
-def _shared(q_bsaw: Tensor, kv_btc: Tensor, value_width: int) -> bool:
-    """Return whether queries are multiplied with the whole rows, or with the channels after the value."""
-    w, c = q_bsaw.shape[-1], kv_btc.shape[-1]
-    assert w in (c, c - value_width)
-    return w == c
-
-
-def attend(q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
     """Compute `reference.attend` for chosen keys."""
-    (b, s, a, _), (_, t, c), v = q_bsaw.shape, kv_btc.shape, value_width
+    (b, s, a, c), t, v = q_bsac.shape, kv_btc.shape[1], value_width
     assert keys.chosen is not None
-    q, kv, shared = kernel_input(q_bsaw.contiguous()), kernel_input(kv_btc), _shared(q_bsaw, kv_btc, v)
+    q, kv = kernel_input(q_bsac.contiguous()), kernel_input(kv_btc)
     o_bsav = torch.empty(b, s, a, v, dtype=q.dtype, device=q.device)
     lse_bsa = torch.empty(b, s, a, dtype=torch.float32, device=q.device)
     chosen, counts = keys.chosen.contiguous(), _counts(keys)
-    if shared and hopper.takes(q, v):
+    if hopper.takes(q, v):
         hopper.attend(q, kv, chosen, counts, o_bsav, lse_bsa, scale)
     else:
         options = _heads(ATTEND, a)
-        bound = _attend.bind(V=v, R=c - v, SHARED=shared, WV=_wide(v), WR=_wide(c - v), **options)
+        bound = _attend.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **options)
         bound.launch(
             (b * s * ceil_div(a, options["M"]), 1), (q, kv, chosen, counts, o_bsav, lse_bsa),
             (s, t, chosen.shape[-1], a, scale * _LOG2E),
         )  # fmt: skip
-    return o_bsav.to(q_bsaw.dtype), lse_bsa
+    return o_bsav.to(q_bsac.dtype), lse_bsa
 
 
 def attend_backward(
-    do_bsav: Tensor, q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
+    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
     dkv_btc: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `reference.attend_backward` for chosen keys."""
-    (b, s, a, _), (_, t, c), v = q_bsaw.shape, kv_btc.shape, do_bsav.shape[-1]
+    (b, s, a, c), t, v = q_bsac.shape, kv_btc.shape[1], do_bsav.shape[-1]
     assert keys.chosen is not None
     top_k = keys.chosen.shape[-1]
-    q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsaw, kv_btc, do_bsav, o_bsav))
-    shared = _shared(q_bsaw, kv_btc, v)
-    dq_bsaw, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
+    q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav, o_bsav))
+    dq_bsac, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
     atomic, key_heads, counts = (
         not torch.are_deterministic_algorithms_enabled(),
         _heads(KEYS_BACKWARD, a),
         _counts(keys),
     )
-    sums = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, SHARED=shared, **key_heads)
-    tiles = ceil_div(top_k, key_heads["N"])
+    sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **key_heads), ceil_div(top_k, key_heads["N"])
     size = max(1, _PAIR_BYTES // (b * top_k * (4 * a if atomic else 4 * max(a, c))))
     for rows in (slice(at, min(at + size, s)) for at in range(0, s, size)):
         n = rows.stop - rows.start
@@ -511,7 +473,7 @@ def attend_backward(
         dq, p = torch.empty_like(own_q), p_bsk.new_zeros(b, n, top_k)
         probabilities, dscores = own_q.new_empty(2, b, n, a, top_k)
         tensors = own_do, own_q, kv, chosen, count, own_o, lse, probabilities, dscores, dq
-        if shared and hopper.takes(q, v):
+        if hopper.takes(q, v):
             hopper.queries_backward(*tensors, scale)
         else:
             _queries_backward_by_triton(*tensors, scale)
@@ -519,30 +481,29 @@ def attend_backward(
         sums.launch(
             (b * n * tiles, 1), (own_do, own_q, probabilities, dscores, chosen, count, dkv, p), (n, t, top_k, a)
         )
-        dq_bsaw[:, rows], p_bsk[:, rows] = dq, p
+        dq_bsac[:, rows], p_bsk[:, rows] = dq, p
         if not atomic:
             _add_rows(dkv_btc, chosen, dkv)
-    return dq_bsaw.to(q_bsaw.dtype), p_bsk
+    return dq_bsac.to(q_bsac.dtype), p_bsk
 
 
 def _queries_backward_by_triton(
-    do_bsav: Tensor, q_bsaw: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor,
-    lse_bsa: Tensor, p_bsak: Tensor, ds_bsak: Tensor, dq_bsaw: Tensor, scale: float,
+    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, chosen_bsk: Tensor, count_bs: Tensor, o_bsav: Tensor,
+    lse_bsa: Tensor, p_bsak: Tensor, ds_bsak: Tensor, dq_bsac: Tensor, scale: float,
 ) -> None:  # fmt: skip
     """Compute `hopper_kernel.queries_backward` in Triton."""
-    (b, s, a, w), c, v = q_bsaw.shape, kv_btc.shape[2], do_bsav.shape[3]
+    (b, s, a, c), v = q_bsac.shape, do_bsav.shape[3]
     numbers = s, kv_btc.shape[1], chosen_bsk.shape[2], a
     delta_bsa = torch.linalg.vecdot(do_bsav.float(), o_bsav.float())
     score_heads, query_heads = _heads(SCORES_BACKWARD, a), _heads(QUERIES_BACKWARD, a)
-    options = {"SHARED": w == c, "WV": _wide(v), "WR": _wide(c - v), **score_heads}
-    _scores_backward.bind(V=v, R=c - v, **options).launch(
+    _scores_backward.bind(V=v, R=c - v, WV=_wide(v), WR=_wide(c - v), **score_heads).launch(
         (b * s * ceil_div(a, score_heads["M"]), 1),
-        (do_bsav, q_bsaw, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak),
+        (do_bsav, q_bsac, kv_btc, chosen_bsk, count_bs, lse_bsa, delta_bsa, p_bsak, ds_bsak),
         (*numbers, scale, scale * _LOG2E),
     )
-    programs = ceil_div(a, query_heads["M"]) * ceil_div(w, query_heads["W"])
-    _queries_backward.bind(ROW=c, C=w, **query_heads).launch(
-        (b * s * programs, 1), (kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsaw), numbers
+    programs = ceil_div(a, query_heads["M"]) * ceil_div(c, query_heads["W"])
+    _queries_backward.bind(C=c, **query_heads).launch(
+        (b * s * programs, 1), (kv_btc, ds_bsak, chosen_bsk, count_bs, dq_bsac), numbers
     )
 
 

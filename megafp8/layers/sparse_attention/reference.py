@@ -5,12 +5,11 @@ Each query has a range of keys, `first <= key < stop`, from which an indexer cho
     index score of query s and key t    I = Σ_i w_i · relu(q_i · k)    over the indexer's heads i; one key for all heads
 
 Sums are in fp32 or wider. Among keys with equal scores, the key at the lower position is chosen, so the choice depends
-only on scores. Attention has the form in which all heads share one row for each key. The first channels of a row are
-the value, and its last channels, as many as a query has, are the key. In latent attention, where a row consists of the
-latent and its rotary key, these are all channels.
+only on scores. Attention has the form in which all heads share one key. This key consists of the latent and its rotary
+key, and its first channels are the value.
 
-Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t if no keys are chosen; a heads; rows
-of c channels, the first v of them the value and the last w of them the key; i heads of the indexer with d channels.
+Shapes: b sequences, s queries of the block, t keys, k chosen keys of a query, or t if no keys are chosen; a heads of c
+channels, the first v of them the value; i heads of the indexer with d channels.
 """
 
 from __future__ import annotations
@@ -57,6 +56,19 @@ class Keys(NamedTuple):
         j = torch.arange(t, device=self.first.device)
         return (j >= self.first.unsqueeze(-1)) & (j < self.stop.unsqueeze(-1))
 
+    def of_blocks(self, size: int) -> Keys:
+        """Return the keys of chosen blocks of `size` keys, which are counted from the first key of the range.
+
+        Their range holds their number.
+        """
+        assert self.chosen is not None
+        first_bs, stop_bs = (x.int()[..., None, None] for x in (self.first, self.stop))
+        place = torch.arange(size, dtype=torch.int32, device=self.first.device)
+        key = first_bs + self.chosen.unsqueeze(-1) * size + place
+        missing = (self.chosen < 0).unsqueeze(-1) | (key >= stop_bs)
+        count_bs = (~missing).sum((-2, -1))
+        return Keys(key.masked_fill_(missing, -1).flatten(2), torch.zeros_like(count_bs), count_bs)
+
     def gather_rows(self, x_btc: Tensor) -> Tensor:
         """Return the rows of the keys, `[b, s, k, c]`, or all rows `[b, 1, t, c]`."""
         if self.chosen is None:
@@ -65,21 +77,19 @@ class Keys(NamedTuple):
         rows = self.chosen.long().clamp(min=0).view(b, s * k, 1).expand(-1, -1, x_btc.shape[-1])
         return x_btc.gather(1, rows).view(b, s, k, -1)
 
-    def add(self, into_btc: Tensor, last: tuple[Tensor, Tensor], *first: tuple[Tensor, Tensor]) -> None:
-        """Add to the rows of the keys the sum over heads of `x_bsak` times `y_bsac`, for each of these products.
+    def add(self, into_btc: Tensor, *products: tuple[Tensor, Tensor]) -> None:
+        """Add to the rows of the keys the sum over heads of `x_bsak` times `y_bsac`, for each of the `products`.
 
-        `last` is added to the last channels of the rows, and the products `first` to their first channels. x must be
-        zero where there is no key.
+        A product with fewer channels is added to the first channels. x must be zero where there is no key.
         """
-        b, t, c = into_btc.shape
-        places = [(last, slice(c - last[1].shape[-1], c)), *((x, slice(x[1].shape[-1])) for x in first)]
         if self.chosen is None:
-            for (x_bsak, y_bsac), channels in places:
-                into_btc[..., channels] += x_bsak.flatten(1, 2).mT @ y_bsac.flatten(1, 2)
+            for x_bsak, y_bsac in products:
+                into_btc[..., : y_bsac.shape[-1]] += x_bsak.flatten(1, 2).mT @ y_bsac.flatten(1, 2)
             return
-        rows_bskc = into_btc.new_zeros(*self.chosen.shape, c)
-        for (x_bsak, y_bsac), channels in places:
-            rows_bskc[..., channels] += x_bsak.mT @ y_bsac
+        b, t, c = into_btc.shape
+        rows_bskc = products[0][0].mT @ products[0][1]
+        for x_bsak, y_bsac in products[1:]:
+            rows_bskc[..., : y_bsac.shape[-1]] += x_bsak.mT @ y_bsac
         sample = torch.arange(b, device=rows_bskc.device).view(b, 1, 1) * t
         at = (self.chosen.clamp(min=0) + sample).flatten().long()
         into_btc.view(b * t, c).index_add_(0, at, rows_bskc.view(-1, c))
@@ -91,7 +101,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
-    """Return the scores of the keys in the queries' ranges, `[b, s, t]`, and -inf for other keys.
+    """Return the scores of the keys in the queries' ranges, `[b, s, t]`; other elements are undefined.
 
     They are summed one head of the indexer after the other.
     """
@@ -100,7 +110,7 @@ def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
     total = index.q.new_zeros(*index.q.shape[:2], index.k.shape[1], dtype=dtype)
     for q_bsd, w_bs in zip(index.q.to(dtype).unbind(2), index.weights.to(dtype).unbind(2), strict=True):
         total += (q_bsd @ k_bdt).relu_() * w_bs.unsqueeze(-1)
-    return total.masked_fill_(~Keys(None, first_bs, stop_bs).visible(index.k.shape[1]), -math.inf)
+    return total
 
 
 def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
@@ -114,13 +124,8 @@ def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: in
     return x.unflatten(-1, (-1, size)).amax(-1)
 
 
-def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Return the `top_k` keys with the greatest scores, int32 `[b, s, k]`, in order of position; -1 pads the end."""
-    return choose(index_scores(index, first_bs, stop_bs), first_bs, stop_bs, top_k)
-
-
 def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Return the choice of `select` for these scores, of which those outside the ranges do not count."""
+    """Return the `top_k` keys with the greatest scores, int32 `[b, s, k]`, in order of position; -1 pads the end."""
     t = scores_bst.shape[-1]
     visible = Keys(None, first_bs, stop_bs).visible(t)
     scores = scores_bst.masked_fill(~visible, -math.inf)
@@ -140,30 +145,29 @@ def _probabilities(q_bsac: Tensor, rows: Tensor, visible_bsk: Tensor, scale: flo
     return (x - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp(), lse
 
 
-def attend(q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q_bsac: Tensor, kv_btc: Tensor, keys: Keys, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return the outputs `[b, s, a, v]` and log-sum-exps `[b, s, a]`."""
-    dtype = wide(q_bsaw)
-    rows, w = keys.gather_rows(kv_btc).to(dtype), q_bsaw.shape[-1]
-    p, lse = _probabilities(q_bsaw.to(dtype), rows[..., -w:], keys.visible(kv_btc.shape[1]), scale)
-    return (p @ rows[..., :value_width]).to(q_bsaw.dtype), lse
+    dtype, rows = wide(q_bsac), keys.gather_rows(kv_btc)
+    p, lse = _probabilities(q_bsac.to(dtype), rows.to(dtype), keys.visible(kv_btc.shape[1]), scale)
+    return (p @ rows[..., :value_width].to(dtype)).to(q_bsac.dtype), lse
 
 
 def attend_backward(
-    do_bsav: Tensor, q_bsaw: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
+    do_bsav: Tensor, q_bsac: Tensor, kv_btc: Tensor, keys: Keys, o_bsav: Tensor, lse_bsa: Tensor, scale: float,
     dkv_btc: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dq `[b, s, a, w]` and the probabilities summed over heads `[b, s, k]`, and add to `dkv_btc`.
+    """Return dq `[b, s, a, c]` and the probabilities summed over heads `[b, s, k]`, and add to `dkv_btc`.
 
     `dkv_btc` is fp32 or wider.
     """
-    dtype, v, w = wide(q_bsaw), do_bsav.shape[-1], q_bsaw.shape[-1]
+    dtype, v = wide(q_bsac), do_bsav.shape[-1]
     rows, visible = keys.gather_rows(kv_btc).to(dtype), keys.visible(kv_btc.shape[1])
-    q, do = q_bsaw.to(dtype), do_bsav.to(dtype)
-    p = (q @ rows[..., -w:].mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
+    q, do = q_bsac.to(dtype), do_bsav.to(dtype)
+    p = (q @ rows.mT * scale - lse_bsa.to(dtype).unsqueeze(-1)).exp().masked_fill(~visible.unsqueeze(2), 0.0)
     delta = (do * o_bsav.to(dtype)).sum(-1, keepdim=True)
     ds = p * (do @ rows[..., :v].mT - delta) * scale
     keys.add(dkv_btc, (ds, q), (p, do))
-    return (ds @ rows[..., -w:]).to(q_bsaw.dtype), p.sum(2)
+    return (ds @ rows).to(q_bsac.dtype), p.sum(2)
 
 
 def index_loss_backward(

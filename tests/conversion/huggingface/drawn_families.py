@@ -405,11 +405,12 @@ DRAWN: dict[str, Family] = {
         "layer_types": (
             ["minimax_m3_sparse"] * 3, ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         ),
-        "index_head_dim": (8, 10), "index_block_size": (2, 3), "index_topk_blocks": (2, 3),
+        "index_block_size": (2, 3), "index_topk_blocks": (2, 3),
         "index_local_blocks": (1, 2), "rms_norm_eps": (1e-5, 1e-3),
         "": tuple(
             {
-                "num_key_value_heads": groups, "index_n_heads": groups, "head_dim": width, "rotary_dim": rotated,
+                "num_key_value_heads": groups, "index_n_heads": groups, "head_dim": width,
+                "index_head_dim": width, "rotary_dim": rotated,
                 "rope_parameters": ROPE["rope_parameters"][0] | {"partial_rotary_factor": rotated / width},
             }
             for groups in (1, 2, 4) for width, rotated in ((8, 4), (12, 6), (8, 8))

@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from megafp8.layers.sparse_attention import hopper_kernel as sparse_attention_hopper
 from megafp8.layers.sparse_attention import kernel as sparse_attention
 
-LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64, "SHARED": True}
+LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "scores": {"D": 128, "WIDTH": 128},
     "block_maxima": {"WIDTH": 128},
@@ -24,11 +24,11 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "index_loss": {"D": 128, "WIDTH": 128, "M": 64, "ATOMIC": True},
     "attend": LATENT | {"WV": 512},
     "scores_backward": LATENT | {"WV": 512},
-    "queries_backward": {"ROW": 576, "C": 576},
-    "keys_backward": {"V": 512, "R": 64, "SHARED": True, "ATOMIC": True},
+    "queries_backward": {"C": 576},
+    "keys_backward": {"V": 512, "R": 64, "ATOMIC": True},
 }
 HOPPER = {"hopper_attend": "_attend", "hopper_queries_backward": "_queries_backward"}
-BF16 = {"q_bsid", "k_btd", "q_bsac", "q_bsaw", "kv_btc", "do_bsav", "o_bsav", "dq_bsid", "dq_bsac", "dq_bsaw", "p_bsak",
+BF16 = {"q_bsid", "k_btd", "q_bsac", "kv_btc", "do_bsav", "o_bsav", "dq_bsid", "dq_bsac", "p_bsak",
         "ds_bsak"}  # fmt: skip
 INT32 = {"first_bs", "stop_bs", "chosen_bsk", "count_bs"}
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.layers.block_sparse_attention import op as block_sparse_attention
 from megafp8.layers.compressed_attention import op as compressed_attention
 from megafp8.layers.context import PlannedGroup
 from megafp8.layers.sparse_attention import hopper_kernel as hopper
-from megafp8.layers.sparse_attention import kernel, reference
+from megafp8.layers.sparse_attention import kernel, op, reference
 from megafp8.layers.sparse_attention.op import IndexLoss
 from megafp8.layers.sparse_attention.reference import Index, Keys
 from tests.kernels import DEVICE, noise
@@ -48,6 +47,10 @@ def _ranges() -> tuple[Tensor, Tensor]:
     return first, stop
 
 
+def _select(functions: Any, index: Index, first: Tensor, stop: Tensor) -> Tensor:
+    return functions.choose(functions.index_scores(index, first, stop), first, stop, K)
+
+
 def _index(heads: int = 5, d: int = 12) -> Index:
     q, k = noise(B, S, heads, d).to(DTYPE), noise(B, T, d, seed=1).to(DTYPE)
     return Index(q, k, noise(B, S, heads, seed=2))
@@ -57,33 +60,27 @@ def test_choices_are_exact() -> None:
     """Keys with equal scores among them: those that are the same key, and zeros."""
     index, (first, stop) = _index(2), _ranges()
     index.k[:, 20:] = index.k[:, :20]
-    expected = reference.select(index, first, stop, K)
-    assert torch.equal(kernel.select(index, first, stop, K), expected)
+    expected = _select(reference, index, first, stop)
+    assert torch.equal(_select(kernel, index, first, stop), expected)
     assert (expected >= 0).sum(-1).tolist() == (stop - first).clamp(max=K).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64])
+def test_largest_scores_of_blocks(size: int) -> None:
+    scores, ranges = noise(B, S, T), _ranges()
+    assert torch.equal(kernel.block_maxima(scores, *ranges, size), reference.block_maxima(scores, *ranges, size))
 
 
 def _close(found: Tensor, expected: Tensor, what: str = "") -> None:
     assert (found.double() - expected.double()).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1), what
 
 
-def test_largest_scores_of_blocks() -> None:
-    first, stop = _ranges()
-    scores = reference.index_scores(_index(), first, stop)
-    for size in (1, 7, 16, 64):
-        assert torch.equal(
-            kernel.block_maxima(scores.float(), first, stop, size),
-            reference.block_maxima(scores.float(), first, stop, size),
-        )
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("w", [V + R, R])
-def test_attention_to_chosen_keys(w: int, deterministic: bool) -> None:
-    """With values that are part of the keys, and with separate values."""
+def test_attention_to_chosen_keys(deterministic: bool) -> None:
     first, stop = _ranges()
-    keys = Keys(reference.select(_index(), first, stop, K), first, stop)
+    keys = Keys(_select(reference, _index(), first, stop), first, stop)
     q, kv, do = (noise(*shape, seed=i).to(DTYPE) for i, shape in
-                 enumerate([(B, S, A, w), (B, T, V + R), (B, S, A, V)]))  # fmt: skip
+                 enumerate([(B, S, A, V + R), (B, T, V + R), (B, S, A, V)]))  # fmt: skip
     o, lse = reference.attend(q, kv, keys, V, 0.3)
     found_o, found_lse = kernel.attend(q, kv, keys, V, 0.3)
     _close(found_o, o)
@@ -103,7 +100,7 @@ def test_attention_to_chosen_keys(w: int, deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_loss_of_the_indexer(deterministic: bool) -> None:
     index, (first, stop) = _index(), _ranges()
-    keys = Keys(reference.select(index, first, stop, K), first, stop)
+    keys = Keys(_select(reference, index, first, stop), first, stop)
     p = noise(B, S, K).exp() * (keys.chosen >= 0)
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
     factor = torch.tensor(0.7, device=DEVICE)
@@ -144,31 +141,6 @@ def test_kernels_for_hopper(v: int, r: int, heads: int) -> None:
         _close(ours, theirs, what)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_blocks_of_keys_on_a_gpu(deterministic: bool) -> None:
-    """Separate values and groups of 16 heads, as in MiniMax-M3: outputs, gradients and loss in two documents."""
-    s, g, d = 700, 2, 128
-    stop = torch.arange(1, s + 1, device="cuda").unsqueeze(0)
-    first = torch.where(stop > 300, 300, 0)
-    shapes = [(s, 1, 16 * g, d), (s, 1, g, d), (s, 1, g, d), (s, 1, g, d), (s, 1, d)]
-    tensors = [noise(*shape, seed=i).bfloat16() for i, shape in enumerate(shapes)]
-    found = []
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        for dtype in (torch.float64, torch.bfloat16):
-            total = torch.zeros(1, dtype=torch.float64, device="cuda")
-            own = [x.to(dtype).requires_grad_() for x in tensors]
-            core = block_sparse_attention.BlockSparseCoreAttention(64, 3, 1, IndexLoss(1.0, None, total))
-            y = core(*own, first, stop, d**-0.5)
-            (y * noise(*y.shape, seed=7).to(dtype)).sum().backward()
-            found.append([y.detach(), total, *(x.grad for x in own)])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for i, (expected, ours) in enumerate(zip(*found, strict=True)):
-        assert (ours.double() - expected.double()).norm() <= 2e-2 * expected.double().norm(), str(i)
-
-
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k: int | None) -> None:
     """Windows of tokens, entries and sinks: values as wide as keys, which the kernels have from lists."""
@@ -195,23 +167,47 @@ def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k:
         _close(ours, expected, str(i))
 
 
-def test_block_sparse_attention_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    s, g, d = 9, 2, 20
+def _blocks(shape: tuple[int, int, int, int], dtype: torch.dtype, functions: Any) -> list[Tensor]:
+    """Outputs, loss and gradients of attention to chosen blocks of keys in two documents.
+
+    The `shape` is s queries, a heads of d channels and blocks of `size` keys; values and keys are separate.
+    """
+    s, a, d, size = shape
     stop = torch.arange(1, s + 1, device=DEVICE).expand(B, -1)
-    first = torch.tensor([[0] * s, [0] * 4 + [4] * 5], device=DEVICE)
-    shapes = [(s, B, 6, d), (s, B, g, d), (s, B, g, d), (s, B, g, 12), (s, B, 12)]
-    tensors = [noise(*shape, seed=i).to(DTYPE) for i, shape in enumerate(shapes)]
-    found = []
-    for functions in (reference, kernel):
-        monkeypatch.setattr(block_sparse_attention, "functions_for", lambda q, functions=functions: functions)
-        total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
-        own = [x.clone().requires_grad_() for x in tensors]
-        core = block_sparse_attention.BlockSparseCoreAttention(2, 2, 1, IndexLoss(0.3, None, total))
-        y = core(*own, first, stop, 0.3)
-        (y * noise(*y.shape, seed=7).to(DTYPE)).sum().backward()
-        found.append([y.detach(), total, *(x.grad for x in own)])
+    first = torch.where(stop > s // 2, s // 2, 0)
+    shapes = [(s, B, a, d), (s, B, 2 * d), (s, B, 2, d), (s, B, d)]
+    own = [noise(*x, seed=i).bfloat16().to(dtype).requires_grad_() for i, x in enumerate(shapes)]
+    q, kv, index_q, index_k = own
+    weights = torch.ones(s, B, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE)
+    total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
+    attend = op.SparseAttention(3, d**-0.5, None, IndexLoss(0.3, None, total), size, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "functions_for", lambda q: functions)
+        identity = torch.eye(d, dtype=dtype, device=DEVICE).repeat(a, 1)
+        y, _ = attend(q, kv, Index(index_q, index_k, weights * d**-0.5), None, identity, first, stop)
+        (y * noise(*y.shape, seed=7).to(dtype)).sum().backward()
+    return [y.detach(), total, *(x.grad for x in own if x.grad is not None)]
+
+
+def test_attention_to_blocks_by_kernels() -> None:
+    found = [_blocks((11, A, 20, 2), DTYPE, functions) for functions in (reference, kernel)]
+    assert len(found[0]) == 6
     for i, (expected, ours) in enumerate(zip(*found, strict=True)):
         _close(ours, expected, str(i))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_to_blocks_on_a_gpu(deterministic: bool) -> None:
+    """Groups of 16 heads as in MiniMax-M3, in bf16 against float64."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = _blocks((700, 16, 128, 64), torch.bfloat16, kernel)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = _blocks((700, 16, 128, 64), torch.float64, reference)
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (ours.double() - theirs).norm() <= 2e-2 * theirs.norm(), str(i)
 
 
 @pytest.mark.slow

@@ -33,21 +33,20 @@ def _write_rope(ours: Fields) -> Keys:
 _SPARSE, _KIND = "minimax_m3_sparse", BlockSparseAttentionConfig().kind
 _INDEXER = {
     "top_k": ("index_topk_blocks", 16), "block_size": ("index_block_size", 128),
-    "local_blocks": ("index_local_blocks", 1), "index_head_dim": ("index_head_dim", 128),
+    "local_blocks": ("index_local_blocks", 1),
 }  # fmt: skip
 
 
-def _check_m3(hf: HfConfig) -> None:
-    """Raise ValueError for a rotary_dim that transformers would not use, or an indexer without a head for each group.
-
-    transformers reads partial_rotary_factor instead of rotary_dim. The code in the published folder reads rotary_dim.
-    """
-    rotated = int(read_rope(hf, 5e6, 1.0)["partial_rotary_factor"] * hf.get("head_dim", 128))
-    if hf.get("rotary_dim", rotated) != rotated:
-        refuse("rotary_dim", hf["rotary_dim"], f"partial_rotary_factor × head_dim ({rotated})")
-    groups = hf.get("num_key_value_heads", 4)
-    if hf.get("index_n_heads", 4) != groups:
-        refuse("index_n_heads", hf.get("index_n_heads", 4), f"num_key_value_heads ({groups})")
+def _check_widths(hf: HfConfig) -> None:
+    """Raise ValueError for a rotary_dim that transformers ignores, and for an indexer with other heads than keys."""
+    width, groups = hf.get("head_dim", 128), hf.get("num_key_value_heads", 4)
+    rotated = int(read_rope(hf, 5e6, 1.0)["partial_rotary_factor"] * width)
+    for key, default, value, name in (
+        ("rotary_dim", rotated, rotated, "partial_rotary_factor × head_dim"),
+        ("index_n_heads", 4, groups, "num_key_value_heads"), ("index_head_dim", 128, width, "head_dim"),
+    ):  # fmt: skip
+        if hf.get(key, default) != value:
+            refuse(key, hf.get(key, default), f"{name} ({value})")
 
 
 def _read_mixers(hf: HfConfig) -> Fields:
@@ -85,8 +84,8 @@ FAMILIES = (
         always(zero_centered_gamma=True, qk_norm=True), only(swiglu_alpha=1.702, swiglu_limit=7.0),
         same(ffn_hidden_size=("dense_intermediate_size", 12288)),
         Trait(("layer_types", *(key for key, _ in _INDEXER.values())), _read_mixers, _write_mixers),
-        check(_check_m3, rotary_dim=lambda ours: int(ours["head_dim"] * ours["partial_rotary_factor"]),
-              index_n_heads=lambda ours: ours["num_query_groups"]),
+        check(_check_widths, rotary_dim=lambda ours: int(ours["head_dim"] * ours["partial_rotary_factor"]),
+              index_n_heads=lambda ours: ours["num_query_groups"], index_head_dim=lambda ours: ours["head_dim"]),
         sparse_layers(0, None), traits.AUX_LOSS, traits.num_experts("num_local_experts", "num_experts"),
         same(
             "moe", top_k=("num_experts_per_tok", 4), ffn_hidden_size=("intermediate_size", 3072),
