@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megafp8.layers.attention.module import Attention
 from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionConfig
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import TokenCache, Tokens
 from megafp8.layers.norm.module import RMSNormPart, normalized
@@ -44,9 +44,9 @@ from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import QuantizedGradHandoff
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 
@@ -70,11 +70,10 @@ class BlockSparseAttention(Attention):
         super().__init__(name, record, model, context, input=unfused, memory=replace(memory, norms=False))
         assert self.rotates, "the config was not checked"
         self.sparse, parts = record, {"index_q": record.groups * self.d, "index_k": self.d}
-        shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
-        reason = "the indexer stays in training.precision"
-        site = LinearSite(f"{name}.index", model.hidden_size, sum(parts.values()), high_precision=reason)
-        self.index = replicated_parameter(context, shards, Init("normal", model.hidden_init_std), matrix=True)
-        self.index_state = context.fp8.linear(site)
+        self.index, self.index_state = replicated_product(
+            context, name, "index", parts, model.hidden_size, init=Init("normal", model.hidden_init_std),
+            reason="the indexer stays in training.precision",
+        )  # fmt: skip
         self.index_q_norm, self.index_k_norm = (
             RMSNormPart(
                 f"{name}.{part}_norm", self.d, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
@@ -88,10 +87,8 @@ class BlockSparseAttention(Attention):
         scale = record.attention_scale or self.d**-0.5
         self.attend = SparseAttention(record.top_k, scale, None, loss, record.block_size, record.local_blocks)
         shared = self.heads // self.groups
-        self.identity = context.constants.setdefault(
-            ("identity", self.d, shared),
-            torch.eye(self.d, dtype=context.dtype, device=context.buffer_device).repeat(shared, 1),
-        )
+        identity = torch.eye(self.d, dtype=context.dtype, device=context.buffer_device)
+        self.identity = context.constants.setdefault(("identity", self.d, shared), identity.repeat(shared, 1))
 
     @property
     def input_linear(self) -> None:
@@ -183,12 +180,8 @@ class BlockSparseAttention(Attention):
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the traffic of attention's kernels, and of index heads and index scores."""
         attention, moved = super().work(batch), 4 * batch.tokens * (self.groups + 1) * self.d * batch.element
-        scores = 8 * self.groups * self._scored(batch) * batch.tokens
+        scores = 4 * self.groups * batch.length * batch.tokens  # of half of all pairs, written and read
         return KernelWork(attention.forward + moved + scores, attention.backward + moved)
-
-    def _scored(self, batch: MicroBatch) -> float:
-        """Return the mean number of keys that the indexer scores for a query and group."""
-        return pairs_of(batch.length, None, causal=True) / batch.length
 
     def attention(self, batch: MicroBatch) -> list[AttentionWork]:
         """Return the size of attention to chosen blocks.
@@ -205,8 +198,8 @@ class BlockSparseAttention(Attention):
         return super().keys_and_values(batch) + batch.tokens * self.d * batch.element
 
     def flops(self, batch: MicroBatch) -> float:
-        """Return a third of the index scores' FLOPs, which have no backward."""
-        return batch.tokens * 2.0 * self.groups * self.d * self._scored(batch) / 3
+        """Return a third of the FLOPs of index scores, of half of all pairs. They have no backward."""
+        return batch.tokens * self.groups * self.d * batch.length / 3
 
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Return the bytes of the gradients of queries, of keys in fp32, and of the tensors of one block of queries."""

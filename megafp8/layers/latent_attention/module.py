@@ -36,7 +36,7 @@ from megafp8.layers.attention.module import (
 )
 from megafp8.layers.attention.op import CoreAttention
 from megafp8.layers.attention.scores import Scores
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.op import latent_heads
 from megafp8.layers.latent_attention.record import LatentMixerConfig, LatentRecord
@@ -46,10 +46,10 @@ from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 
@@ -89,11 +89,10 @@ class LatentAttention(Mixer):
         down = {"kv_down": record.kv_rank + self.r}
         if record.q_rank is not None:
             down = {"q_down": record.q_rank} | down
-        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
-        self.down = replicated_parameter(context, shards, init, matrix=True)
         reason = "latents are few and stay in training.precision"
-        site = LinearSite(f"{name}.down", model.hidden_size, sum(down.values()), high_precision=reason)
-        self.down_state = context.fp8.linear(site)
+        self.down, self.down_state = replicated_product(
+            context, name, "down", down, model.hidden_size, init=init, reason=reason
+        )
         norm: dict[str, Any] = {
             "eps": record.eps,
             "sees_a_slice": context.sequence_sharded,
