@@ -7,10 +7,9 @@ blocks with the highest scores. The indexer has these parts:
     index_k    residual stream's norm -> one key for all groups, followed by an RMSNorm
 
 They are as wide as the heads of attention, and rotated like these. The choice is the choice of `transformers`, except
-that the earlier of two blocks with equal scores wins. The indexer's loss is ours, as `transformers` has none: for each
-group, it is the loss that `layers.sparse_attention.op` describes. It is the only source of the indexer's gradient, and
-the indexer's inputs get no gradient from it. The indexer's products stay in high precision and are whole on every
-tensor-parallel rank; each rank computes them for its own tokens, and chooses for its own groups.
+that the earlier of two blocks with equal scores wins. The indexer's loss is ours, as `transformers` has none: it is the
+loss that `layers.sparse_attention.op` describes, for each group. The indexer's products are computed as in
+`layers.sparse_attention.module`, but each tensor-parallel rank chooses for its own groups.
 
 `layers.sparse_attention.op` computes attention with these tensors:
 

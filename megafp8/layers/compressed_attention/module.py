@@ -332,13 +332,8 @@ class CompressedAttention(Mixer):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""
-        m, own_tokens, e, record, widths = (
-            batch.tokens,
-            batch.own_tokens,
-            batch.element,
-            self.record,
-            self._widths_of_entries,
-        )
+        m, own_tokens, e = batch.tokens, batch.own_tokens, batch.element
+        record, widths = self.record, self._widths_of_entries
         whole, queries = batch.sequences * batch.length, m * self.heads * self.d  # keys of all context-parallel ranks
         made_of = 2 * record.series * sum(widths)
         saved = {

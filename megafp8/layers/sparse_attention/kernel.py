@@ -214,12 +214,8 @@ def attend_kernel(
     """Compute M heads of a query. `scale` is the factor of scores in base 2."""
     blocks = tl.cdiv(a, M)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    head, c, r, lane = (
-        tl.program_id(0) % blocks * M + tl.arange(0, M),
-        tl.arange(0, WV),
-        tl.arange(0, WR),
-        tl.arange(0, N),
-    )
+    head = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    c, r, lane = tl.arange(0, WV), tl.arange(0, WR), tl.arange(0, N)
     real = head < a
     q = q_bsac + (row * a + head)[:, None] * (V + R)
     q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
@@ -458,11 +454,8 @@ def attend_backward(
     top_k = keys.chosen.shape[-1]
     q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav, o_bsav))
     dq_bsac, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
-    atomic, key_heads, counts = (
-        not torch.are_deterministic_algorithms_enabled(),
-        _heads(KEYS_BACKWARD, a),
-        _counts(keys),
-    )
+    atomic, key_heads = not torch.are_deterministic_algorithms_enabled(), _heads(KEYS_BACKWARD, a)
+    counts = _counts(keys)
     sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **key_heads), ceil_div(top_k, key_heads["N"])
     size = max(1, _PAIR_BYTES // (b * top_k * (4 * a if atomic else 4 * max(a, c))))
     for rows in (slice(at, min(at + size, s)) for at in range(0, s, size)):
@@ -533,17 +526,14 @@ def index_loss_backward(
         n = rows.stop - rows.start
         dk = dk_btd if atomic else dk_btd.new_zeros(b, n, top_k, d)
         row_inputs = [x[:, rows].contiguous() for x in (q, weights, chosen, counts, p_bsk)]
-        outs = (
-            (dq, dweights, loss_bs)
-            if size >= s
-            else tuple(torch.empty_like(x[:, rows]) for x in (dq, dweights, loss_bs))
-        )
+        whole = dq, dweights, loss_bs
+        outs = whole if size >= s else tuple(torch.empty_like(x[:, rows]) for x in whole)
         bound.launch(
             (b * n, 1), (row_inputs[0], k, *row_inputs[1:], factor, outs[0], dk, *outs[1:]), (n, t, top_k, heads)
         )
         if size < s:
-            for whole, part in zip((dq, dweights, loss_bs), outs, strict=True):
-                whole[:, rows] = part
+            for x, part in zip(whole, outs, strict=True):
+                x[:, rows] = part
         if not atomic:
             _add_rows(dk_btd, chosen[:, rows], dk)
     return dq.to(index.q.dtype), dweights.to(index.weights.dtype), loss_bs.sum(dtype=torch.float64)

@@ -311,8 +311,6 @@ def functions_for(q_sbad: Tensor) -> Any:
     """Return the module that computes such tensors with chosen keys; it has the same functions as the reference."""
     if not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
         return reference
-    from megafp8.layers.sparse_attention import (
-        kernel as sparse_attention,
-    )  # needs Triton, which comes with torch's CUDA builds
+    from megafp8.layers.sparse_attention import kernel  # needs Triton, which comes with torch's CUDA builds
 
-    return sparse_attention
+    return kernel
