@@ -34,7 +34,7 @@ from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionCon
 from megafp8.layers.context import BuildContext, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import TokenCache, Tokens
-from megafp8.layers.norm.module import RMSNormPart, normalized
+from megafp8.layers.norm.module import normalized, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.rotary.op import rotate_and_split, rotate_heads
 from megafp8.layers.sparse_attention.module import SparseInputs
@@ -73,13 +73,7 @@ class BlockSparseAttention(Attention):
             context, name, "index", parts, model.hidden_size, init=Init("normal", model.hidden_init_std),
             reason="the indexer stays in training.precision",
         )  # fmt: skip
-        self.index_q_norm, self.index_k_norm = (
-            RMSNormPart(
-                f"{name}.{part}_norm", self.d, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
-                zero_centered=model.norm.zero_centered,
-            )
-            for part in parts
-        )  # fmt: skip
+        self.index_q_norm, self.index_k_norm = (rms_norm(f"{name}.{x}_norm", self.d, model, context) for x in parts)
         self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
         weight = record.kl_loss / (context.global_tokens * record.groups)
         loss = IndexLoss(weight, context.auxiliary_loss_grad, self.index_loss)

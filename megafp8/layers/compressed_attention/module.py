@@ -43,7 +43,7 @@ from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
 from megafp8.layers.context import BuildContext, new_parameter, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
-from megafp8.layers.norm.module import RMSNormPart, normalized
+from megafp8.layers.norm.module import normalized, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.recurrent.op import Recurrence, State
 from megafp8.layers.rotary.module import RotaryEmbedding
@@ -103,10 +103,7 @@ class _Entries(nn.Module):
         shards = unsharded(f"{name}_position.weight", (record.compress_rate, record.series * width))
         spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
         self.position = new_parameter(context, shards, Init("zeros"), **spec)
-        self.norm = RMSNormPart(
-            f"{name}_norm", width, context, eps=model.norm.eps, sees_a_slice=partial,
-            zero_centered=model.norm.zero_centered,
-        )  # fmt: skip
+        self.norm = rms_norm(f"{name}_norm", width, model, context, sees_a_slice=partial)
 
 
 class CompressedAttention(Mixer):
@@ -140,12 +137,8 @@ class CompressedAttention(Mixer):
         product = partial(replicated_product, context, name, init=self.init, reason=reason)
         self.down, self.down_state = product("down", parts, h)
         self.widths = [record.q_rank, d, 2 * entry_width]
-        centered = model.norm.zero_centered
-        norm: dict[str, Any] = {
-            "eps": model.norm.eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
-        }  # fmt: skip
-        self.q_norm = RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNormPart(f"{name}.kv_norm", d, context, **norm)
+        self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context)
+        self.kv_norm = rms_norm(f"{name}.kv_norm", d, model, context)
         self.q_up = ColumnParallelLinear(
             f"{name}.q_up",
             record.q_rank,

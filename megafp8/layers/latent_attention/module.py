@@ -41,7 +41,7 @@ from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.op import latent_heads
 from megafp8.layers.latent_attention.record import LatentMixerConfig, LatentRecord
 from megafp8.layers.mixer import Mixer, TokenCache, Tokens
-from megafp8.layers.norm.module import RMSNormPart
+from megafp8.layers.norm.module import RMSNormPart, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.linear.fusion import LinearInput
@@ -93,13 +93,10 @@ class LatentAttention(Mixer):
         self.down, self.down_state = replicated_product(
             context, name, "down", down, model.hidden_size, init=init, reason=reason
         )
-        norm: dict[str, Any] = {
-            "eps": record.eps,
-            "sees_a_slice": context.sequence_sharded,
-            "zero_centered": model.norm.zero_centered,
-        }
-        self.q_norm = None if record.q_rank is None else RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNormPart(f"{name}.kv_norm", record.kv_rank, context, **norm)
+        self.q_norm: RMSNormPart | None = None
+        if record.q_rank is not None:
+            self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context, eps=record.eps)
+        self.kv_norm = rms_norm(f"{name}.kv_norm", record.kv_rank, model, context, eps=record.eps)
 
         def up(layer: str, norm: Neighbor, rank: int, *widths: int) -> ColumnParallelLinear:
             layer, fused, rows = f"{name}.{layer}", norm.fuses != "none", heads * sum(widths)
