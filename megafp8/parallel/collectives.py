@@ -182,11 +182,6 @@ def reduce_scatter_in_place_async(x: Tensor, group: ProcessGroup | None) -> Coll
     return started("reduce_scatter", group, _REDUCE_SCATTER(own_slice(x, group), x, group=group, async_op=True))
 
 
-def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row i of `x` to rank i of `group`, and return the rows that arrive, `[ranks, ...]`: row i from rank i."""
-    return all_to_all_rows(x, [1] * group.size(), [1] * group.size(), group)
-
-
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Send the first `sent[0]` rows of `x` `[m, ...]` to rank 0 of `group`, the next `sent[1]` to rank 1, and so on.
 

@@ -41,7 +41,7 @@ from megafp8.layers.context import BuildContext, new_parameter, replicated_param
 from megafp8.layers.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
 from megafp8.layers.experts.exchange import plan_dispatch
 from megafp8.layers.experts.own_rows import MARGIN, RowBound, own_rows
-from megafp8.layers.experts.permute_op import Permutation, by_expert, combine, expert_input, permute, scale_rows
+from megafp8.layers.experts.permute_op import Permutation, combine, expert_input, permute, scale_rows
 from megafp8.layers.experts.router import Router
 from megafp8.layers.mixer import FeedForward, Tokens
 from megafp8.layers.mlp.module import MLP
@@ -548,10 +548,8 @@ class MoE(FeedForward):
         """
         assert self.group is not None
         routing = self.router(x_nh, sequences, tokens.ids_n, tokens.padding_n)
-        permutation, ends_e = by_expert(routing.experts, self.num_experts)
-        between = plan_dispatch(torch.diff(ends_e, prepend=ends_e.new_zeros(1)).long(), self.group)
-        if self.drops:
-            permutation = permutation._replace(order=permutation.order[: sum(between.sent)], num_rows=ends_e[-1:])
+        between = plan_dispatch(routing.experts, self.num_experts, self.group, self.row_bound, self.name)
+        permutation = between.by_rank
         if self.router.moe.scale_inputs:
             rows_ml, weights = self._scaled(x_nl, routing.weights, permutation)
         else:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +24,29 @@ from megafp8.layers.experts.permute_op import Permutation, by_expert
 
 MARGIN = 1.25
 """Room of a CUDA graph as a multiple of the most rows that a layer had before."""
-_MULTIPLE = 128  # the room is a multiple of this number of rows
+_MULTIPLE = 128  # the room of a buffer is a multiple of this number of rows,
+_PART = 8  # and the room of a part that goes to one rank is a multiple of this one
 _MOST_LAYERS = 4096  # the memory for their surplus is allocated before the layers are known
 
 
+class Rooms(NamedTuple):
+    """Room for each count of a layer's rows, in rows: on the host, and int64 on the device."""
+
+    counts: list[int]
+    on_device: Tensor
+
+
 class RowBound:
-    """Sizes of a rank's expert buffers in each layer, in rows."""
+    """Sizes of a rank's expert buffers in each layer, in rows.
+
+    A layer has one count of rows, or one for each pair of ranks that exchange rows.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._largest: dict[str, int] = {}  # most rows so far, by layer
-        self._limits: dict[str, int] = {}  # largest possible number of rows, by layer
-        self._rooms: dict[str, int] = {}  # room in the newest graph, by layer
+        self._largest: dict[str, list[int]] = {}  # most rows so far, by layer
+        self._limits: dict[str, int] = {}  # largest possible number of rows of a count, by layer
+        self._rooms: dict[str, Rooms] = {}  # room in the newest graph, by layer
+        self._kept: list[Tensor] = []  # rooms that graphs read
         self._is_fixed = False
         self.surplus = torch.zeros(_MOST_LAYERS, dtype=torch.int32, device=device)
         """Most rows without room in each layer, in the order of the first forward pass; the caller resets it to zero.
@@ -41,45 +55,60 @@ class RowBound:
     @contextmanager
     def fixed(self) -> Iterator[None]:
         """Use fixed row counts inside the context, so that the host never waits for the device."""
+        for layer in self._largest:
+            self._make_room(layer)
         self._is_fixed = True
         try:
             yield
         finally:
             self._is_fixed = False
 
-    def room(self, layer: str, rows: Tensor, limit: int) -> int:
-        """Return the number of rows to allocate for a layer.
+    def _make_room(self, layer: str) -> None:
+        """Set the room of a layer. This copies it to the device, which a capture cannot do."""
+        largest, limit = self._largest[layer], self._limits[layer]
+        multiple = _MULTIPLE if len(largest) == 1 else min(_PART, _MULTIPLE)
+        counts = [min(limit, -(-int(MARGIN * x) // multiple) * multiple) for x in largest]
+        if layer not in self._rooms or self._rooms[layer].counts != counts:
+            self._rooms[layer] = Rooms(counts, torch.tensor(counts, device=self.surplus.device))
+            self._kept.append(self._rooms[layer].on_device)
+
+    def rooms(self, layer: str, rows_x: Tensor, limit: int) -> Rooms:
+        """Return the number of rows to allocate for each count of a layer.
 
         Args:
             layer: Name of the layer.
-            rows: Number of rows that the layer has, int32 `[1]` on the device.
-            limit: Largest possible number of rows.
+            rows_x: Numbers of rows that the layer has, integers `[x]` on the device.
+            limit: Largest possible number of rows of a count.
         """
+        self._limits[layer] = max(limit, self._limits.get(layer, 0))  # evaluations may have fewer tokens
         if not self._is_fixed:
-            count = int(rows.item())
-            self._largest[layer] = max(self._largest.get(layer, 0), count)
-            return count
-        room = min(limit, -(-int(MARGIN * self._largest[layer]) // _MULTIPLE) * _MULTIPLE)
-        self._rooms[layer], self._limits[layer] = room, limit
-        index = list(self._largest).index(layer)
+            counts = rows_x.tolist()
+            self._largest[layer] = [max(pair) for pair in zip(self._largest.get(layer, counts), counts, strict=True)]
+            return Rooms(counts, rows_x.long())
+        rooms, index = self._rooms[layer], list(self._largest).index(layer)
         assert index < _MOST_LAYERS
         surplus = self.surplus[index : index + 1]
-        torch.maximum(surplus, rows - room, out=surplus)
-        return room
+        torch.maximum(surplus, (rows_x - rooms.on_device).amax().int(), out=surplus)
+        return rooms
+
+    def room(self, layer: str, rows: Tensor, limit: int) -> int:
+        """Return the number of rows to allocate for a layer with one count, int32 `[1]`."""
+        return self.rooms(layer, rows, limit).counts[0]
 
     def grow(self) -> None:
         """Enlarge the rooms after a surplus. Waits for the device.
 
-        A layer with a surplus gets `MARGIN` times the rows that it had. Every other layer gets as large a fraction of
-        its limit as the fullest layer had, because any layer may be the next one that a router fills.
+        A layer with a surplus gets `MARGIN` times the rows that it had. Every other layer gets on average as large a
+        fraction of its limit as the fullest layer had, because any layer may be the next one that a router fills.
         """
         surplus = dict(zip(self._largest, self.surplus.tolist()))
-        for layer, room in self._rooms.items():
+        for layer, rooms in self._rooms.items():
             if surplus[layer]:
-                self._largest[layer] = room + surplus[layer]
-        fullest = max((self._largest[layer] / limit for layer, limit in self._limits.items()), default=0.0)
+                self._largest[layer] = [room + surplus[layer] for room in rooms.counts]
+        fractions = (fmean(self._largest[layer]) / limit for layer, limit in self._limits.items())
+        fullest = max(fractions, default=0.0)
         for layer, limit in self._limits.items():
-            self._largest[layer] = max(self._largest[layer], int(fullest * limit / MARGIN))
+            self._largest[layer] = [max(x, int(fullest * limit / MARGIN)) for x in self._largest[layer]]
 
 
 def own_rows(
