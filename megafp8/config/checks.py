@@ -804,7 +804,6 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     reason, for recipes.
     """
     p = config.parallel
-    exchange = "all_to_all dispatch needs the host to read the number of tokens per rank, which a graph cannot do"
     reads = "the host reads the number of tokens of each expert, which a graph cannot do,"
     slow_experts = config.spec.has_experts and config.training.precision != "bf16"
     kernel = (
@@ -822,7 +821,6 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
         (config.data.grpo is not None, "texts are sampled before each step, outside of a graph", "leave data.grpo out"),
         (config.data.compares, frozen, "leave data.dpo.reference=live and data.distillation out"),
         (config.data.distillation is not None, divergence, "leave data.distillation out"),
-        (not config.gathers_tokens, exchange, "parallel.expert_dispatch=all_gather"),
         (slow_experts, f"{reads} except in bf16", "training.precision=bf16"),
         (slow_attention, choices, "training.precision=bf16"),
     )

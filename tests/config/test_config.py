@@ -428,8 +428,6 @@ EXPERTS: list[tuple[list[str], int, str]] = [
     ([EIGHT, "parallel.expert=2", "parallel.fsdp=true", "parallel.fsdp_replicas=2"], 2,
      "parallel.fsdp_replicas = 2: the shards of parallel.fsdp are replicated over equal parts of 2 data-parallel "
      "ranks, and the experts' shards over equal parts of the 1 that hold the same experts; try 1"),
-    ([EIGHT, "parallel.expert=4", "training.cuda_graphs=true"], 4,
-     "all_to_all dispatch needs the host to read the number of tokens per rank, which a graph cannot"),
     ([EIGHT, "parallel.expert_tensor=3"], 3, "parallel.expert_tensor = 3: the width of an expert"),
     ([EIGHT, "parallel.expert=2", "parallel.expert_tensor=2"], 2,
      "parallel.expert = 2: it must divide the 1 data-, context- and tensor-parallel ranks of a pipeline stage over"),

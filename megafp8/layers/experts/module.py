@@ -354,8 +354,7 @@ class MoE(FeedForward):
         """Return the number of rows that buffers have room for if the load is even."""
         if collectives.size(self.group) == 1:  # a row for each choice
             return batch.own_tokens * self.router.moe.top_k
-        varies = self.gathers_tokens and batch.replayed
-        return int(self.rows(batch) * MARGIN) if varies else self.rows(batch)
+        return int(self.rows(batch) * MARGIN) if batch.replayed else self.rows(batch)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor, if the load is even."""
@@ -448,8 +447,8 @@ class MoE(FeedForward):
         if ranks == 1:
             return None
         tokens = batch.own_tokens * self.width * batch.element
-        to_each = 1 if self.gathers_tokens else self.router.moe.top_k * self._computed_share / ranks
-        received = tokens * (ranks - 1) * to_each
+        rows = self.router.moe.top_k * self._computed_share * (MARGIN if batch.replayed else 1)
+        received = tokens * (ranks - 1) * (1 if self.gathers_tokens else rows / ranks)
         return DispatchTraffic(ranks, tokens, received, self.gathers_tokens)
 
     def inputs(self, layer: int, tokens: Tokens) -> RoutedTokens:
