@@ -94,9 +94,12 @@ def test_experts_compute_their_tokens() -> None:
     assert costs_of(config, FLOPS_ONLY)["experts"].total * RATE == pytest.approx(6 * rows * weights)
 
 
-@pytest.mark.parametrize(("dispatch", "copies"), [("all_gather", 3.0), ("all_to_all", 2 * 3 / 4)])
+@pytest.mark.parametrize(("dispatch", "copies"), [("all_gather", 3.0), ("all_to_all", 1.25 * 2 * 3 / 4)])
 def test_experts_exchange_tokens(dispatch: str, copies: float) -> None:
-    """Four ranks send all tokens to all others, or two copies of each token, of which every fourth stays; and back."""
+    """Four ranks send all tokens to all others, or two copies of each, of which every fourth stays; and back.
+
+    The copies go to places with a quarter more room, as in a CUDA graph.
+    """
     exchange = f"parallel.expert_dispatch={dispatch}", "parallel.overlap_tensor=none"
     config, gpu = config_of(EXPERTS, "parallel.expert=4", *exchange), replace(FLOPS_ONLY, nvlink=1e9)
     values = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size * 2
