@@ -301,7 +301,7 @@ class ModelSpec:
     @property
     def attention_widths(self) -> list[int]:
         """Distinct head widths of queries and keys of softmax attention; empty without such layers."""
-        mixers = (layer.mixer for layer in self.distinct_layers)
+        mixers = [x.mixer.attention if x.mixer.kind == "shared_attention" else x.mixer for x in self.distinct_layers]
         return [*dict.fromkeys(mixer.channels for mixer in mixers if mixer.present and not mixer.is_recurrent)]
 
     @property

@@ -132,7 +132,7 @@ def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype
 
 
 class Attention(Mixer):
-    """Softmax attention with grouped queries."""
+    """Softmax attention with grouped queries; if `adapted`, of two inputs side by side, with a term of the layer."""
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class Attention(Mixer):
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
+        adapted: bool = False,
     ) -> None:
         super().__init__()
         self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
@@ -158,7 +159,7 @@ class Attention(Mixer):
         self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
-        plain = [*parts] == ["q", "k", "v"] and not self.is_read
+        plain = [*parts] == ["q", "k", "v"] and not (self.is_read or adapted)
         self.norms_rotated, self.norms_last = record.qk_norm == "rotated", record.qk_norm == "after_rotation"
         rotates = has_rotary and plain and not (record.value_norm or self.norms_last)
         if rotates and self.norms_rotated:  # a rotation keeps a head's norm unless the tables contain a factor
@@ -166,7 +167,7 @@ class Attention(Mixer):
             rotates = scaled is None or scaled.rotated_factor == 1
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
-            model.hidden_size,
+            (1 + adapted) * model.hidden_size,
             sum(parts.values()),
             parts={f"{name}.{part}": width for part, width in parts.items()},
             heads={f"{name}.{part}": (d,) for part in "qkv"},
@@ -359,10 +360,13 @@ class Attention(Mixer):
         """Return the bytes of this rank's keys and values."""
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
-    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
+    def forward(
+        self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs, adapter: Callable[..., Tensor] | None = None
+    ) -> Tensor:
         """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         if not self.rotates:
-            return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
+            qkv_sbc = self.qkv(x_sbh) if adapter is None else self.qkv(x_sbh) + adapter(x_sbh)
+            return self.proj(self._run(self._attend, qkv_sbc, inputs))
         handoff = self.qkv.state.grad_handoff()
         qkv_sbc = self.qkv(x_sbh, handoff)
         if self.record.qk_norm:  # recompute the norms' outputs, too
