@@ -39,7 +39,6 @@ from benchmarks.common import (
 )
 from megafp8.data.samples import room_for
 from megafp8.fp8.speed_measurement import time_round_robin
-from megafp8.layers.attention import cudnn_kernel as cudnn_attention
 from megafp8.layers.attention import op as kernels
 from megafp8.layers.attention.context_parallel import AttentionCall, plan
 from megafp8.layers.attention.mask import CAUSAL, AttentionMask, causal_mask
@@ -115,8 +114,7 @@ def calls_of_a_rank(
     for call in calls:
         own = call.rows.stop - call.rows.start
         keys = own if call.keys_tb is None else call.keys_tb.shape[0]
-        queries = own if call.queries_tb is None else keys
-        q, do = (noise(sizes, device, queries, sizes.heads) for _ in range(2))
+        q, do = (noise(sizes, device, own, sizes.heads) for _ in range(2))
         k, v = (noise(sizes, device, keys, sizes.groups) for _ in range(2))
         runs.append((q, k, v, do, call.mask))
 
@@ -149,13 +147,13 @@ def measure(runs: dict[str, tuple[Callable[[], object], float]], device: torch.d
     return records
 
 
-def without_front_end(run: Callable[[], object]) -> None:
-    """Run with torch's flash kernel instead of cuDNN's."""
-    found, cudnn_attention.is_available = cudnn_attention.is_available, lambda: False  # type: ignore[assignment]
+def with_torchs_kernel(run: Callable[[], object]) -> None:
+    """Run with torch's flash kernel instead of FlashAttention-4."""
+    chosen, kernels._choice = kernels._choice, lambda *_: kernels.KernelChoice("torch", "torch's flash kernel")
     try:
         run()
     finally:
-        cudnn_attention.is_available = found
+        kernels._choice = chosen
 
 
 def measure_scores(divisor: int, device: torch.device, rounds: int) -> list[dict[str, object]]:
@@ -224,8 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (mask, own_ends, own_window) in masks.items():
         run, pairs = self_attention(sizes, mask, device), visible_pairs(own_ends, own_window) / causal
         runs[name] = run, pairs
-        if mask.cu_seqlens_q is not None and device.type == "cuda" and cudnn_attention.is_available():
-            runs[f"{name}: torch's flash kernel"] = partial(without_front_end, run), pairs
+        if mask.cu_seqlens_q is not None and "Attention-4" in kernels.describe(device):
+            runs[f"{name}: torch's flash kernel"] = partial(with_torchs_kernel, run), pairs
     for name, found, own_window in (("documents", cu_seqlens, None), (f"window {window}", None, window)):
         for rank in range(given.context if given.context > 1 else 0):
             calls = plan(s, rank, given.context, window=own_window, cu_seqlens_bm=found, device=device)

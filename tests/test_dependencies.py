@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from megafp8 import __version__
 from megafp8.host import shipped
+from megafp8.layers.attention import flash_kernel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -92,3 +93,7 @@ def test_images_are_pinned() -> None:
     assert len(images) >= 3
     for image in images:
         assert re.fullmatch(r"\S+(:\d[\w.-]*|@sha256:[0-9a-f]{64})", image), f"{image} may be another one tomorrow"
+
+
+def test_flash_attention_has_the_version_that_is_called() -> None:
+    assert [str(x.specifier) for x in _requirements()["flash-attn-4"]] == [f"=={flash_kernel.VERSION}"]

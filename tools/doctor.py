@@ -49,7 +49,7 @@ _GPUS_OF = {"gpu": "GPUs", "recurrent": "Hopper GPUs"}
 _MODULES = {
     "nvmath-python": "nvmath.bindings.cublasLt",
     "cuda-bindings": "cuda.bindings.nvrtc",
-    "nvidia-cudnn-frontend": "cudnn",
+    "flash-attn-4": "flash_attn.cute",
 }
 """Modules to import in order to check packages that may be installed without working, by package."""
 

@@ -558,9 +558,9 @@ def _sequence(config: Config) -> Iterator[Problem]:
     elif s % t:
         rule = f"sequence parallelism splits it into parallel.tensor ({t}) equal parts"
         yield Problem("training.seq_length", s, rule, f"try {-(-s // t) * t}, or parallel.sequence_parallel=false")
-    by_cudnn = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
+    on_gpu = config.device != "cpu" and config.training.precision in ("bf16", "fp16")
     wrong = [width for width in config.spec.attention_widths if width % 8 or width > LARGEST_HEAD]
-    if p.context > 1 and by_cudnn and wrong:
+    if p.context > 1 and on_gpu and wrong:
         key = "model.head_dim" if m.latent_attention is None else "model.latent_attention.nope_head_dim + rope_head_dim"
         rule = f"its attention kernels need heads of a multiple of 8, at most {LARGEST_HEAD}, and {key} is {wrong[0]}"
         works = f"try parallel.context=1, or {'model.head_dim=128' if m.latent_attention is None else 'other widths'}"

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megafp8.layers.absent.record import NoFfnConfig, NoMixerConfig
 from megafp8.layers.attention.record import AttentionConfig
+from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionConfig
 from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
 from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
@@ -29,6 +30,7 @@ from megafp8.spec import PartRecord
 
 Mixer = (
     AttentionConfig
+    | BlockSparseAttentionConfig
     | LatentMixerConfig
     | SparseLatentMixerConfig
     | CompressedAttentionConfig

@@ -99,13 +99,13 @@ class Gpu:
     load_bf16: float = 0.985
     load_fp8: float = 0.955
     fast_accumulation: float = 1.09
-    attention_forward: float = 605e12
-    attention_backward: float = 385e12
+    attention_forward: float = 690e12
+    attention_backward: float = 438e12
     attention_tile: float = 256
-    narrow_heads: float = 0.78
+    narrow_heads: float = 0.87
     scored_forward: float = 390e12
     scored_backward: float = 243e12
-    deterministic: float = 2.45
+    deterministic: float = 1.09
     elementwise: float = 0.85
     fine_casts: float = 0.65
     column_sums: float = 0.22
@@ -123,8 +123,8 @@ class Gpu:
 # memory: nvidia-smi, 143,771 and 81,559 MiB.
 # load: 2026-11-21-h200-fp8-layers, "The floor", without attention: 35 and 65 ms; the ceilings give 33.5 and 63.6.
 # fast_accumulation: 2026-11-21-h200-gemms-and-graphs, the twelve GEMMs of a layer, 7.64 over 7.00 ms.
-# attention_forward, attention_backward: 2026-11-22-layout/kernels.txt. narrow_heads: 2026-11-22-attention,
-# attention-d64.txt. scored_*: 2026-11-23-any-model. deterministic: 2026-11-21-h200-scale, 684 over 274 ms.
+# attention_forward, attention_backward, narrow_heads, deterministic: 2026-11-30-flash-attention-4. scored_*:
+# 2026-11-23-any-model.
 # elementwise, fine_casts: 2026-11-21-h200-fp8-layers, "Casts". column_sums: 2026-11-23-nn, 110 µs for 100 MB.
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 from megafp8.config import Config
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.layers.experts.own_rows import RowBound
+from megafp8.linear.state import LinearState
 from megafp8.parallel.data.plan import plan_type
-from megafp8.parallel.sharding import Init, ParamShard, empty_parameter
+from megafp8.parallel.sharding import Init, ParamShard, empty_parameter, unsharded
 from megafp8.parallel.tensor.lora import Lora
 from megafp8.parallel.tensor.mappings import nothing
 from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap
@@ -138,6 +139,18 @@ def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], in
     """
     spec |= {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
     return new_parameter(context, shards, init, **spec)
+
+
+def replicated_product(
+    context: BuildContext, name: str, layer: str, parts: Mapping[str, int], inputs: int, *, init: Init, reason: str
+) -> tuple[nn.Parameter, LinearState]:
+    """Return the weight and state of the product `<name>.<layer>`, which all tensor-parallel ranks hold whole.
+
+    It stays in high precision for this `reason`. `parts` holds the number of rows of each part of the weight.
+    """
+    shards = [x for part, n in parts.items() if n for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
+    site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
+    return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
 
 
 def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:

@@ -360,7 +360,7 @@ class _Given:
             return AttentionMask(cu_q, cu_k, causal=False, visible=band if visible is None else band & visible)
         reaches_all = left < 0 or (cu_q is None and left + 1 >= max(s, t))
         window = None if reaches_all else left + 1
-        return AttentionMask(cu_q, cu_k, causal=self.causal, window=window, square=square, visible=visible)
+        return AttentionMask(cu_q, cu_k, causal=self.causal, window=window, visible=visible)
 
     def _given_mask(self) -> Tensor:
         assert isinstance(self.mask, Tensor)

@@ -4,9 +4,9 @@ Most of a step is deterministic without these settings. Our kernels use atomics 
 the order, and never for sums. Gradients are summed over micro-batches in the schedule's order. Tokens are sorted before
 the gradient of an embedding is summed. Data and initial weights are functions of the seed. The rest is:
 
-    attention    cuDNN's backward sums dq in the order in which blocks finish, so `layers.attention.op` excludes cuDNN.
-                 torch's flash and memory-efficient kernels have a deterministic mode, which
-                 `torch.use_deterministic_algorithms` turns on. torch then also refuses operations without such a mode
+    attention    sums dq in the order in which blocks of keys finish. `torch.use_deterministic_algorithms` turns
+                 on the deterministic mode of flash kernels, `layers.attention.op` excludes cuDNN, which has none, and
+                 torch refuses operations without such a mode
     cuBLAS       may choose its kernel by the free workspace, unless CUBLAS_WORKSPACE_CONFIG fixes the workspace
     cuBLASLt     times its algorithms; the config turns this off, and the first suggested algorithm is used
     NCCL         reductions in switches (NVLS) have no fixed order, so NCCL_ALGO is Ring, which sums in rank order
@@ -66,4 +66,4 @@ def describe_determinism(device_type: str) -> str:
     if device_type != "cuda":
         return f"{line}; nothing else varies on a {device_type}"
     environment = ", ".join(f"{name}={os.environ.get(name)}" for name in _ENVIRONMENT)
-    return f"{line}, attention without cuDNN, cuBLASLt's first algorithm untimed, {environment}"
+    return f"{line}, attention in a fixed order, cuBLASLt's first algorithm untimed, {environment}"

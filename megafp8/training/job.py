@@ -415,6 +415,7 @@ class Job:
         for observer in self.observers:
             observed |= observer.after_step(self.step, loss.mean, result.skipped)
         per_gpu = trained * t.seq_length / seconds / ranks
+        all_count = bool(loss.metrics) or loss.tokens >= trained * t.seq_length
         flops = per_gpu * self.flops_per_token
         peak = peak_flops(self.parallel.device, t.precision, fp8=self.config.fp8.recipe != "none")
         save_seconds, self.save_seconds = self.save_seconds, 0.0
@@ -425,6 +426,7 @@ class Job:
             learning_rate=learning_rate,
             tokens=self.history.tokens_at(self.step, self.config),
             tokens_per_second_per_gpu=per_gpu,
+            loss_tokens_per_second_per_gpu=None if all_count else loss.tokens / seconds / ranks,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / peak if peak else None,
             memory_gib=memory_gib(self.parallel.device),

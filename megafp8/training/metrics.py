@@ -384,6 +384,9 @@ class LogWriter(Observer):
             f"{seconds / len(self._since):.3f} s/step",
             f"{rate:,.0f} tok/s/{self._per}",
         ]
+        if metrics.loss_tokens_per_second_per_gpu is not None:
+            rates = ((x.loss_tokens_per_second_per_gpu or x.tokens_per_second_per_gpu, x) for x in self._since)
+            parts[-1] += f" ({sum(rate * x.step_seconds for rate, x in rates) / seconds:,.0f} in the loss)"
         waiting = sum(step.data_seconds for step in self._since) / seconds
         if waiting >= self._NOTICEABLE_WAIT:
             parts.append(f"{waiting:.0%} waiting for data")

@@ -25,6 +25,8 @@ class StepMetrics:
         tokens: Number of tokens since the beginning of the run.
         tokens_per_second_per_gpu: Tokens per second per GPU (per process on CPU).
         tflops_per_gpu: Model TFLOP/s per GPU (per process on CPU).
+        loss_tokens_per_second_per_gpu: Tokens in the loss per second per GPU; None if all tokens are, or if the
+            objective counts other items.
         mfu: Model FLOPs utilization; None if the peak of the device is unknown.
         memory_gib: Peak memory of this rank in GiB.
         step_seconds: Duration of the step, including `data_seconds`, without `evaluation_seconds` and `save_seconds`.
@@ -76,6 +78,7 @@ class StepMetrics:
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
     skipped_in_a_row: int = 0
+    loss_tokens_per_second_per_gpu: float | None = None
     loss_scale: float | None = None
     validation_loss: float | None = None
     mtp_loss: float | None = None

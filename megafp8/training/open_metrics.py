@@ -38,6 +38,7 @@ HELP: Mapping[str, str] = {
     "learning_rate": "Learning rate of the last step",
     "tokens": "Tokens trained on since the beginning of the run",
     "tokens_per_second_per_gpu": "Tokens per second per GPU (per process on CPU) in the last step",
+    "loss_tokens_per_second_per_gpu": "Tokens in the loss per second per GPU in the last step, if not all are",
     "tflops_per_gpu": "Model TFLOP/s per GPU (per process on CPU) in the last step",
     "mfu": "Model FLOPs utilization of the last step, from 0 to 1",
     "memory_bytes": "Peak memory of rank 0: allocated on the GPU, or resident on the host",

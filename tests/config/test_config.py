@@ -464,7 +464,20 @@ PREFIX = "data.prefix_lm={}"
 LONGROPE = "model.longrope={short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4], factor: 4}"
 SPARSE = "model.sparse_attention={index_heads: 2, index_head_dim: 8, top_k: 4}"
 SHARED = "model.layer_kinds={own: {}, shared: {mixer: {kind: sparse_latent_attention, shared_indexer: true}}}"
+BLOCKS = ["model.layer_kinds={a: {mixer: {kind: block_sparse_attention}}}", "model.pattern=[a]", "model.qk_norm=true"]
 LATENT_ATTENTION: list[tuple[list[str], int, str]] = [
+    ([*BLOCKS, "model.sliding_window=8"], 1,
+     "model.layer_kinds.a.mixer.sliding_window = 8: block_sparse_attention lacks it; try None"),
+    ([*BLOCKS, "model.qk_norm=false"], 1,
+     "model.layer_kinds.a.mixer.qk_norm = False: block_sparse_attention lacks it; try True"),
+    ([*BLOCKS, "model.attention_dropout=0.1"], 1,
+     "model.attention_dropout = 0.1: layers of kind block_sparse_attention lack it; try 0"),
+    ([BLOCKS[0].replace("attention}", "attention, top_k: 2, local_blocks: 3}"), *BLOCKS[1:]], 1,
+     "model.layer_kinds.a.mixer.local_blocks = 3: above top_k (2), the number of all chosen blocks; try 2 or less"),
+    ([*BLOCKS, "data.prefix_lm={}"], 1, "data.prefix_lm = 'set': layers of model.layer_kinds.a.mixer see only earlier"),
+    (["model.layer_kinds={a: {mixer: {kind: block_sparse_attention}}, b: {mixer: {kv_layer: 0}}}", "model.num_layers=2",
+      "model.pattern=[a, b]", "model.qk_norm=true"], 1,
+     "model.layer_kinds.b.mixer.kv_layer = 0: that layer computes no keys and values"),
     ([SPARSE], 1, "model.sparse_attention = 'set': it needs latent attention; give model.latent_att"),
     ([LATENT, SPARSE, "model.latent_attention.q_rank=null"], 1,
      "model.latent_attention.q_rank = None: model.sparse_attention is set, and its indexer reads the query latent"),

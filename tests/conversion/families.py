@@ -952,7 +952,7 @@ def make_model(
 
 
 _OTHER_CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM"}
-_TEXT_KINDS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_KINDS = ("Gemma3", "Gemma4", "Llama4", "MiniMaxM3VL", "Qwen3_5", "Qwen3_5Moe")
 
 
 def config_class(kind: str) -> Any:

@@ -79,6 +79,7 @@ FULL_KEYS = {
 COMPRESSED = {"kind": "compressed_attention", "q_rank": 10, "output_groups": 4, "output_rank": 3, "index_heads": 3,
               "index_head_dim": 6}  # fmt: skip
 COMPRESSED_MODEL = LLAMA | {"head_dim": 6, "partial_rotary_factor": 2 / 3, "sliding_window": 3}
+BLOCK_SPARSE = {"kind": "block_sparse_attention", "block_size": 2, "top_k": 2, "kl_loss": 0.3}
 CSA = {
     "mixer": COMPRESSED
     | {"compress_rate": 2, "top_k": 2, "kl_loss": 0.3, "rope_theta": 100.0, "yarn": YARN | {"mscale": 0}}
@@ -315,6 +316,20 @@ MODELS: dict[str, dict[str, Any]] = {
             "shared": {"mixer": SHARED_INDEXER},
         },
         "pattern": ["own", "shared"],
+    },
+    "block-sparse": LLAMA
+    | {
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "head_dim": 6,
+        "partial_rotary_factor": 2 / 3,
+        "zero_centered_gamma": True,
+        "qk_norm": True,
+        "layer_kinds": {
+            "sparse": {"mixer": BLOCK_SPARSE},
+            "local": {"mixer": BLOCK_SPARSE | {"block_size": 3, "local_blocks": 2}},
+        },
+        "pattern": ["sparse", "local"],
     },
     "compressed": COMPRESSED_MODEL | {"layer_kinds": {"sparse": CSA, "heavy": HCA}, "pattern": ["sparse", "heavy"]},
     "compressed-heavy": COMPRESSED_MODEL | {"layer_kinds": {"heavy": HCA}, "pattern": ["heavy"]},
@@ -662,10 +677,10 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
             *("shared-norm", "one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
-            *("delta-product", "shared-attention"),
+            *("delta-product", "block-sparse", "shared-attention"),
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
-        *("hybrid", "kimi-delta", "shared-indexer", "delta-product", "shared-attention"),
+        *("hybrid", "kimi-delta", "shared-indexer", "delta-product", "block-sparse", "shared-attention"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -729,7 +744,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid", "rg-lru"),
     *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
-    *("delta-product", "shared-attention"),
+    *("delta-product", "block-sparse", "shared-attention"),
 ]
 
 
@@ -740,6 +755,7 @@ RECOMPUTED = [
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
         *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer", "delta-product", "shared-attention")),
+        ("block-sparse", 2),
     ),
 )
 def test_context_parallel_with_document_boundaries_and_recompute(world4: World, name: str, tp: int) -> None:
@@ -758,7 +774,7 @@ def test_context_parallel_with_document_boundaries_and_recompute(world4: World, 
     [
         *(("hybrid", 1, 2), ("kimi-delta", 1, 1), ("one-part", 1, 1), ("sparse-hybrid", 1, 1), ("tied-mtp", 1, 1)),
         *(("short-convolution", 1, 2), ("pattern", 2, 1), ("shared-keys-of-a-stage", 1, 1), ("hyper", 1, 1)),
-        *(("compressed-window", 1, 2), ("shared-indexer", 1, 1)),
+        *(("compressed-window", 1, 2), ("shared-indexer", 1, 1), ("block-sparse", 1, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

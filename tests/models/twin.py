@@ -19,6 +19,7 @@ from megafp8.config.parts import LayerKind
 from megafp8.config.schema import ModelConfig
 from megafp8.layers.absent.record import NoFfnConfig, NoMixerConfig
 from megafp8.layers.attention.record import AttentionConfig
+from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionConfig
 from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
 from megafp8.layers.experts.record import MoeFfnConfig
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
@@ -191,6 +192,7 @@ def _attention(
     window: int | None,
     record: AttentionConfig,
     shared: dict[str, Any],
+    losses: list[Tensor],
 ) -> Tensor:
     """`shared`: normed and rotated keys and values of the heads of each layer so far."""
     heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
@@ -203,6 +205,10 @@ def _attention(
     if config.qk_norm == "projection":
         q, k = (_norm(y, w, f"{name}.{part}_norm", config) for y, part in ((q, "q"), (k, "k")))
     out = []
+    blocks = isinstance(record, BlockSparseAttentionConfig)
+    index = _scores_of_groups(x.detach(), w, name, config, positions) if blocks else []
+    chosen = [_in_chosen_blocks(scores, allowed, positions, record) for scores in index] or [allowed] * groups
+    targets = [torch.zeros(())] * groups
     for head in range(heads):
         group = head // (heads // groups)
         qh, kh, vh = q[..., head * d : (head + 1) * d], *(y[..., group * d : (group + 1) * d] for y in (k, v))
@@ -229,11 +235,16 @@ def _attention(
         if config.position_embedding == "alibi":
             distance = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).double()
             scores = scores + _alibi_slope(head, heads) * distance
-        scores = scores.masked_fill(~allowed, -math.inf)
+        scores = scores.masked_fill(~chosen[group], -math.inf)
+        targets[group] = targets[group] + scores.softmax(-1).detach() * groups / heads
         if config.attention_sinks:  # one more key, without a value
             sink = w[f"{name}.sink.weight"][head].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
         out.append(dropouts.probabilities(scores.softmax(-1)[..., : kh.shape[1]], name, head) @ vh)
+    for scores, target, seen in zip(index, targets, chosen):
+        log_softmax = scores.masked_fill(~seen, -math.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        divergence = (torch.xlogy(target, target) - target * log_softmax).sum()
+        losses.append(record.kl_loss * divergence / (groups * scores.shape[0] * scores.shape[1]))
     y = torch.cat(out, -1)
     if config.output_gate:
         gate = _linear(x, w, f"{name}.gate")
@@ -301,6 +312,35 @@ def _latent_attention(
         divergence = (torch.xlogy(target, target) - target * log_softmax).sum()
         losses.append(sparse.kl_loss * divergence / (b * s))
     return _linear(torch.cat(out, -1), w, f"{name}.proj")
+
+
+def _scores_of_groups(x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor) -> list[Tensor]:
+    """The indexer's scores `[b, s, t]` of all pairs, for each group."""
+    d = config.head_dim or config.hidden_size // config.num_attention_heads
+
+    def heads(part: str) -> list[Tensor]:
+        rows = _linear(x, w, f"{name}.index_{part}").split(d, dim=-1)
+        return [_rotate(_norm(y, w, f"{name}.index_{part}_norm", config), positions, config, None) for y in rows]
+
+    (k,) = heads("k")
+    return [q @ k.transpose(-1, -2) / math.sqrt(d) for q in heads("q")]
+
+
+def _in_chosen_blocks(
+    scores: Tensor, allowed: Tensor, positions: Tensor, record: BlockSparseAttentionConfig
+) -> Tensor:  # fmt: skip
+    """Return which keys are in the chosen blocks of each query, one query after the other."""
+    chosen = torch.zeros_like(allowed)
+    for row, i in np.ndindex(*allowed.shape[:2]):
+        blocks: dict[int, list[int]] = {}
+        for j in torch.where(allowed[row, i])[0].tolist():
+            blocks.setdefault(int(positions[row, j]) // record.block_size, []).append(j)
+        latest = [*blocks][-record.local_blocks :]
+        best = {block: float(scores[row, i, keys].max()) for block, keys in blocks.items()}
+        best |= dict.fromkeys(latest, math.inf)
+        for block in sorted(blocks, key=lambda block: (-best[block], block))[: record.top_k]:
+            chosen[row, i, blocks[block]] = True
+    return chosen
 
 
 def _index_scores(x: Tensor, q_latent: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor) -> Tensor:
@@ -726,7 +766,7 @@ def _shared_attention(
             product = w[f"{adapters}.gate_up.{part}.weight"] @ w[f"{adapters}.gate_up.down.weight"]
             w[f"{name}.mlp.{part}.weight"] = w[f"{name}.mlp.{part}.weight"] + product
     y = _norm(torch.cat([x, embedded], -1), w, f"{source}.norm", config, kind)
-    y = _attention(y, w, name, config, positions, allowed, dropouts, window, AttentionConfig(), {})
+    y = _attention(y, w, name, config, positions, allowed, dropouts, window, AttentionConfig(), {}, [])
     y = mlp(_norm(y, w, f"{source}.mlp_norm", config, kind), w, f"{name}.mlp", config)
     y = _norm(x + _linear(y, own, f"{name}.output"), own, f"{name}.input_norm", config, kind)
     return _mamba2(y, own, name, record, config.norm_eps, documents)
@@ -904,7 +944,7 @@ def _block(
             own = config.model_copy(update={"latent_attention": None})  # whose eps is that of other layers
             y = _attention(
                 normed, w, f"{name}.attention", own, positions, allowed, dropouts, window, record,
-                {} if shared is None else shared,
+                {} if shared is None else shared, [] if losses is None else losses,
             )  # fmt: skip
         y = config.residual_multiplier * norm(y, "attention_output_norm", of_outputs)
         return dropouts.hidden(y, f"{name}.attention")

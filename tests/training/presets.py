@@ -242,6 +242,10 @@ SPARSE = _preset(
     "sparse", model={"latent_attention": LATENT, "num_query_groups": None,
     "sparse_attention": {"index_heads": 4, "index_head_dim": 8, "top_k": 6}},
 )  # fmt: skip
+BLOCK_SPARSE = _preset(
+    "block-sparse", model={"num_query_groups": 4, "qk_norm": True, "pattern": ["sparse"], "layer_kinds":
+    {"sparse": {"mixer": {"kind": "block_sparse_attention", "top_k": 2, "block_size": 3}}}},
+)  # fmt: skip
 HYPER = _preset(
     "hyper", model={"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}, "activation": "limited_swiglu",
     "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "score": "sqrtsoftplus", "aux_loss": 0.1},

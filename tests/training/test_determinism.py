@@ -57,7 +57,7 @@ def test_each_switch(process: pytest.MonkeyPatch) -> None:
     assert sdpa_backends() == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     line = describe_determinism("cuda")
     assert "\n" not in line
-    for part in ("cuDNN", "untimed", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "NCCL_ALGO=Ring"):
+    for part in ("attention in a fixed order", "untimed", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "NCCL_ALGO=Ring"):
         assert part in line
 
 

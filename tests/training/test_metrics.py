@@ -311,7 +311,8 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     skipped = {"skipped": True, "loss": math.nan, "grad_norm": math.nan}
     run = steps(
         {"step_seconds": 8.0}, {}, {"validation_loss": 5.25}, {"step_seconds": 1.5}, {**skipped, "skipped_in_a_row": 1},
-        {**skipped, "skipped_in_a_row": 2}, {}, {"mfu": 0.25}, {"step_seconds": 1.5, "mfu": 0.5, "z_loss": 0.0125},
+        {**skipped, "skipped_in_a_row": 2}, {}, {"mfu": 0.25},
+        {"step_seconds": 1.5, "mfu": 0.5, "z_loss": 0.0125, "loss_tokens_per_second_per_gpu": 12.0},
     )  # fmt: skip
     ends = iter([10.0, 10.5, 13.0, 14.5, 15.0, 15.5, 16.0, 16.5, 18.0])  # evaluating after step 3 took 2 s
     caplog.set_level(logging.INFO, "megafp8")
@@ -339,7 +340,8 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     head = head.replace("  grad", "  z-loss 0.0125  grad")
     assert caplog.messages == [
         "the first step waited for data for 1.2 of its 1.5 s",
-        f"step      9/9  {head}  1.500 s/step  43 tok/s/gpu  80% waiting for data  mfu 50.0%  1.152K tokens",
+        f"step      9/9  {head}  1.500 s/step  43 tok/s/gpu (12 in the loss)  80% waiting for data  mfu 50.0%  "
+        "1.152K tokens",
     ]
 
 

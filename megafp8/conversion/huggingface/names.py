@@ -236,7 +236,7 @@ class TensorNames(NamedTuple):
         theirs = re.sub(r"\*", lambda _: next(left), place.name)
         mixer = None if layer is None else layer.mixer
         rows, count = place.rows(mixer, shape[0])
-        if re.search(r"\.attention\.[qk](_norm)?$", module) and isinstance(mixer, AttentionConfig):
+        if re.search(r"\.attention\.(index_)?[qk](_norm)?$", module) and isinstance(mixer, AttentionConfig):
             rows = rows.unflatten(0, (-1, mixer.channels))[:, self._channels(mixer)].flatten()
         transposed, stored = place.transposed and parameter == "weight", (count, *shape[1:])
         stored = stored[::-1] if transposed else stored

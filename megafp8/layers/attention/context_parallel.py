@@ -20,9 +20,7 @@ If attention is bidirectional, one call has all of a rank's queries and all keys
 Windows on both sides, chunks, prefixes and scores that depend on positions need a different scheme: one call with all
 keys and the positions of the rank's queries among them.
 
-With a sliding window, one call has a chunk's keys and the keys before it that the window reaches. Kernels skip keys
-before the window only if a segment has equal numbers of queries and keys. The keys before a chunk therefore get zeros
-as queries. The outputs of these queries are dropped, and their gradients are zero.
+With a sliding window, one call has a chunk's keys and the keys before it that the window reaches.
 
 If two calls share queries or keys, their results are added: dk and dv in fp32 on a rank, and in the model's dtype over
 ranks.
@@ -66,14 +64,12 @@ class AttentionCall(NamedTuple):
         mask: Mask that says which keys each query attends to.
         keys_tb: Rows of the keys in rank order, for each sample. None means the tokens of the queries.
         blocks: Lengths of the consecutive parts of `keys_tb` in which no row occurs twice.
-        queries_tb: Places of the rank's queries among the call's queries, if these also contain zeros; otherwise None.
     """
 
     rows: slice
     mask: AttentionMask
     keys_tb: Tensor | None = None
     blocks: tuple[int, ...] = ()
-    queries_tb: Tensor | None = None
 
 
 def plan(
@@ -122,7 +118,7 @@ def plan(
     earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
     keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
     return (
-        AttentionCall(shard, AttentionMask(chunks, chunks, square=True)),
+        AttentionCall(shard, AttentionMask(chunks, chunks)),
         AttentionCall(
             shard,
             AttentionMask(chunks, earlier, causal=False),
@@ -162,11 +158,10 @@ def _windowed(
     be needed, and the surplus keys form a last segment without queries.
     """
     lengths, document_bs, offset_bs, slot_bs = placed
-    s, device = slot_bs.shape[1], slot_bs.device
+    s = slot_bs.shape[1]
     c = s // (2 * ranks)
     starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
-    counts_q, counts_k, keys, queries = [], [], [], []
-    before_b1 = torch.zeros(len(slot_bs), 1, dtype=torch.int64, device=device)  # number of the previous slot's queries
+    counts_q, counts_k, keys = [], [], []
     for slot in slots:
         length_bm, start_bm = lengths[..., slot], starts[..., slot]
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
@@ -174,18 +169,13 @@ def _windowed(
         count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
         most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
         unneeded_b1 = most - count_bm.sum(1, keepdim=True)
-        counts_q += [count_bm, torch.zeros_like(unneeded_b1)]
+        counts_q += [length_bm, torch.zeros_like(unneeded_b1)]
         counts_k += [count_bm, unneeded_b1]
         chosen = first(torch.where(needed_bs, 0, torch.where(slot_bs <= slot, 1, 2)), most)
-        other = slot_bs.gather(1, chosen) != slot
-        queries.append(first(other.byte(), c) + before_b1)
-        before_b1 = before_b1 + count_bm.sum(1, keepdim=True)
         keys.append(row_bs.gather(1, chosen))
-    cu_seqlens_k = offsets(torch.cat(counts_k, dim=1))
-    mask = AttentionMask(offsets(torch.cat(counts_q, dim=1)), cu_seqlens_k, window=window, square=True)
-    return AttentionCall(
-        rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys), torch.cat(queries, dim=1).T
-    )
+    cu_seqlens_q, cu_seqlens_k = (offsets(torch.cat(counts, dim=1)) for counts in (counts_q, counts_k))
+    mask = AttentionMask(cu_seqlens_q, cu_seqlens_k, window=window)
+    return AttentionCall(rows, mask, torch.cat(keys, dim=1).T, tuple(x.shape[1] for x in keys))
 
 
 @dataclass(frozen=True)
@@ -216,7 +206,7 @@ class ContextAttention:
     @property
     def tensors(self) -> list[Tensor]:
         """Index tensors and masks, which the attention of every block reads."""
-        indices = [x for call in self.calls for x in (call.keys_tb, call.queries_tb) if x is not None]
+        indices = [call.keys_tb for call in self.calls if call.keys_tb is not None]
         return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
 
 
@@ -256,20 +246,6 @@ def _put(rows_tb: Tensor, values_tbgd: Tensor, into_sbgd: Tensor) -> None:
         into_sbgd[rows_tb, torch.arange(into_sbgd.shape[1], device=into_sbgd.device)] = values_tbgd
 
 
-def _with_zeros(call: AttentionCall, x_rbad: Tensor) -> Tensor:
-    """Return the rows of a tensor of queries that a call reads, with zeros between them if the call needs them."""
-    if call.queries_tb is None:
-        return x_rbad[call.rows]
-    assert call.keys_tb is not None
-    wide = x_rbad.new_zeros(call.keys_tb.shape[0], *x_rbad.shape[1:])
-    _put(call.queries_tb, x_rbad[call.rows], wide)
-    return wide
-
-
-def _of_queries(call: AttentionCall, x_tbad: Tensor) -> Tensor:
-    return x_tbad if call.queries_tb is None else _take(x_tbad, call.queries_tb)
-
-
 def merge(o_sbad: Tensor, lse_sba: Tensor, more_sbad: Tensor, more_sba: Tensor) -> tuple[Tensor, Tensor]:
     """Merge outputs and log-sum-exps of the same queries over two sets of keys; the second set may be empty.
 
@@ -295,10 +271,9 @@ class _ContextAttention(Function):
         for call in context.calls:
             rows = call.rows
             k, v = keys_and_values.for_call(call)
-            q = _with_zeros(call, queries)
+            q = queries[rows]
             attention.record_largest(q, k, call.mask, scores)
-            output_and_lse = attention.forward(q, k, v, call.mask, scores)
-            o, lse = (_of_queries(call, x) for x in output_and_lse)
+            o, lse = attention.forward(q, k, v, call.mask, scores)
             if rows.stop <= written:
                 o, lse = merge(o_rbad[rows], lse_rba[rows], o, lse)
             o_rbad[rows], lse_rba[rows] = o, lse
@@ -325,12 +300,12 @@ class _ContextAttention(Function):
         summed_grads = [x.new_zeros(len(x) * group.size(), *x.shape[1:], dtype=wide) for x in (k_rbgd, v_rbgd)]
         dbias_ar: Tensor | None = None
         for call in context.calls:
-            do, q, o, lse = (_with_zeros(call, x) for x in (do_rbad, q_rbad, o_rbad, lse_rba))
+            do, q, o, lse = (x[call.rows] for x in (do_rbad, q_rbad, o_rbad, lse_rba))
             k, v = keys_and_values.for_call(call)
             dq, dk, dv, dbias = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
             if dbias is not None:
                 dbias_ar = dbias if dbias_ar is None else dbias_ar + dbias
-            dq_rbad[call.rows] += _of_queries(call, dq)
+            dq_rbad[call.rows] += dq
             for mine, total, part in zip(own_grads, summed_grads, (dk, dv), strict=True):
                 if call.keys_tb is None:
                     mine[call.rows] += part

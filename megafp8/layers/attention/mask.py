@@ -36,7 +36,6 @@ class AttentionMask:
             to keys less than `window` places after it.
         chunk: Each segment's keys are cut into chunks of this many keys, and a query attends only to its own chunk.
             Requires `positions_bs`; without it, `chunks_of` turns chunks into segments.
-        square: Every segment with queries has equal numbers of queries and keys. It is optional, for faster kernels.
         prefix_b: Number of prefix keys of each sample, int `[b]`. With `causal`, all queries also attend to the keys of
             their segment that are among the first `prefix_b` keys of the sample.
         visible: Boolean mask `[1 or b, 1 or a, s, t]`, false where a query must not attend to a key. It applies in
@@ -51,7 +50,6 @@ class AttentionMask:
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
-    square: bool = False
     prefix_b: Tensor | None = None
     visible: Tensor | None = None
     positions_bs: Tensor | None = None
@@ -135,12 +133,12 @@ def causal_mask(
         if window is None:
             return CAUSAL
         cu_seqlens_bn = one_segment(s, device)
-    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window, square=True)
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, window=window)
 
 
 def bidirectional_mask(cu_seqlens_bn: Tensor | None) -> AttentionMask:
     """Return the mask of self-attention among all tokens of a segment; padding is a separate segment."""
-    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False, square=True)
+    return AttentionMask(cu_seqlens_bn, cu_seqlens_bn, causal=False)
 
 
 def segments_of(i_bs: Tensor, ends_bn: Tensor) -> Tensor:

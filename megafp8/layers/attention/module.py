@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slop
 from megafp8.layers.context import BuildContext, new_parameter
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import Mixer, SharedTensors, TokenCache, Tokens
-from megafp8.layers.norm.module import Norm, ProjectionNorms, RMSNormPart
+from megafp8.layers.norm.module import Norm, ProjectionNorms, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
@@ -201,16 +202,12 @@ class Attention(Mixer):
                 name, q_size, kv_size, context, model.norm.eps, zero_centered=model.norm.zero_centered
             )
         elif record.qk_norm is True or self.norms_last:
-            norm: dict[str, Any] = {
-                "eps": model.norm.eps,
-                "sees_a_slice": t > 1,
-                "zero_centered": model.norm.zero_centered,
-            }
-            self.q_norm = RMSNormPart(f"{name}.q_norm", d, context, **norm)
-            self.k_norm = None if self.reads_keys else RMSNormPart(f"{name}.k_norm", d, context, **norm)
+            norm = partial(rms_norm, size=d, model=model, context=context, sees_a_slice=t > 1)
+            self.q_norm = norm(f"{name}.q_norm")
+            self.k_norm = None if self.reads_keys else norm(f"{name}.k_norm")
 
     @property
-    def input_linear(self) -> LinearState:
+    def input_linear(self) -> LinearState | None:
         """State of the product that alone reads the input."""
         return self.qkv.state
 
@@ -360,19 +357,23 @@ class Attention(Mixer):
         """Return the bytes of this rank's keys and values."""
         return 2 * batch.tokens * self.groups * self.d * batch.element
 
-    def forward(
-        self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs, adapter: Callable[..., Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
         """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         if not self.rotates:
-            qkv_sbc = self.qkv(x_sbh) if adapter is None else self.qkv(x_sbh) + adapter(x_sbh)
-            return self.proj(self._run(self._attend, qkv_sbc, inputs))
+            return self.adapted(x_sbh, inputs, None)
         handoff = self.qkv.state.grad_handoff()
         qkv_sbc = self.qkv(x_sbh, handoff)
         if self.record.qk_norm:  # recompute the norms' outputs, too
             return self.proj(self._run(self._attend_rotated, qkv_sbc, inputs, handoff))
         heads = self._rotated(qkv_sbc, inputs, handoff)
         return self.proj(self._run(inputs.core, *heads, self.sink, inputs.scores).flatten(-2))
+
+    def adapted(
+        self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs, adapter: Callable[..., Tensor] | None
+    ) -> Tensor:
+        """Return the attention output after the projection if `adapter(x_sbh)` is added to the packed heads."""
+        qkv_sbc = self.qkv(x_sbh) if adapter is None else self.qkv(x_sbh) + adapter(x_sbh)
+        return self.proj(self._run(self._attend, qkv_sbc, inputs))
 
     def _attend_rotated(self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None) -> Tensor:
         return inputs.core(*self._rotated(qkv_sbc, inputs, handoff), self.sink, inputs.scores).flatten(-2)

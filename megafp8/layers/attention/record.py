@@ -254,7 +254,7 @@ class AttentionConfig(PartRecord, AttentionKeys):
         if scale is None and model.mup is not None and model.mup.base_head_dim is not None:
             scale = model.mup.base_head_dim**0.5 / d
         values["attention_scale"] = 1.0 if scale is None and model.architecture == "t5" else scale
-        return AttentionConfig.model_construct(**values)
+        return type(self).model_construct(**values)
 
     @property
     def channels(self) -> int:
@@ -333,7 +333,7 @@ class AttentionConfig(PartRecord, AttentionKeys):
             yield Problem(path, source, rule, "name an earlier layer")
             return
         of = layers[source].mixer
-        if not isinstance(of, AttentionConfig) or of.kv_layer is not None:
+        if type(of) is not AttentionConfig or of.kv_layer is not None:
             yield Problem(path, source, "that layer computes no keys and values", "name a layer that computes them")
             return
         alike = {"head_dim", "num_query_groups", *RotaryKeys.model_fields}

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ from torch.nn import functional as F
 from megafp8.layers.attention.module import ATTENTION
 from megafp8.layers.compressed_attention import op as ops
 from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.context import BuildContext, new_parameter, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
-from megafp8.layers.norm.module import RMSNormPart, normalized
+from megafp8.layers.norm.module import normalized, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.recurrent.op import Recurrence, State
 from megafp8.layers.rotary.module import RotaryEmbedding
@@ -52,11 +53,10 @@ from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss
 from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.linear.state import LinearState
 from megafp8.parallel.sharding import Init, shard_dim, unsharded
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 
@@ -103,10 +103,7 @@ class _Entries(nn.Module):
         shards = unsharded(f"{name}_position.weight", (record.compress_rate, record.series * width))
         spec = {"replicated_over_tp": True, "reduce_over_tp": partial, "weight_decay": False}
         self.position = new_parameter(context, shards, Init("zeros"), **spec)
-        self.norm = RMSNormPart(
-            f"{name}_norm", width, context, eps=model.norm.eps, sees_a_slice=partial,
-            zero_centered=model.norm.zero_centered,
-        )  # fmt: skip
+        self.norm = rms_norm(f"{name}_norm", width, model, context, sees_a_slice=partial)
 
 
 class CompressedAttention(Mixer):
@@ -136,14 +133,12 @@ class CompressedAttention(Mixer):
         entry_width = record.series * d if has_entries else 0
         entry_parts = {"entry_kv": entry_width, "entry_gate": entry_width} if has_entries else {}
         parts = {"q_down": record.q_rank, "kv": d, **entry_parts}
-        self.down, self.down_state = self._product(name, "down", parts, h)
+        reason = "keys, entries and the indexer stay in training.precision"
+        product = partial(replicated_product, context, name, init=self.init, reason=reason)
+        self.down, self.down_state = product("down", parts, h)
         self.widths = [record.q_rank, d, 2 * entry_width]
-        centered = model.norm.zero_centered
-        norm: dict[str, Any] = {
-            "eps": model.norm.eps, "sees_a_slice": context.sequence_sharded, "zero_centered": centered,
-        }  # fmt: skip
-        self.q_norm = RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNormPart(f"{name}.kv_norm", d, context, **norm)
+        self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context)
+        self.kv_norm = rms_norm(f"{name}.kv_norm", d, model, context)
         self.q_up = ColumnParallelLinear(
             f"{name}.q_up",
             record.q_rank,
@@ -171,10 +166,10 @@ class CompressedAttention(Mixer):
         loss = None
         if has_indexer:
             d_index, n = record.index_head_dim, record.index_heads
-            self.index_q, self.index_q_state = self._product(name, "index_q", {"index_q": n * d_index}, record.q_rank)
+            self.index_q, self.index_q_state = product("index_q", {"index_q": n * d_index}, record.q_rank)
             width = record.series * d_index
             index_parts = {"index_kv": width, "index_gate": width, "index_weights": n}
-            self.index_down, self.index_down_state = self._product(name, "index_down", index_parts, h)
+            self.index_down, self.index_down_state = product("index_down", index_parts, h)
             self.entry_kinds.append(_Entries(f"{name}.index", d_index, record, model, context))
             self.index_loss = torch.zeros(1, dtype=torch.float64, device=context.buffer_device)
             weight = record.kl_loss / context.global_tokens
@@ -182,13 +177,6 @@ class CompressedAttention(Mixer):
         window = record.sliding_window
         assert window is not None, "the config was not checked"
         self.attend = ops.CompressedCoreAttention(window, rate, record.top_k, d**-0.5, context.tensor, loss)
-
-    def _product(self, name: str, layer: str, parts: dict[str, int], inputs: int) -> tuple[nn.Parameter, LinearState]:
-        """Return the weight and state of a product that is whole on every tensor-parallel rank."""
-        shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
-        reason = "keys, entries and the indexer stay in training.precision"
-        site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-        return replicated_parameter(self.context, shards, self.init, matrix=True), self.context.fp8.linear(site)
 
     @property
     def _widths_of_entries(self) -> list[int]:
@@ -337,13 +325,8 @@ class CompressedAttention(Mixer):
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""
-        m, own_tokens, e, record, widths = (
-            batch.tokens,
-            batch.own_tokens,
-            batch.element,
-            self.record,
-            self._widths_of_entries,
-        )
+        m, own_tokens, e = batch.tokens, batch.own_tokens, batch.element
+        record, widths = self.record, self._widths_of_entries
         whole, queries = batch.sequences * batch.length, m * self.heads * self.d  # keys of all context-parallel ranks
         made_of = 2 * record.series * sum(widths)
         saved = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.context import BuildContext, new_parameter, replicated_product
 from megafp8.layers.costs import MicroBatch
 from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
@@ -30,7 +30,7 @@ from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import LinearState
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.sharding import Init, shard_dim
 from megafp8.parallel.tensor.layers import ColumnParallelLinear
 from megafp8.plan import LinearSite, Neighbor
 from megafp8.spec import ModelSpec
@@ -75,10 +75,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
             **context.linear_options(),
         )
         parts = {"beta": 0 if gates else heads, "decay_down": d, "gate_down": d}
-        shards = [x for part, width in parts.items() if width for x in unsharded(f"{name}.{part}.weight", (width, h))]
-        self.down = replicated_parameter(context, shards, init, matrix=True)
-        site = LinearSite(f"{name}.down", h, sum(parts.values()), high_precision=_REASON)
-        self.down_state, self.down_widths = context.fp8.linear(site), [*parts.values()]
+        self.down, self.down_state = replicated_product(context, name, "down", parts, h, init=init, reason=_REASON)
+        self.down_widths = [*parts.values()]
 
         def up(which: str) -> tuple[nn.Parameter, LinearState]:
             shard = shard_dim(f"{name}.{which}.weight", (heads * d, d), 0, rank, t)

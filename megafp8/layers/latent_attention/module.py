@@ -36,20 +36,20 @@ from megafp8.layers.attention.module import (
 )
 from megafp8.layers.attention.op import CoreAttention
 from megafp8.layers.attention.scores import Scores
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.op import latent_heads
 from megafp8.layers.latent_attention.record import LatentMixerConfig, LatentRecord
 from megafp8.layers.mixer import Mixer, TokenCache, Tokens
-from megafp8.layers.norm.module import RMSNormPart
+from megafp8.layers.norm.module import RMSNormPart, rms_norm
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 
@@ -89,18 +89,14 @@ class LatentAttention(Mixer):
         down = {"kv_down": record.kv_rank + self.r}
         if record.q_rank is not None:
             down = {"q_down": record.q_rank} | down
-        shards = [x for part, n in down.items() for x in unsharded(f"{name}.{part}.weight", (n, model.hidden_size))]
-        self.down = replicated_parameter(context, shards, init, matrix=True)
         reason = "latents are few and stay in training.precision"
-        site = LinearSite(f"{name}.down", model.hidden_size, sum(down.values()), high_precision=reason)
-        self.down_state = context.fp8.linear(site)
-        norm: dict[str, Any] = {
-            "eps": record.eps,
-            "sees_a_slice": context.sequence_sharded,
-            "zero_centered": model.norm.zero_centered,
-        }
-        self.q_norm = None if record.q_rank is None else RMSNormPart(f"{name}.q_norm", record.q_rank, context, **norm)
-        self.kv_norm = RMSNormPart(f"{name}.kv_norm", record.kv_rank, context, **norm)
+        self.down, self.down_state = replicated_product(
+            context, name, "down", down, model.hidden_size, init=init, reason=reason
+        )
+        self.q_norm: RMSNormPart | None = None
+        if record.q_rank is not None:
+            self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context, eps=record.eps)
+        self.kv_norm = rms_norm(f"{name}.kv_norm", record.kv_rank, model, context, eps=record.eps)
 
         def up(layer: str, norm: Neighbor, rank: int, *widths: int) -> ColumnParallelLinear:
             layer, fused, rows = f"{name}.{layer}", norm.fuses != "none", heads * sum(widths)

@@ -170,6 +170,16 @@ def block_norm(name: str, model: ModelSpec, context: BuildContext) -> Norm:
     )
 
 
+def rms_norm(
+    name: str, size: int, model: ModelSpec, context: BuildContext, *, eps: float | None = None,
+    sees_a_slice: bool | None = None,
+) -> RMSNormPart:  # fmt: skip
+    """Build an RMSNorm inside a layer. By default, it has the model's eps, and each rank's slice of the sequence."""
+    sees_a_slice = context.sequence_sharded if sees_a_slice is None else sees_a_slice
+    eps, zero_centered = model.norm.eps if eps is None else eps, model.norm.zero_centered
+    return RMSNormPart(name, size, context, eps=eps, sees_a_slice=sees_a_slice, zero_centered=zero_centered)
+
+
 def normalized(norm: Norm, x: Tensor, branch: Tensor | None = None, dropout: Dropout | None = None) -> Tensor:
     """Return the norm of `x + branch` in the dtype of `x`, with `dropout` applied to `branch` before the addition."""
     _, normed = norm.residual(x, branch, None, dropout)

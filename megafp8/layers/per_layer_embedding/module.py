@@ -22,7 +22,7 @@ from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.layers.mixer import LayerInputs
 from megafp8.layers.mlp.op import unfused
-from megafp8.layers.norm.module import RMSNormPart, block_norm, normalized
+from megafp8.layers.norm.module import block_norm, normalized, rms_norm
 from megafp8.linear.linear import linear
 from megafp8.parallel.sharding import Init, unsharded
 from megafp8.plan import LinearSite
@@ -57,10 +57,7 @@ class PerLayerEmbedding(nn.Module):
             sequence_parallel=context.sequence_parallel, multiplier=math.sqrt(p),
         )  # fmt: skip
         self.projection = WholeLinear(f"{name}.projection", model.hidden_size, layers * p, context, model.init_std)
-        self.norm = RMSNormPart(
-            f"{name}.norm", p, context, eps=model.norm.eps, sees_a_slice=context.sequence_sharded,
-            zero_centered=model.norm.zero_centered,
-        )  # fmt: skip
+        self.norm = rms_norm(f"{name}.norm", p, model, context)
 
     def forward(self, tokens_bs: Tensor, x_sbh: Tensor) -> Tensor:
         """Compute the vectors of all layers.

@@ -76,9 +76,9 @@ class Adapter(nn.Module):
         """Return the term `[s, b, n]` for the input of the projections, which is sharded like the residual stream."""
         return torch.cat([up(down(x_sbh)) for down, up in zip(self.down, self.up)], dim=-1)
 
-    def saved(self, batch: MicroBatch, adapted: LinearState) -> dict[str, int]:
+    def saved(self, batch: MicroBatch, adapted: LinearState | None) -> dict[str, int]:
         """Return the bytes saved for backward; `adapted` is the state of the projections, which may save the input."""
-        shares = adapted.plan.saved == "high" and batch.tokens == batch.own_tokens
+        shares = adapted is not None and adapted.plan.saved == "high" and batch.tokens == batch.own_tokens
         read = 0 if shares else batch.own_tokens * self.inputs * batch.element
         up: Any = self.up
         return {"adapters' inputs": read + sum(batch.saved_input(layer.state) for layer in up)}
@@ -106,7 +106,7 @@ class SharedTransformer(nn.Module):
         """Return the output `[s, b, h]` for the residual stream `x_sbh`."""
         assert inputs.embedded_sbh is not None, "a stage without the embedding"
         x_sbh = normalized(self.norm, torch.cat([x_sbh, inputs.embedded_sbh], dim=-1))
-        x_sbh = normalized(self.mlp_norm, self.attention(x_sbh, inputs.attention, adapter))
+        x_sbh = normalized(self.mlp_norm, self.attention.adapted(x_sbh, inputs.attention, adapter))
         return self.mlp(x_sbh, mlp_adapter)
 
 

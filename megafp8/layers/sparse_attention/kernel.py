@@ -71,6 +71,19 @@ def scores_kernel(
         tl.store(scores_bst + row[:, None] * t + j[None, :], total, mask=real[:, None] & known[None, :])
 
 
+def block_maxima_kernel(scores_bst, first_bs, stop_bs, maxima_bsn, t, n, size, M: tl.constexpr, WIDTH: tl.constexpr):
+    """Compute the largest score in each block of a row's range, M blocks at a time; -inf for blocks after the range."""
+    row = tl.program_id(0).to(tl.int64)
+    first, stop = tl.load(first_bs + row), tl.load(stop_bs + row)
+    lane = tl.arange(0, WIDTH)
+    for at in range(0, n, M):
+        block = at + tl.arange(0, M)
+        j = first + block[:, None] * size + lane[None, :]
+        seen = (lane < size)[None, :] & (j < stop)
+        x = tl.load(scores_bst + row * t + j, mask=seen, other=float("-inf"))
+        tl.store(maxima_bsn + row * n + block, tl.max(x, axis=1), mask=block < n)
+
+
 @triton.jit
 def _ordered(x):
     """Map fp32 numbers to unsigned integers in the same order; minus zero counts as zero."""
@@ -201,12 +214,8 @@ def attend_kernel(
     """Compute M heads of a query. `scale` is the factor of scores in base 2."""
     blocks = tl.cdiv(a, M)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    head, c, r, lane = (
-        tl.program_id(0) % blocks * M + tl.arange(0, M),
-        tl.arange(0, WV),
-        tl.arange(0, WR),
-        tl.arange(0, N),
-    )
+    head = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    c, r, lane = tl.arange(0, WV), tl.arange(0, WR), tl.arange(0, N)
     real = head < a
     q = q_bsac + (row * a + head)[:, None] * (V + R)
     q_v = tl.load(q + c[None, :], mask=_inside(real, c, V, WV), other=0.0)
@@ -354,15 +363,13 @@ def keys_backward_kernel(
         tl.store(p_bsk + row * k + lane, head_sums, mask=seen)
 
 
-_scores, _choose, _index_loss = (
-    TritonKernel(scores_kernel),
-    TritonKernel(choose_kernel),
-    TritonKernel(index_loss_kernel),
-)
+_scores, _block_maxima = TritonKernel(scores_kernel), TritonKernel(block_maxima_kernel)
+_choose, _index_loss = TritonKernel(choose_kernel), TritonKernel(index_loss_kernel)
 _attend, _scores_backward = TritonKernel(attend_kernel), TritonKernel(scores_backward_kernel)
 _queries_backward, _keys_backward = TritonKernel(queries_backward_kernel), TritonKernel(keys_backward_kernel)
 
 SCORES: dict[str, Any] = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 3}
+BLOCK_MAXIMA: dict[str, Any] = {"M": 16, "num_warps": 4}
 CHOOSE: dict[str, Any] = {"BLOCK": 2048, "BITS": 8, "num_warps": 4}
 INDEX_LOSS: dict[str, Any] = {"N": 128, "num_warps": 4, "num_stages": 2}
 ATTEND: dict[str, Any] = {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3}
@@ -386,13 +393,8 @@ def _counts(keys: Keys) -> Tensor:
     return (keys.stop - keys.first).clamp(max=keys.chosen.shape[-1]).int().contiguous()
 
 
-def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Compute `reference.select`."""
-    return choose(index_scores(index, first_bs, stop_bs), first_bs, stop_bs, top_k)
-
-
 def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
-    """Return fp32 scores `[b, s, t]` of the keys in the queries' ranges; other elements are undefined."""
+    """Compute `reference.index_scores` in fp32."""
     (b, s, heads, d), t = index.q.shape, index.k.shape[1]
     q, k = (kernel_input(x.contiguous()) for x in (index.q, index.k))
     first, stop = first_bs.int().contiguous(), stop_bs.int().contiguous()
@@ -403,8 +405,17 @@ def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
     return scores_bst
 
 
+def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
+    """Compute `reference.block_maxima`."""
+    (b, s, t), ranges = scores_bst.shape, (first_bs.int().contiguous(), stop_bs.int().contiguous())
+    maxima_bsn = scores_bst.new_empty(b, s, ceil_div(t, size))
+    bound = _block_maxima.bind(WIDTH=next_power_of_2(size), **BLOCK_MAXIMA)
+    bound.launch((b * s, 1), (scores_bst, *ranges, maxima_bsn), (t, maxima_bsn.shape[2], size))
+    return maxima_bsn
+
+
 def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
-    """Return the choice of `select` for these scores."""
+    """Compute `reference.choose`."""
     b, s, t = scores_bst.shape
     chosen_bsk = torch.empty(b, s, top_k, dtype=torch.int32, device=scores_bst.device)
     bound = _choose.bind(BINS=1 << CHOOSE["BITS"], **CHOOSE)
@@ -443,11 +454,8 @@ def attend_backward(
     top_k = keys.chosen.shape[-1]
     q, kv, do, o = (kernel_input(x.contiguous()) for x in (q_bsac, kv_btc, do_bsav, o_bsav))
     dq_bsac, p_bsk = torch.empty_like(q), torch.zeros(b, s, top_k, dtype=torch.float32, device=q.device)
-    atomic, key_heads, counts = (
-        not torch.are_deterministic_algorithms_enabled(),
-        _heads(KEYS_BACKWARD, a),
-        _counts(keys),
-    )
+    atomic, key_heads = not torch.are_deterministic_algorithms_enabled(), _heads(KEYS_BACKWARD, a)
+    counts = _counts(keys)
     sums, tiles = _keys_backward.bind(ATOMIC=atomic, V=v, R=c - v, **key_heads), ceil_div(top_k, key_heads["N"])
     size = max(1, _PAIR_BYTES // (b * top_k * (4 * a if atomic else 4 * max(a, c))))
     for rows in (slice(at, min(at + size, s)) for at in range(0, s, size)):
@@ -518,17 +526,14 @@ def index_loss_backward(
         n = rows.stop - rows.start
         dk = dk_btd if atomic else dk_btd.new_zeros(b, n, top_k, d)
         row_inputs = [x[:, rows].contiguous() for x in (q, weights, chosen, counts, p_bsk)]
-        outs = (
-            (dq, dweights, loss_bs)
-            if size >= s
-            else tuple(torch.empty_like(x[:, rows]) for x in (dq, dweights, loss_bs))
-        )
+        whole = dq, dweights, loss_bs
+        outs = whole if size >= s else tuple(torch.empty_like(x[:, rows]) for x in whole)
         bound.launch(
             (b * n, 1), (row_inputs[0], k, *row_inputs[1:], factor, outs[0], dk, *outs[1:]), (n, t, top_k, heads)
         )
         if size < s:
-            for whole, part in zip((dq, dweights, loss_bs), outs, strict=True):
-                whole[:, rows] = part
+            for x, part in zip(whole, outs, strict=True):
+                x[:, rows] = part
         if not atomic:
             _add_rows(dk_btd, chosen[:, rows], dk)
     return dq.to(index.q.dtype), dweights.to(index.weights.dtype), loss_bs.sum(dtype=torch.float64)

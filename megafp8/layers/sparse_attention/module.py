@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.context import BuildContext, new_parameter, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.module import LatentAttention
 from megafp8.layers.mixer import AttendToKeys, SharedTensors, TokenCache, Tokens
@@ -44,9 +44,9 @@ from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.sharding import Init, shard_dim
 from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 _INDEX_NORM_EPS = 1e-6
@@ -105,13 +105,9 @@ class SparseLatentAttention(LatentAttention):
         up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())
         self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False, matrix=True)
 
-        def product(layer: str, parts: dict[str, int], inputs: int) -> Any:
-            shards = [x for part, n in parts.items() for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
-            reason = "the indexer stays in training.precision"
-            site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-            return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
-
         if self.source is None:
+            reason = "the indexer stays in training.precision"
+            product = partial(replicated_product, context, name, init=init, reason=reason)
             self.index_q, self.index_q_state = product(
                 "index_q", {"index_q": record.index_heads * record.index_head_dim}, record.q_rank
             )

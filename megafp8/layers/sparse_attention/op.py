@@ -11,6 +11,9 @@ chosen keys, or over all keys in the dense warm-up. The backward of attention ha
 computes the loss and adds the loss's gradient, independent of the gradient of the output, as `layers.experts.router`
 does for routers. This gradient reaches only the indexer, and it is the indexer's only gradient.
 
+*Choice of blocks.* Keys may be chosen in blocks, counted from the start of a document. The score of a block is its
+largest score of a key that the query may choose, and the latest blocks are always chosen.
+
 *A shared choice.* A layer without an indexer attends to the keys that an earlier layer chose for the same queries, and
 adds nothing to the loss.
 
@@ -71,16 +74,20 @@ class SparseAttention:
     """Attention of one layer to chosen keys.
 
     Attributes:
-        top_k: Number of keys that a query chooses; None means all keys.
+        top_k: Number of keys or blocks that a query chooses; None means all keys.
         scale: Factor of the scores.
-        group: Tensor-parallel ranks.
+        group: Tensor-parallel ranks with the same indexer; None if each rank has its own.
         loss: Loss of the indexer; None without an indexer.
+        block_size: Number of keys of a block; None means that single keys are chosen.
+        local_blocks: Number of the latest blocks that are always chosen.
     """
 
     top_k: int | None
     scale: float
-    group: ProcessGroup
+    group: ProcessGroup | None
     loss: IndexLoss | None
+    block_size: int | None = None
+    local_blocks: int = 0
 
     def __call__(
         self, q_sbad: Tensor, kv_tbc: Tensor, index: Index | None, chosen_bsk: Tensor | None, up: Tensor,
@@ -113,7 +120,8 @@ class _SparseAttention(Function):
         o_sbav = q_sbad.new_empty(s, b, a, call.values.shape[1])
         own_bsk: Tensor | None = None
         if call.indexer is not None and options.top_k is not None:
-            chosen_bsk = own_bsk = call.indexer.choose(call.blocks(), options.top_k)
+            blocks = options.block_size, options.local_blocks
+            chosen_bsk = own_bsk = call.indexer.choose(call.blocks(), options.top_k, *blocks)
             ctx.mark_non_differentiable(own_bsk)
         ctx.set_materialize_grads(False)  # else backward would receive zeros as wide as the choice
         for rows in call.blocks():
@@ -180,7 +188,8 @@ class _Call:
         b, t, c = self.kv_btc.shape
         bytes_of_query, block_bytes = 4 * b * t, BLOCK_BYTES
         if self.functions is reference:
-            keys, gathered = (t, 0) if self.options.top_k is None else (self.options.top_k, c)
+            top_k = self.options.top_k
+            keys, gathered = (t, 0) if top_k is None else (top_k * (self.options.block_size or 1), c)
             index_heads = 0 if self.indexer is None else self.indexer.q_sbid.shape[2]
             bytes_of_query += 4 * b * keys * max(self.a, index_heads, gathered)
             block_bytes = REFERENCE_BYTES
@@ -188,8 +197,9 @@ class _Call:
         return [slice(at, min(at + size, self.s)) for at in range(0, self.s, size)]
 
     def keys(self, rows: slice, chosen_bsk: Tensor | None) -> Keys:
-        chosen = None if chosen_bsk is None else chosen_bsk[:, rows].contiguous()
-        return Keys(chosen, self.first_bs[:, rows], self.stop_bs[:, rows])
+        chosen, size = None if chosen_bsk is None else chosen_bsk[:, rows].contiguous(), self.options.block_size
+        keys = Keys(chosen, self.first_bs[:, rows], self.stop_bs[:, rows])
+        return keys if chosen is None or size is None else keys.of_blocks(size)
 
     def absorbed(self, rows: slice) -> Tensor:
         """Return queries as wide as the keys that all heads share, `[b, s, a, c + r]`."""
@@ -223,15 +233,17 @@ class IndexGrads(NamedTuple):
 class Indexer:
     """Indexer of a call: the choice of keys for its queries, and the gradient of its loss.
 
-    Each tensor-parallel rank computes its part of a block's queries. The tensors of `index` are sequence-first.
+    Each of the ranks of `group` computes its part of a block's queries. The tensors of `index` are sequence-first.
     """
 
     def __init__(
-        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup, loss: IndexLoss, functions: Any
-    ) -> None:
+        self, index: Index, first_bs: Tensor, stop_bs: Tensor, group: ProcessGroup | None, loss: IndexLoss,
+        functions: Any,
+    ) -> None:  # fmt: skip
         self.q_sbid, self.weights_sbi, self.k_btd = index.q, index.weights, index.k.transpose(0, 1).contiguous()
         self.first_bs, self.stop_bs = first_bs, stop_bs
-        self.group, self.ranks, self.loss, self.functions = group, group.size(), loss, functions
+        self.group, self.loss, self.functions = group, loss, functions
+        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def _index(self, rows: slice) -> Index:
         q, weights = (x[rows].transpose(0, 1) for x in (self.q_sbid, self.weights_sbi))
@@ -240,19 +252,28 @@ class Indexer:
     def _part(self, rows: slice) -> tuple[slice, int]:
         """Return this rank's part of a block's queries, and the largest number of queries of any rank."""
         size = -(-(rows.stop - rows.start) // self.ranks)
-        at = min(rows.start + self.group.rank() * size, rows.stop)
+        at = min(rows.start + self.rank * size, rows.stop)
         return slice(at, min(at + size, rows.stop)), size
 
-    def choose(self, blocks: list[slice], top_k: int) -> Tensor:
-        """Return the keys that each query chooses, int32 `[b, s, k]`."""
+    def _select(self, rows: slice, top_k: int, size: int | None, local_blocks: int) -> Tensor:
+        """Return the choice of these queries as in `choose`."""
+        functions, first_bs, stop_bs = self.functions, self.first_bs[:, rows], self.stop_bs[:, rows]
+        scores = functions.index_scores(self._index(rows), first_bs, stop_bs)
+        if size is not None:
+            scores = functions.block_maxima(scores, first_bs, stop_bs, size)
+            first_bs, stop_bs = torch.zeros_like(first_bs), (stop_bs - first_bs + size - 1) // size
+            block = torch.arange(scores.shape[-1], device=scores.device)
+            scores.masked_fill_(block >= stop_bs.unsqueeze(-1) - local_blocks, torch.inf)
+        return functions.choose(scores, first_bs, stop_bs, top_k)
+
+    def choose(self, blocks: list[slice], top_k: int, block_size: int | None = None, local_blocks: int = 0) -> Tensor:
+        """Return the keys, or the blocks of keys, that each query chooses, int32 `[b, s, k]`."""
         s, b = self.q_sbid.shape[:2]
         chosen = torch.empty(b, s, top_k, dtype=torch.int32, device=self.q_sbid.device)
         for rows in blocks:
             own_rows, size = self._part(rows)
-            selected = self.functions.select(
-                self._index(own_rows), self.first_bs[:, own_rows], self.stop_bs[:, own_rows], top_k
-            )
-            if self.ranks > 1:
+            selected = self._select(own_rows, top_k, block_size, local_blocks)
+            if self.group is not None and self.ranks > 1:
                 padded = F.pad(selected.transpose(0, 1), (0, 0, 0, 0, 0, size - selected.shape[1])).contiguous()
                 selected = collectives.all_gather(padded, self.group)[: rows.stop - rows.start].transpose(0, 1)
             chosen[:, rows] = selected
@@ -269,7 +290,7 @@ class Indexer:
         `p_bsk` holds the probabilities of the keys, summed over this rank's heads.
         """
         loss, (own_rows, size) = self.loss, self._part(rows)
-        if self.ranks > 1:
+        if self.group is not None and self.ranks > 1:
             p_sbk = F.pad(p_bsk.transpose(0, 1), (0, 0, 0, 0, 0, size * self.ranks - p_bsk.shape[1])).contiguous()
             p_bsk = collectives.reduce_scatter(p_sbk, self.group)[: own_rows.stop - own_rows.start].transpose(0, 1)
         if own_rows.stop == own_rows.start:
@@ -290,8 +311,6 @@ def functions_for(q_sbad: Tensor) -> Any:
     """Return the module that computes such tensors with chosen keys; it has the same functions as the reference."""
     if not q_sbad.is_cuda or q_sbad.dtype not in (torch.bfloat16, torch.float16):
         return reference
-    from megafp8.layers.sparse_attention import (
-        kernel as sparse_attention,
-    )  # needs Triton, which comes with torch's CUDA builds
+    from megafp8.layers.sparse_attention import kernel  # needs Triton, which comes with torch's CUDA builds
 
-    return sparse_attention
+    return kernel

@@ -56,6 +56,19 @@ class Keys(NamedTuple):
         j = torch.arange(t, device=self.first.device)
         return (j >= self.first.unsqueeze(-1)) & (j < self.stop.unsqueeze(-1))
 
+    def of_blocks(self, size: int) -> Keys:
+        """Return the keys of chosen blocks of `size` keys, which are counted from the first key of the range.
+
+        Their range holds their number.
+        """
+        assert self.chosen is not None
+        first_bs, stop_bs = (x.int()[..., None, None] for x in (self.first, self.stop))
+        place = torch.arange(size, dtype=torch.int32, device=self.first.device)
+        key = first_bs + self.chosen.unsqueeze(-1) * size + place
+        missing = (self.chosen < 0).unsqueeze(-1) | (key >= stop_bs)
+        count_bs = (~missing).sum((-2, -1))
+        return Keys(key.masked_fill_(missing, -1).flatten(2), torch.zeros_like(count_bs), count_bs)
+
     def gather_rows(self, x_btc: Tensor) -> Tensor:
         """Return the rows of the keys, `[b, s, k, c]`, or all rows `[b, 1, t, c]`."""
         if self.chosen is None:
@@ -87,8 +100,11 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def index_scores(index: Index) -> Tensor:
-    """Return the scores of all keys, `[b, s, t]`, summed one head of the indexer after the other."""
+def index_scores(index: Index, first_bs: Tensor, stop_bs: Tensor) -> Tensor:
+    """Return the scores of the keys in the queries' ranges, `[b, s, t]`; other elements are undefined.
+
+    They are summed one head of the indexer after the other.
+    """
     dtype = wide(index.q)
     k_bdt = index.k.to(dtype).mT
     total = index.q.new_zeros(*index.q.shape[:2], index.k.shape[1], dtype=dtype)
@@ -97,11 +113,22 @@ def index_scores(index: Index) -> Tensor:
     return total
 
 
-def select(index: Index, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
+def block_maxima(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, size: int) -> Tensor:
+    """Return the largest score in each block of `size` keys, counted from the first key of a query's range.
+
+    The result is `[b, s, ceil(t / size)]`, with -inf for blocks after the range.
+    """
+    t = scores_bst.shape[-1]
+    j = first_bs.unsqueeze(-1) + torch.arange(-(-t // size) * size, device=scores_bst.device)
+    x = scores_bst.gather(-1, j.clamp(max=t - 1)).masked_fill(j >= stop_bs.unsqueeze(-1), -math.inf)
+    return x.unflatten(-1, (-1, size)).amax(-1)
+
+
+def choose(scores_bst: Tensor, first_bs: Tensor, stop_bs: Tensor, top_k: int) -> Tensor:
     """Return the `top_k` keys with the greatest scores, int32 `[b, s, k]`, in order of position; -1 pads the end."""
-    t = index.k.shape[1]
+    t = scores_bst.shape[-1]
     visible = Keys(None, first_bs, stop_bs).visible(t)
-    scores = index_scores(index).masked_fill(~visible, -math.inf)
+    scores = scores_bst.masked_fill(~visible, -math.inf)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     best = best.masked_fill(~visible.gather(-1, best), t).sort(dim=-1).values
     best = torch.nn.functional.pad(best, (0, top_k - best.shape[-1]), value=t)

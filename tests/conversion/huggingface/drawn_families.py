@@ -402,6 +402,24 @@ DRAWN: dict[str, Family] = {
         "rms_norm_eps": (1e-6, 1e-3), "routed_scaling_factor": (1.0, 2.5), "v_head_dim": (6, 12),
         "rope_parameters": (*ROPE["rope_parameters"], YARN_OF_ALL),
     }),
+    "minimax_m3_vl_text": Family("MiniMaxM3VL", LLAMA | {"intermediate_size": 24}, {
+        "hidden_size": (32, 48), "num_local_experts": (4, 8), "num_experts_per_tok": (2, 3),
+        "dense_intermediate_size": (48, 40), "shared_intermediate_size": (24, 40), "tie_word_embeddings": (False, True),
+        "mlp_layer_types": (None, ["dense", "sparse", "sparse"]), "routed_scaling_factor": (1.0, 2.0),
+        "layer_types": (
+            ["minimax_m3_sparse"] * 3, ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        ),
+        "index_block_size": (2, 3), "index_topk_blocks": (2, 3),
+        "index_local_blocks": (1, 2), "rms_norm_eps": (1e-5, 1e-3),
+        "": tuple(
+            {
+                "num_key_value_heads": groups, "index_n_heads": groups, "head_dim": width,
+                "index_head_dim": width, "rotary_dim": rotated,
+                "rope_parameters": ROPE["rope_parameters"][0] | {"partial_rotary_factor": rotated / width},
+            }
+            for groups in (1, 2, 4) for width, rotated in ((8, 4), (12, 6), (8, 8))
+        ),
+    }, norms=0.0),
     "minicpm3": Family("MiniCPM3", MINICPM3, SIZES | {
         "q_lora_rank": (None, 20), "v_head_dim": (None, 6), "qk_rope_head_dim": (4, 8), "scale_emb": (1, 12),
         "num_key_value_heads": (4,), "scale_depth": (None, 1.4), "dim_model_base": (None, 16),

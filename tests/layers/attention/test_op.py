@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megafp8.layers.attention import flash_kernel
 from megafp8.layers.attention import op as module
 from megafp8.layers.attention import reference as attention_reference
 from megafp8.layers.attention.mask import CAUSAL, AttentionMask, causal_mask
@@ -111,17 +112,17 @@ VISIBLE[:, :, 7] = False
 MASKS = {
     "causal": (40, 40, CAUSAL),
     "whole": (16, 40, AttentionMask(causal=False)),
-    "documents": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, square=True)),
+    "documents": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS)),
     "window": (40, 40, causal_mask(None, 7, 40, torch.device("cpu"))),
-    "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3, square=True)),
+    "documents window": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, window=3)),
     "parts": (16, 40, AttentionMask(PARTS, DOCUMENTS)),
     "parts window": (16, 40, AttentionMask(PARTS, DOCUMENTS, window=3)),
-    "keys without queries": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3, square=True)),
+    "keys without queries": (40, 48, AttentionMask(QUERIES, MORE_KEYS, window=3)),
     "parts whole": (16, 40, AttentionMask(LESS, KEYS, causal=False)),
     "both sides": (40, 40, AttentionMask(causal=False, window=7)),
-    "documents both sides": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, causal=False, window=3, square=True)),
+    "documents both sides": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, causal=False, window=3)),
     "prefix": (40, 40, AttentionMask(prefix_b=torch.tensor([13, 0]))),
-    "documents prefix": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, prefix_b=torch.tensor([13, 31]), square=True)),
+    "documents prefix": (40, 40, AttentionMask(DOCUMENTS, DOCUMENTS, prefix_b=torch.tensor([13, 31]))),
     "last queries": (16, 40, CAUSAL),
     "some queries": (8, 40, AttentionMask(DOCUMENTS, DOCUMENTS, positions_bs=SOME)),
     "some queries window": (8, 40, AttentionMask(causal=False, window=5, positions_bs=SOME[:1])),
@@ -145,7 +146,7 @@ def larger(mask: AttentionMask) -> AttentionMask:
     if positions is not None:
         positions = (positions[..., None] * LARGER + torch.arange(LARGER)).flatten(1).cuda()
     return AttentionMask(
-        q, q if same else k, causal=mask.causal, window=window, square=mask.square, prefix_b=prefix_b, visible=visible,
+        q, q if same else k, causal=mask.causal, window=window, prefix_b=prefix_b, visible=visible,
         positions_bs=positions,
     )  # fmt: skip
 
@@ -335,19 +336,25 @@ def test_no_matrix_of_scores(name: str) -> None:
 def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert module.describe(cpu).endswith("the reference in PyTorch")
-    monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: True)
-    assert module.describe(cuda).endswith("cuDNN's variable-length kernel")
-    monkeypatch.setattr(module.cudnn_attention, "is_available", lambda: False)
-    assert "needs nvidia-cudnn-frontend" in module.describe(cuda)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert module.describe(cuda).endswith("since deterministic is true")
+    monkeypatch.setattr(flash_kernel, "version", lambda name: flash_kernel.VERSION)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    flash_kernel.why_unavailable.cache_clear()
+    assert module.describe(cuda).endswith("FlashAttention-4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    flash_kernel.why_unavailable.cache_clear()
+    assert module.describe(cuda).endswith("torch's flash kernel, since FlashAttention-4 is used on Hopper only")
+    monkeypatch.setattr(flash_kernel, "version", lambda name: "4.0.0")
+    flash_kernel.why_unavailable.cache_clear()
+    assert f"flash-attn-4 is 4.0.0, not {flash_kernel.VERSION}" in module.describe(cuda)
+    monkeypatch.undo()
+    flash_kernel.why_unavailable.cache_clear()
 
 
 CHOICES = {
-    "plain": (CAUSAL, {}, "sdpa"),
-    "a scale": (CAUSAL, {"scale": 0.3}, "sdpa"),
-    "all keys of some queries": (AttentionMask(causal=False, positions_bs=SOME[:1]), {}, "sdpa"),
-    "documents": (MASKS["documents"][2], {"scale": 0.3}, "cudnn"),
+    "plain": (CAUSAL, {}, "flash"),
+    "a scale": (CAUSAL, {"scale": 0.3}, "flash"),
+    "all keys of some queries": (AttentionMask(causal=False, positions_bs=SOME[:1]), {}, "flash"),
+    "documents": (MASKS["documents"][2], {"scale": 0.3}, "flash"),
     "both sides": (MASKS["both sides"][2], {}, "flash"),
     "documents both sides": (MASKS["documents both sides"][2], {}, "flash"),
     "prefix": (MASKS["prefix"][2], {}, "triton"),
@@ -364,21 +371,23 @@ def test_which_kernel(name: str) -> None:
     mask, kind, expected = CHOICES[name]
     scores = Scores(**kind)
 
-    def kernel(d: int = 128, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **more: bool) -> str:
-        options = {"deterministic": False, "front_end": True} | more
-        return module.choose(mask, scores, 40, 40, d, device, dtype, **options).kernel
+    def choice(
+        d: int = 128, w: int = 128, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
+        missing: str | None = None,
+    ) -> module.KernelChoice:  # fmt: skip
+        return module.choose(mask, scores, 40, 40, d, w, device, dtype, missing)
 
-    assert kernel() == expected
-    assert kernel(deterministic=True) == ("triton" if expected == "triton" else "flash")
-    assert kernel(front_end=False) == ("flash" if expected == "cudnn" else expected)
-    assert kernel(d=512) == "reference"
-    assert kernel(d=20) == kernel(d=20, deterministic=True) == "triton"
-    assert kernel(dtype=torch.float32) == kernel(device="cpu") == "reference"
-    for cudnn_narrow in (False, True):
-        options = {"deterministic": False, "front_end": True, "cudnn_narrow": cudnn_narrow}
-        choice = module.choose(mask, scores, 40, 40, 192, "cuda", torch.bfloat16, **options)
-        assert choice.narrow_values == (cudnn_narrow and expected in ("sdpa", "cudnn"))
-        assert module.choose(mask, scores, 40, 40, 192, "cpu", torch.bfloat16, **options).narrow_values
+    assert choice().kernel == expected
+    without = choice(missing="it is not installed")
+    assert without.kernel == ("triton" if expected == "triton" else "torch")
+    assert without.why.endswith("it is not installed") == (expected == "flash")
+    assert choice(d=20).kernel == "triton"
+    assert choice(d=80).kernel == without.kernel
+    references = choice(d=512), choice(dtype=torch.float32), choice(device="cpu")
+    assert {x.kernel for x in references} == {"reference"}
+    assert all(x.narrow_values for x in references)
+    assert choice(d=192).narrow_values == (expected == "flash")
+    assert not choice(d=192, w=120).narrow_values
     cuda = torch.device("cuda")
     if expected == "triton":
         assert "our own kernel, since no other one computes" in module.describe(cuda, mask, scores)
@@ -397,9 +406,11 @@ def test_recomputation_drops_the_same() -> None:
 # --- kernels of GPUs --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["default", "deterministic"])
-def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=["default", "deterministic", "without FlashAttention-4"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.use_deterministic_algorithms(request.param == "deterministic")
+    if request.param.startswith("without"):
+        monkeypatch.setattr(flash_kernel, "why_unavailable", lambda device: request.param)
     yield request.param
     torch.use_deterministic_algorithms(False)
 
@@ -411,9 +422,16 @@ KINDS = ("plain", "softcap", "bias", "dropout", "all")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels(name: str, kind: str, mode: str) -> None:
-    """Of all widths in turn."""
+    """Of all widths, or of all widths in turn."""
+    if kind != "plain" and mode.startswith("without"):
+        pytest.skip("computed by our own kernel in any case")
+    widths = ((4, 4, 64), (4, 2, 128), (4, 1, 256), (4, 2, 80), (4, 4, 96), (4, 2, 192))
     index = list(MASKS).index(name) + KINDS.index(kind)
-    heads, groups, d = ((4, 4, 64), (4, 2, 128), (4, 1, 256), (4, 2, 80))[index % 4]
+    for heads, groups, d in widths if kind == "plain" else [widths[index % 4]]:
+        check_kernels(name, kind, mode, heads, groups, d)
+
+
+def check_kernels(name: str, kind: str, mode: str, heads: int, groups: int, d: int) -> None:
     s, t, small = MASKS[name]
     mask = larger(small)
     s, t = s * LARGER, t * LARGER
@@ -444,7 +462,7 @@ def test_kernels(name: str, kind: str, mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("d", "w"), [(192, 128), (96, 64), (24, 16), (24, 12), (20, 12), (256, 64)])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", ["causal", "documents", "parts window", "visible"])
 def test_narrow_values(name: str, d: int, w: int, mode: str) -> None:
     """By all kernels, those that take them as they are and those that get them padded; through autograd."""
     s, t, small = MASKS[name]

@@ -19,6 +19,7 @@ from megafp8.layers.sparse_attention import kernel as sparse_attention
 LATENT: dict[str, Any] = {"V": 512, "R": 64, "WR": 64}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "scores": {"D": 128, "WIDTH": 128},
+    "block_maxima": {"WIDTH": 128},
     "choose": {"BINS": 256},
     "index_loss": {"D": 128, "WIDTH": 128, "M": 64, "ATOMIC": True},
     "attend": LATENT | {"WV": 512},
@@ -47,7 +48,7 @@ def compiled(name: str, **options: Any) -> Any:
             signature[argument], values[index,] = "constexpr", given[argument]
         elif argument in ("scale", "scale2"):
             signature[argument] = "fp32"
-        elif argument in ("s", "t", "k", "a", "heads"):
+        elif argument in ("s", "t", "k", "a", "n", "size", "heads"):
             signature[argument], aligned[index,] = "i32", [["tt.divisibility", 16]]
         else:
             pointer = "*bf16" if argument in BF16 else "*i32" if argument in INT32 else "*fp32"

@@ -14,7 +14,7 @@ from torch import Tensor
 from megafp8.layers.compressed_attention import op as compressed_attention
 from megafp8.layers.context import PlannedGroup
 from megafp8.layers.sparse_attention import hopper_kernel as hopper
-from megafp8.layers.sparse_attention import kernel, reference
+from megafp8.layers.sparse_attention import kernel, op, reference
 from megafp8.layers.sparse_attention.op import IndexLoss
 from megafp8.layers.sparse_attention.reference import Index, Keys
 from tests.kernels import DEVICE, noise
@@ -47,6 +47,10 @@ def _ranges() -> tuple[Tensor, Tensor]:
     return first, stop
 
 
+def _select(functions: Any, index: Index, first: Tensor, stop: Tensor) -> Tensor:
+    return functions.choose(functions.index_scores(index, first, stop), first, stop, K)
+
+
 def _index(heads: int = 5, d: int = 12) -> Index:
     q, k = noise(B, S, heads, d).to(DTYPE), noise(B, T, d, seed=1).to(DTYPE)
     return Index(q, k, noise(B, S, heads, seed=2))
@@ -56,9 +60,15 @@ def test_choices_are_exact() -> None:
     """Keys with equal scores among them: those that are the same key, and zeros."""
     index, (first, stop) = _index(2), _ranges()
     index.k[:, 20:] = index.k[:, :20]
-    expected = reference.select(index, first, stop, K)
-    assert torch.equal(kernel.select(index, first, stop, K), expected)
+    expected = _select(reference, index, first, stop)
+    assert torch.equal(_select(kernel, index, first, stop), expected)
     assert (expected >= 0).sum(-1).tolist() == (stop - first).clamp(max=K).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64])
+def test_largest_scores_of_blocks(size: int) -> None:
+    scores, ranges = noise(B, S, T), _ranges()
+    assert torch.equal(kernel.block_maxima(scores, *ranges, size), reference.block_maxima(scores, *ranges, size))
 
 
 def _close(found: Tensor, expected: Tensor, what: str = "") -> None:
@@ -68,7 +78,7 @@ def _close(found: Tensor, expected: Tensor, what: str = "") -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_to_chosen_keys(deterministic: bool) -> None:
     first, stop = _ranges()
-    keys = Keys(reference.select(_index(), first, stop, K), first, stop)
+    keys = Keys(_select(reference, _index(), first, stop), first, stop)
     q, kv, do = (noise(*shape, seed=i).to(DTYPE) for i, shape in
                  enumerate([(B, S, A, V + R), (B, T, V + R), (B, S, A, V)]))  # fmt: skip
     o, lse = reference.attend(q, kv, keys, V, 0.3)
@@ -90,7 +100,7 @@ def test_attention_to_chosen_keys(deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_loss_of_the_indexer(deterministic: bool) -> None:
     index, (first, stop) = _index(), _ranges()
-    keys = Keys(reference.select(index, first, stop, K), first, stop)
+    keys = Keys(_select(reference, index, first, stop), first, stop)
     p = noise(B, S, K).exp() * (keys.chosen >= 0)
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
     factor = torch.tensor(0.7, device=DEVICE)
@@ -157,11 +167,55 @@ def test_compressed_attention_by_kernels(monkeypatch: pytest.MonkeyPatch, top_k:
         _close(ours, expected, str(i))
 
 
+def _blocks(shape: tuple[int, int, int, int], dtype: torch.dtype, functions: Any) -> list[Tensor]:
+    """Outputs, loss and gradients of attention to chosen blocks of keys in two documents.
+
+    The `shape` is s queries, a heads of d channels and blocks of `size` keys; values and keys are separate.
+    """
+    s, a, d, size = shape
+    stop = torch.arange(1, s + 1, device=DEVICE).expand(B, -1)
+    first = torch.where(stop > s // 2, s // 2, 0)
+    shapes = [(s, B, a, d), (s, B, 2 * d), (s, B, 2, d), (s, B, d)]
+    own = [noise(*x, seed=i).bfloat16().to(dtype).requires_grad_() for i, x in enumerate(shapes)]
+    q, kv, index_q, index_k = own
+    weights = torch.ones(s, B, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE)
+    total = torch.zeros(1, dtype=torch.float64, device=DEVICE)
+    attend = op.SparseAttention(3, d**-0.5, None, IndexLoss(0.3, None, total), size, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "functions_for", lambda q: functions)
+        identity = torch.eye(d, dtype=dtype, device=DEVICE).repeat(a, 1)
+        y, _ = attend(q, kv, Index(index_q, index_k, weights * d**-0.5), None, identity, first, stop)
+        (y * noise(*y.shape, seed=7).to(dtype)).sum().backward()
+    return [y.detach(), total, *(x.grad for x in own if x.grad is not None)]
+
+
+def test_attention_to_blocks_by_kernels() -> None:
+    found = [_blocks((11, A, 20, 2), DTYPE, functions) for functions in (reference, kernel)]
+    assert len(found[0]) == 6
+    for i, (expected, ours) in enumerate(zip(*found, strict=True)):
+        _close(ours, expected, str(i))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_to_blocks_on_a_gpu(deterministic: bool) -> None:
+    """Groups of 16 heads as in MiniMax-M3, in bf16 against float64."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = _blocks((700, 16, 128, 64), torch.bfloat16, kernel)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = _blocks((700, 16, 128, 64), torch.float64, reference)
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (ours.double() - theirs).norm() <= 2e-2 * theirs.norm(), str(i)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
     [
+        "block_maxima",
         "scores",
         "choose",
         "index_loss",

@@ -22,7 +22,6 @@ LACKING: Mapping[str, str] = {
     "hy_v4": "hyper-connections without a mixing matrix, and latent attention with an output gate and sinks",
     "longcat_flash": "layers whose experts are added after a second attention, and scaled latents",
     "mimo_v2_flash": "softmax attention with values that are narrower than keys",
-    "minimax_m3_vl": "attention to blocks of keys that an indexer chooses for each group of queries",
     "modernbert_decoder": "a decoder whose output layer begins with a dense layer, an activation and a norm",
     "phimoe": "the sparsemixer router, which samples experts and scores the second one without the first",
     "qwen4_exp": "hyper-connections with low-rank input gates, embeddings of n-grams and keys selected in blocks",
