@@ -223,7 +223,7 @@ class GPTStage(nn.Module):
         block_context = context
         if context.weight_storage == "fsdp":  # FSDP allocates this rank's rows itself
             block_context = replace(context, device=torch.device("meta"), real_device=context.device)
-        shared = dict.fromkeys(model.kinds[i] for i in layers if model.layers[i].mixer.kind == "shared_attention")
+        shared = dict.fromkeys(model.kinds[i] for i in layers if model.layers[i].mixer.shares_weights)
         self.shared = nn.ModuleList(shared_transformer(first, model, context) for first in shared)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, block_memory in zip(layers, self.memory, strict=True) if blocks else ():

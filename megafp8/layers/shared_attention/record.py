@@ -48,6 +48,16 @@ class SharedAttentionConfig(Mamba2Config):
         return True
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether all layers of a kind share weights: True."""
+        return True
+
+    @property
+    def head_width(self) -> int | None:
+        """Head width of the transformer's attention."""
+        return None if self.attention is None else self.attention.head_width
+
+    @property
     def no_qk_clip(self) -> str:
         """Reason why QK-Clip cannot scale the weights of queries and keys."""
         return "in shared_attention several layers share the weights of queries and keys"
