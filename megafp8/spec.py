@@ -70,6 +70,16 @@ class PartRecord(PartialSection):
         return False
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether all layers of a kind share weights of the part."""
+        return False
+
+    @property
+    def head_width(self) -> int | None:
+        """Head width of queries and keys of the part's softmax attention; None without attention."""
+        return None
+
+    @property
     def no_qk_clip(self) -> str | None:
         """Reason why QK-clip cannot scale weights to lower the attention logits.
 
@@ -301,8 +311,8 @@ class ModelSpec:
     @property
     def attention_widths(self) -> list[int]:
         """Distinct head widths of queries and keys of softmax attention; empty without such layers."""
-        mixers = (layer.mixer for layer in self.distinct_layers)
-        return [*dict.fromkeys(mixer.channels for mixer in mixers if mixer.present and not mixer.is_recurrent)]
+        widths = dict.fromkeys(layer.mixer.head_width for layer in self.distinct_layers)
+        return [width for width in widths if width is not None]
 
     @property
     def embeds_on_last_stage(self) -> bool:

@@ -22,6 +22,7 @@ from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.mlp.record import MlpConfig
 from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.rwkv7.record import Rwkv7Config
+from megafp8.layers.shared_attention.record import SharedAttentionConfig
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.section import Section
@@ -36,6 +37,7 @@ Mixer = (
     | GatedDeltaNetConfig
     | Mamba1Config
     | Mamba2Config
+    | SharedAttentionConfig
     | KimiDeltaAttentionConfig
     | RgLruConfig
     | ShortConvolutionConfig

@@ -226,7 +226,7 @@ class PackedModel:
         if stage.embedding is not None:
             x_sbh = stage.embedding(packed.tokens_1n, packed.positions_1n)
         assert x_sbh is not None
-        inputs = stage.with_per_layer(stage.inputs_of(tokens), packed.tokens_1n, x_sbh)
+        inputs = stage.with_embeddings(stage.inputs_of(tokens), packed.tokens_1n, x_sbh)
         return stage.run_blocks(x_sbh, inputs)
 
     def logits(self, stage: GPTStage, x_sbh: Tensor, branch_sbh: Tensor | None, rows_r: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class BuildContext:
         lora: LoRA adapters of the blocks' linear layers, with all other weights frozen; None means full training.
         records_logits: Whether attention records the largest logit of each head (`Mixer.largest_logits_a`).
         constants: Constant tensors that layers create once and share, by the values that determine them.
+        shared_modules: Modules that layers share, by the first of these layers.
     """
 
     tensor: ProcessGroup
@@ -90,6 +91,7 @@ class BuildContext:
     lora: Lora | None = None
     records_logits: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
+    shared_modules: dict[int, Any] = field(default_factory=dict)
 
     @property
     def buffer_device(self) -> torch.device:

@@ -73,7 +73,8 @@ class Block(nn.Module):
 
         feeds_normed = self.feeds and not spec.ffn.normalizes_input and not self.shares_norm
         first = "shared_norm" if self.shares_norm else "attention_norm"
-        self.attention_norm = norm(first, self.mixes and (input_norms or position == "post"))
+        mixes_normed = self.mixes and not spec.mixer.normalizes_input
+        self.attention_norm = norm(first, mixes_normed and (input_norms or position == "post"))
         self.mixer: Mixer = part(spec.mixer, self.attention_norm)
         self.attention_output_norm = norm("attention_output_norm", self.mixes and output_norms)
         self.mlp_norm = norm("mlp_norm", feeds_normed and (input_norms or position == "post"))

@@ -46,6 +46,7 @@ from megafp8.layers.per_layer_embedding.module import PerLayerEmbedding
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
 from megafp8.layers.recurrent.context_parallel import ContextRecurrence
 from megafp8.layers.recurrent.op import Recurrence
+from megafp8.layers.shared_attention.module import SharedAttentionInputs, shared_transformer
 from megafp8.models.block import Block, PredictionLayer, block_class
 from megafp8.parallel.context import one_segment, place_tokens, rank_rows, shard_positions
 from megafp8.parallel.sharding import Init, ParamSpec, set_spec, shard_dim
@@ -222,6 +223,8 @@ class GPTStage(nn.Module):
         block_context = context
         if context.weight_storage == "fsdp":  # FSDP allocates this rank's rows itself
             block_context = replace(context, device=torch.device("meta"), real_device=context.device)
+        shared = dict.fromkeys(model.kinds[i] for i in layers if model.layers[i].mixer.shares_weights)
+        self.shared = nn.ModuleList(shared_transformer(first, model, context) for first in shared)
         self.blocks, self.mtp = nn.ModuleList(), nn.ModuleList()
         for i, block_memory in zip(layers, self.memory, strict=True) if blocks else ():
             (self.blocks if i < model.num_blocks else self.mtp).append(
@@ -305,7 +308,8 @@ class GPTStage(nn.Module):
     @property
     def units(self) -> list[nn.Module]:
         """Modules in the order in which a forward pass calls them; together they have all parameters."""
-        modules = (self.embedding, self.per_layer_embedding, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
+        before = (self.embedding, self.per_layer_embedding, *self.shared)
+        modules = (*before, *self.blocks, self.mtp_embedding, *self.mtp, self.head)
         return [module for module in modules if module is not None]
 
     def layer_inputs(self, batch: Batch) -> LayerInputs:
@@ -335,8 +339,11 @@ class GPTStage(nn.Module):
         mixers = {block.index: block.mixer.inputs(block.index, read) for block, read in blocks}
         return LayerInputs(mixers, {block.index: block.ffn.inputs(block.index, read) for block, read in blocks}, places)
 
-    def with_per_layer(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
-        """Add the per-layer embeddings of tokens with embeddings `x_sbh` to `inputs`, if the model has them."""
+    def with_embeddings(self, inputs: LayerInputs, tokens_bs: Tensor, x_sbh: Tensor) -> LayerInputs:
+        """Add embeddings `x_sbh` of tokens, and their per-layer embeddings, to the inputs of layers that read them."""
+        reading = {i: x for i, x in inputs.mixers.items() if isinstance(x, SharedAttentionInputs)}
+        mixers = {**inputs.mixers, **{i: replace(x, embedded_sbh=x_sbh) for i, x in reading.items()}}
+        inputs = replace(inputs, mixers=mixers)
         if self.per_layer_embedding is None:
             return inputs
         return replace(inputs, per_layer_sblp=self.per_layer_embedding(tokens_bs, x_sbh))
@@ -435,7 +442,7 @@ class GPTStage(nn.Module):
         inputs = self.layer_inputs(batch)
         if self.embedding is not None:
             x_sbh = self.embedding(batch.tokens, batch.position_ids, inputs.places, batch.token_types)
-            inputs = self.with_per_layer(inputs, batch.tokens, x_sbh)
+            inputs = self.with_embeddings(inputs, batch.tokens, x_sbh)
         assert x_sbh is not None, "a later stage needs the previous stage's output"
         with fastest_backends():
             offload = self._offload(x_sbh, inputs)

@@ -92,7 +92,8 @@ class ParamSpec:
             experts): muP divides the initial values and the learning rate of these weights by the width.
         weight_decay: Whether weight decay applies by default.
         is_copy: Whether another pipeline stage holds the original (shared embedding).
-        num_uses: Number of layers of this stage that contribute a gradient in one backward pass.
+        num_uses: Number of gradients that layers of this stage deliver in one backward pass; 0 if it is not known, and
+            the gradient is complete at the end of the step.
         expert: Whether this is a weight of experts, divided over expert parallelism. Its gradients are summed over the
             ranks that hold the same experts, not over data parallelism.
     """

@@ -212,7 +212,7 @@ def _table(config: Config) -> int:
 
 def fp8_weight_bytes(outline: ModelOutline, layers: range) -> int:
     """Return the bytes of FP8 weight copies: rowwise unless it is the weight itself, and columnwise for dgrad."""
-    return sum(_fp8_copies(outline.batch, layer) for index in layers for layer in outline.layers[index].linears)
+    return sum(_fp8_copies(outline.batch, layer) for layer in outline.linears(layers).values())
 
 
 def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
@@ -230,7 +230,7 @@ def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
 def amax_history_bytes(outline: ModelOutline, layers: range) -> int:
     """Return the bytes of the fp32 amax histories of all operands of `layers`."""
     count, fp8 = 0, outline.fp8
-    for layer in (x for index in layers for x in outline.layers[index].linears if not x.site.high_precision):
+    for layer in (x for x in outline.linears(layers).values() if not x.site.high_precision):
         name = layer.plan.name
         operands = fp8.recipe.operands(name) if fp8.recipe is not None and fp8.selects(name) else None
         count += layer.copies * sum(operand.history_len for operand in operands or ())
@@ -334,8 +334,9 @@ def _gathered(outline: ModelOutline, layers: range, data: int, overlaps: bool) -
     copies = [max((x.weights for x in outline.layers[i].linears if x.plan.fp8), default=0) for i in layers]
     first, last = layers.start == 0, layers.stop == len(config.spec.layers)
     shared = config.spec.embeds_on_last_stage
-    stays = table * e * (shared and (first or last))
-    summed = table * sent * (shared and last)  # from the backward pass of the last use to the end
+    shared_weights = sum(linear.weights for (layer, _), linear in outline.linears(layers).items() if layer < 0)
+    stays = table * e * (shared and (first or last)) + shared_weights * e
+    summed = table * sent * (shared and last) + shared_weights * sent  # from the last use's backward on
     blocks = []
     for at, unit in enumerate(elements):
         following = elements[at + 1] if at + 1 < len(elements) else table * (last and not tied)

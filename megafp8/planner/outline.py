@@ -131,6 +131,11 @@ class ModelOutline:
             self._saved[layer, memory] = sum(tensors.values())
         return self._saved[layer, memory]
 
+    def linears(self, layers: range) -> dict[tuple[int, str], LinearLayer]:
+        """Return the linear layers of `layers` by layer and name; a linear layer that layers share has the layer -1."""
+        all_linears = ((index, x) for index in layers for x in self.layers[index].linears)
+        return {(-1 if is_shared(x.site.name) else index, x.site.name): x for index, x in all_linears}
+
     def deferred_wgrad(self, index: int) -> int:
         """Return the bytes of the operands of the weight gradients of layer `index`, for schedules that defer these.
 
@@ -165,11 +170,11 @@ class ModelOutline:
         """Return the parameters of a stage before and after the parameters of its blocks."""
         config, context = self.config, planning_context(self.config, self.fp8.unbuilt())
         stage = build_stage(config.spec, context, layers=layers, positions=config.position_rows, blocks=False)
-        stem = [x for x in (stage.embedding, stage.per_layer_embedding) if x is not None]
+        stem = [x for x in (stage.embedding, stage.per_layer_embedding, *stage.shared) if x is not None]
         before = {*stage.parameters(recurse=False), *(param for x in stem for param in x.parameters())}
         several = self.config.parallel.pipeline > 1
         shared = {stage.shared_weight} if several else set()
-        params = [(param, _parameter(self.config, param, shared=param in shared)) for param in stage.parameters()]
+        params = [(p, _parameter(config, p, only_fp8=fp8, shared=p in shared)) for p, fp8 in _parameters(stage)]
         return [x for p, x in params if p in before], [x for p, x in params if p not in before]
 
 
@@ -237,12 +242,7 @@ def layer_outline(config: Config, fp8: Fp8Manager, index: int, memory: BlockMemo
         for state in planned.layers
         if state.site.name not in others
     ]
-    only_fp8 = {
-        weight
-        for weight, state in linear_weights(module)
-        if states_of(state)[0].plan.weight in ("zero fp8", "fsdp fp8")
-    }
-    parameters = [_parameter(config, param, only_fp8=param in only_fp8) for param in module.parameters()]
+    parameters = [_parameter(config, param, only_fp8=only_fp8) for param, only_fp8 in _parameters(module)]
     return LayerOutline(module, tuple(parameters), tuple(linears))
 
 
@@ -263,7 +263,20 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
         first, sites = by_kind[kind]
         prefix, layer_prefix = f"layers.{first}.", f"layers.{index}."
         for site in sites:
-            yield layer_prefix + site.name.removeprefix(prefix), site
+            if index == first or not is_shared(site.name):
+                yield layer_prefix + site.name.removeprefix(prefix), site
+
+
+def is_shared(name: str) -> bool:
+    """Return whether the linear layer `name` belongs to a transformer that layers share."""
+    return ".shared_attention.transformer." in name
+
+
+def _parameters(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """Return the parameters of a module, and whether a rank stores only FP8 data of each between steps."""
+    plans = {weight: states_of(state)[0].plan for weight, state in linear_weights(module)}
+    only_fp8 = {weight for weight, plan in plans.items() if plan.weight in ("zero fp8", "fsdp fp8")}
+    return [(param, param in only_fp8) for param in module.parameters()]
 
 
 def _matrices(config: Config, spec: ParamSpec) -> tuple[Shape, ...]:

@@ -48,8 +48,10 @@ def keep_layers(config: Config, stages: int) -> Kept:
     _, ranges = stages_of(config)
     ranges[-1] = range(ranges[-1].start, model.num_blocks)
     named = {int(number) for pattern in patterns_of(config) for number in _NUMBER.findall(pattern)}
+    sharing = {i for i in range(model.num_blocks) if model.layers[i].mixer.shares_weights}
     kinds = [
-        (model.kinds[i], i if i in named else None, _keeps_high_precision(config, i)) for i in range(model.num_blocks)
+        (kind, i in sharing and i > kind, i if i in named else None, _keeps_high_precision(config, i))
+        for i, kind in enumerate(model.kinds[: model.num_blocks])
     ]
     sizes = sorted({len(layers) for layers in ranges})
     chosen = _spread(ranges, stages)

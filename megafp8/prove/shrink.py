@@ -472,6 +472,8 @@ def _functions_of_widths(edit: _Edit) -> None:
         edit.set("model.embedding_multiplier", root, "it is √model.hidden_size")
     elif model.embedding_multiplier == in_bf16(before):
         edit.set("model.embedding_multiplier", in_bf16(root), "it is √model.hidden_size in bf16")
+    if model.head_dim is not None and model.attention_scale == (model.head_dim / 2) ** -0.5:
+        edit.set("model.attention_scale", (edit.get("model.head_dim") / 2) ** -0.5, "it is √(2 / model.head_dim)")
     if model.longrope is not None:
         pairs = int((edit.get("model.head_dim") or hidden // heads) * model.partial_rotary_factor) // 2
         longrope = model.longrope.with_pairs(pairs)

@@ -179,6 +179,6 @@ def _units(stage: GPTStage, parallel: ParallelState) -> list[Unit]:
         return Unit(module, groups, [Unit(m, expert_groups) for m in _modules_of_experts([module]) if inner])
 
     def has_shared_weight(module: nn.Module) -> bool:
-        return any(param is stage.shared_weight for param in module.parameters())
+        return module in stage.shared or any(param is stage.shared_weight for param in module.parameters())
 
     return [*(unit(module) for module in stage.units if not has_shared_weight(module)), Unit(stage, groups)]

@@ -328,6 +328,7 @@ def test_files_that_are_not_a_config(tmp_path: Path) -> None:
 TWO_BY_TWO = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
 
 
+SHARED_ATTENTION = "model.layer_kinds={a: {mixer: {kind: shared_attention, num_heads: 8}}}"
 NET = "kind: gated_delta_net, num_key_heads: 2, num_value_heads: 4"
 PATTERNS: list[tuple[list[str], int, str]] = [
     (["model.pattern=[a]"], 1, "model.pattern = ['a']: there is no model.layer_kinds; give both, or neither"),
@@ -352,6 +353,21 @@ PATTERNS: list[tuple[list[str], int, str]] = [
       "parallel.pipeline=2"], 2, "parallel.pipeline = 2: layer 1 reads keys and values of layer 0"),
     (["model.per_layer_embedding={}", "parallel.pipeline=2", "model.num_layers=2"], 2,
      "parallel.pipeline = 2: all layers read model.per_layer_embedding"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "model.num_layers=2", "parallel.pipeline=2"], 2,
+     "parallel.pipeline = 2: layers of model.layer_kinds.a.mixer share weights and read the embeddings, but stages"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "model.mtp_num_layers=1"], 1,
+     "model.mtp_num_layers = 1: layers of model.layer_kinds.a.mixer read the embeddings or share weights"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "model.hyper_connections={}"], 1,
+     "model.hyper_connections = '(a section)': layers of model.layer_kinds.a.mixer read the embeddings or share"),
+    ([SHARED_ATTENTION, "model.pattern=[a, b]", "model.num_layers=2",
+      "model.layer_kinds.b={mixer: {kind: shared_attention, num_heads: 8, adapter_rank: 4}}"], 1,
+     "model.layer_kinds.a.mixer.shared_block = 0: two kinds of layers have this number, but only equal layers share"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "model.layer_kinds.a.mixer.attention={kv_layer: 0}"], 1,
+     "model.layer_kinds.a.mixer.attention.kv_layer = 0: not supported; leave it out"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "optimizer.qk_clip=100"], 1,
+     "optimizer.qk_clip = 100.0: in shared_attention several layers share the weights of queries and keys"),
+    ([SHARED_ATTENTION, "model.pattern=[a]", "model.layer_kinds.a.ffn=none", "lora.rank=4"], 1,
+     "lora = 'set': no layer of the model has projections that can be adapted"),
     (["model.parallel_block=shared_norm", "model.norm_position=output"], 1,
      "model.parallel_block = 'shared_norm': layers with model.norm_position output have no norm before attention"),
     (["model.parallel_block=shared_norm", "model.norm_position=post"], 1,

@@ -974,14 +974,15 @@ def randomize(model: Any, norms: float = 1.0) -> None:
     )  # whose rounding in fp32 is several times that of others
     sharp = type(model).__name__.startswith("Gemma4")  # scores are not divided by the root of a head's width
     # Mamba-1 multiplies four projections of its input with each other, so its rounding is several times that of others.
-    selective = type(model).__name__.startswith(("MambaFor", "FalconMamba", "Jamba"))
+    # A hybrid layer of Zamba2 has three parts in a row.
+    selective = type(model).__name__.startswith(("MambaFor", "FalconMamba", "Jamba", "Zamba2"))
     biases = [(key, x) for key, x in model.named_buffers() if key.endswith(_STORED)]
     for key, x in [*model.named_parameters(), *biases]:
         mean = norms if "norm" in key and key.endswith("weight") else 0.0
         mean = 1.0 if "linear_attn.norm" in key or "scal" in key else mean
         mean = 0.3 if "q_norm" in key and sharp else mean
         std = 0.5 if "conv1d" in key and linear else 0.1 if "lm_head" in key and linear else 0.2
-        std = 0.1 if selective and re.search(r"(mixer|mamba)\.(in|x|out)_proj|experts", key) else std
+        std = 0.1 if selective and re.search(r"(mixer|mamba)\.(in|x|out)_proj|experts|shared_transformer", key) else std
         x.copy_(mean + std * torch.randn(x.shape))
     for key, x in model.named_buffers():
         if key.endswith("tid2eid"):

@@ -188,7 +188,7 @@ def _blocks(stage: GPTStage, batch: Batch, inputs: LayerInputs, leaf: Tensor, em
         embedded: Equal to it; per-layer embeddings, which no layer owns, are computed from this copy.
     """
     x_sbh = leaf * 1.0
-    inputs = stage.with_per_layer(inputs, batch.tokens, embedded)
+    inputs = stage.with_embeddings(inputs, batch.tokens, embedded)
     y_sbh, branch_sbh = stage.run_blocks(x_sbh, inputs)
     if stage.mtp:
         labels_bs = torch.ones(2 * len(batch.tokens), batch.tokens.shape[1], dtype=torch.int64)
@@ -261,7 +261,7 @@ def _products(
     """
     inputs, s, whole = stage.layer_inputs(batch), batch.tokens.shape[1], True
     leaf = torch.randn(s, len(batch.tokens), stage.model.stream_width, dtype=dtype)
-    inputs = stage.with_per_layer(inputs, batch.tokens, leaf)
+    inputs = stage.with_embeddings(inputs, batch.tokens, leaf)
     expected = 0.0
     for index in stage.layers:
         layer, of_layer = outline.layers[index], outline.batch_of(index)
@@ -303,7 +303,7 @@ def _recurrences(
     leaf = torch.randn(batch.tokens.shape[1], b, stage.model.stream_width, dtype=dtype)
     sent, token = dict[Any, int](), list[tuple[int, float]]()
     with torch.no_grad():
-        stage.run_blocks(leaf, stage.with_per_layer(replace(inputs, mixers=mixers), batch.tokens, leaf))
+        stage.run_blocks(leaf, stage.with_embeddings(replace(inputs, mixers=mixers), batch.tokens, leaf))
         for rule, xs in runs:
             mixer = getattr(rule, "mixer", rule)  # of a rule for its last inputs only
             tensors = [rule.last_inputs(xs, None), *(rule.transition(xs, rule.zeros(b), None) or ())]

@@ -71,6 +71,7 @@ MAMBA2 = {
     "kind": "mamba2", "num_heads": 8, "head_dim": 3, "state_size": 5, "num_groups": 4, "conv_kernel_size": 3,
     "min_step": 0.5, "max_step": 1.0,
 }  # fmt: skip
+SHARED_ATTENTION = MAMBA2 | {"kind": "shared_attention", "adapter_rank": 3}
 FULL_KEYS = {
     "num_attention_heads": 8, "num_query_groups": 4, "head_dim": 8, "partial_rotary_factor": 0.5,
     "proportional_rope": True,
@@ -334,6 +335,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "compressed-heavy": COMPRESSED_MODEL | {"layer_kinds": {"heavy": HCA}, "pattern": ["heavy"]},
     "compressed-window": COMPRESSED_MODEL
     | {"layer_kinds": {"window": {"mixer": COMPRESSED}, "sparse": CSA}, "pattern": ["window", "sparse"]},
+    "shared-attention": LLAMA
+    | {
+        "num_layers": 5,
+        "hidden_dropout": 0.2,
+        "residual_multiplier": 0.1,
+        "head_dim": 8,
+        "activation": "geglu",
+        "linear_bias": "mlp",
+        "layer_kinds": {
+            "mamba": {"mixer": MAMBA2, "ffn": "none"},
+            "first": {"mixer": SHARED_ATTENTION | {"adapt_attention": True}, "ffn": "none"},
+            "second": {"mixer": SHARED_ATTENTION | {"shared_block": 1}},
+        },
+        "pattern": ["mamba", "first", "second", "first", "second"],
+    },
     "sparse-warmup": LLAMA | {"latent_attention": LATENT, "sparse_attention": SPARSE | {"warmup": True}},
 }
 MIXTRAL = LLAMA | {"moe": {"num_experts": 4, "top_k": 2, "aux_loss": 0.3, "z_loss": 0.1}}
@@ -629,6 +645,7 @@ COVERED = {
     *("tied-mtp", "pattern", "shared-keys", "shared-keys-of-a-stage", "hybrid", "short-convolution", "kimi-delta"),
     *("one-part", "hyper", "sparse-hybrid", "compressed-window", "shared-indexer"),  # by pipeline stages
     *("qwen", "sparse-neighbors"),  # by context parallelism
+    "shared-attention",  # by recomputation
     *("compressed-heavy", "sparse-warmup", "shared-indexer-warmup"),  # in part by "compressed" and "sparse"
 }
 """Models that other quick tests compare."""
@@ -660,10 +677,10 @@ def test_loss_and_gradients(world4: World, name: str, tp: int, sequence_parallel
         [
             *("llama", "gpt2", "gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "latent", "hybrid"),
             *("shared-norm", "one-part", "kimi-delta", "shared-keys", "sparse", "compressed", "shared-indexer"),
-            *("delta-product", "block-sparse"),
+            *("delta-product", "block-sparse", "shared-attention"),
         ],
         *("gpt2-untied-gelu", "geglu", "gemma", "qwen", "parallel-block", "one-part", "shared-keys"),
-        *("hybrid", "kimi-delta", "shared-indexer", "delta-product", "block-sparse"),
+        *("hybrid", "kimi-delta", "shared-indexer", "delta-product", "block-sparse", "shared-attention"),
     ),
 )
 def test_recompute(world4: World, name: str, tp: int, sequence_parallel: bool, recompute: str) -> None:
@@ -727,7 +744,7 @@ def test_context_parallel(world4: World, name: str, tp: int, cp: int) -> None:
 RECOMPUTED = [
     *("llama", "gpt2", "olmo-window-mtp", "bloom", "hybrid", "chunks", "one-part", "sparse", "sparse-hybrid", "rg-lru"),
     *("kimi-delta", "rwkv7", "mamba1", "short-convolution", "shared-keys", "hyper", "compressed", "shared-indexer"),
-    *("delta-product", "block-sparse"),
+    *("delta-product", "block-sparse", "shared-attention"),
 ]
 
 
@@ -737,7 +754,7 @@ RECOMPUTED = [
         [(name, tp) for name in RECOMPUTED for tp in (1, 2)],
         ("olmo-window-mtp", 2),
         *((name, 1) for name in ("chunks", "one-part", "sparse-hybrid", "shared-keys", "hyper", "compressed", "rwkv7")),
-        *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer", "delta-product")),
+        *((name, 1) for name in ("mamba1", "rg-lru", "shared-indexer", "delta-product", "shared-attention")),
         ("block-sparse", 2),
     ),
 )

@@ -28,6 +28,7 @@ from megafp8.layers.mamba1.record import Mamba1Config
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.rwkv7.record import Rwkv7Config
+from megafp8.layers.shared_attention.record import SharedAttentionConfig
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 
 Weights = dict[str, Tensor]
@@ -745,6 +746,32 @@ def _mamba2(x: Tensor, w: Weights, name: str, record: Mamba2Config, eps: float, 
     return _linear(torch.stack(rows), w, f"{name}.proj")
 
 
+def _shared_attention(
+    x: Tensor, embedded: Tensor, w: Weights, layer: str, record: SharedAttentionConfig, positions: Tensor,
+    allowed: Tensor, dropouts: Dropouts, window: int | None, documents: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Mamba-2 after attention and an MLP whose weights are sums: of the first layer of the kind, and of adapters."""
+    config = dropouts.config  # whose head_dim is attention's
+    name, first = f"{layer}.shared_attention", config.spec.kinds[int(layer.split(".")[1])]
+    source, kind = f"layers.{first}.shared_attention.transformer", config.normalization
+    number = sum(x.mixer.kind == record.kind for x in config.spec.layers[: int(layer.split(".")[1])])
+    adapters = f"layers.{first}.shared_attention.adapters.{number}"
+    own, w = w, w | {key.replace(f"{source}.attention", name): x for key, x in w.items() if key.startswith(source)}
+    w |= {key.replace(f"{source}.mlp", f"{name}.mlp"): x for key, x in w.items() if key.startswith(source)}
+    for part in "qkv" if record.adapt_attention else "":
+        down, up = (w[f"{adapters}.{part}.{which}.weight"] for which in ("down", "up"))
+        w[f"{name}.{part}.weight"] = w[f"{name}.{part}.weight"] + up @ down
+    for part in ("gate", "up"):
+        if f"{name}.mlp.{part}.weight" in w:
+            product = w[f"{adapters}.gate_up.{part}.weight"] @ w[f"{adapters}.gate_up.down.weight"]
+            w[f"{name}.mlp.{part}.weight"] = w[f"{name}.mlp.{part}.weight"] + product
+    y = _norm(torch.cat([x, embedded], -1), w, f"{source}.norm", config, kind)
+    y = _attention(y, w, name, config, positions, allowed, dropouts, window, AttentionConfig(), {}, [])
+    y = mlp(_norm(y, w, f"{source}.mlp_norm", config, kind), w, f"{name}.mlp", config)
+    y = _norm(x + _linear(y, own, f"{name}.output"), own, f"{name}.input_norm", config, kind)
+    return _mamba2(y, own, name, record, config.norm_eps, documents)
+
+
 def _stream_weights(x: Tensor, w: Weights, name: str, config: ModelConfig) -> Tensor:
     """Of the streams `[b, s, n, h]` of each token: products of the normalized streams."""
     flat = x.flatten(2)
@@ -871,7 +898,7 @@ def _block(
     x: Tensor, w: Weights, name: str, config: ModelConfig, positions: Tensor, allowed: Tensor, losses: list[Tensor],
     dropouts: Dropouts, kind: LayerKind, ids: Tensor, *, sparse: bool, window: int | None,
     documents: Tensor | None = None, shared: dict[str, Any] | None = None,
-    per_layer: tuple[Tensor, str] | None = None, padding: Tensor | None = None,
+    per_layer: tuple[Tensor, str] | None = None, padding: Tensor | None = None, embedded: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     def norm(x: Tensor, which: str, there: bool) -> Tensor:
         return _norm(x, w, f"{name}.{which}", config, config.normalization) if there else x
@@ -884,7 +911,8 @@ def _block(
     def attention(x: Tensor) -> Tensor | float:
         if isinstance(kind.mixer, NoMixerConfig):
             return 0.0
-        normed = norm(x, shared_norm or "attention_norm", of_inputs)
+        own = isinstance(kind.mixer, SharedAttentionConfig)
+        normed = norm(x, shared_norm or "attention_norm", of_inputs and not own)
         if isinstance(kind.mixer, GatedDeltaNetConfig):
             eps = kind.mixer.norm_eps or config.norm_eps
             y = _delta_net(normed, w, f"{name}.gated_delta_net", kind.mixer, eps, documents)
@@ -898,6 +926,9 @@ def _block(
             y = _mamba1(normed, w, f"{name}.mamba1", kind.mixer, documents)
         elif isinstance(kind.mixer, RgLruConfig):
             y = _rg_lru(normed, w, f"{name}.rg_lru", kind.mixer, documents)
+        elif isinstance(kind.mixer, SharedAttentionConfig):
+            assert embedded is not None
+            y = _shared_attention(x, embedded, w, name, kind.mixer, positions, allowed, dropouts, window, documents)
         elif isinstance(kind.mixer, Mamba2Config):
             y = _mamba2(normed, w, f"{name}.mamba2", kind.mixer, config.norm_eps, documents)
         elif isinstance(kind.mixer, CompressedAttentionConfig):
@@ -1029,7 +1060,7 @@ def twin_loss(
     dropouts = Dropouts(config, seed, samples)
     x = dropouts.hidden(x, "embedding")
     losses = [] if router_losses is None else router_losses
-    per_layer = _per_layer(x, w, config, tokens)
+    per_layer, embedded = _per_layer(x, w, config, tokens), x
     shared: dict[str, Any] = {}
     if config.hyper_connections is not None:
         x = torch.stack([x] * config.hyper_connections.streams, 2)
@@ -1039,7 +1070,7 @@ def twin_loss(
         x = _block(
             x, w, f"layers.{layer}", configs[layer], positions, seen, losses, dropouts, kinds[layer], tokens,
             sparse=sparse, window=window, documents=documents, shared=shared, per_layer=per_layer[layer],
-            padding=padding,
+            padding=padding, embedded=embedded,
         )  # fmt: skip
     if config.hyper_connections is not None:
         x = _collapsed(x, w, config)

@@ -112,6 +112,7 @@ RG_LRU = Preset(
 )  # fmt: skip
 MODELS = [
     GPT2 | MTP, QK_NORM, GEMMA4, DEEPSEEK, SPARSE, BLOCK_SPARSE, COMPRESSED, HYBRID, KIMI, DELTA_PRODUCT, NEMOTRON,
+    SHARED_ATTENTION,
     SHORT_CONVOLUTION, RWKV7, MAMBA1, RG_LRU, HYPER, GPT_OSS, FEW_ROWS, SEPARATE_NORMS, PER_LAYER, BERT, T5, LORA,
 ]  # fmt: skip
 """Models that have all kinds of parts."""
@@ -127,6 +128,11 @@ BY_MUON = {
     *(f"kimi_delta_attention.{x}.weight" for x in ("gate_down", "gate_up", "proj")),
     *(f"mamba1.{x}.weight" for x in ("x", "z", "selection", "step", "proj")),
     *(f"mamba2.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj")),
+    *(f"shared_attention.{x}.weight" for x in ("x", "b", "c", "z", "step", "proj", "output")),
+    *(f"shared_attention.transformer.attention.{x}.weight" for x in ("q", "k", "v", "proj")),
+    *(f"shared_attention.transformer.mlp.{x}.weight" for x in ("gate", "up", "down")),
+    *(f"shared_attention.adapters.N.{x}.{y}.weight" for x in "qkv" for y in ("down", "up")),
+    *(f"shared_attention.adapters.N.gate_up.{x}.weight" for x in ("down", "gate", "up")),
     *(f"rg_lru.{x}.weight" for x in ("x", "z", "input_gate", "recurrence_gate", "proj")),
     *(f"rwkv7.{x}.weight" for x in ("r", "k", "v", "proj")),
     *(f"rwkv7.{x}_{y}.weight" for x in ("decay", "rate", "gate") for y in ("down", "up")),
@@ -140,6 +146,7 @@ BY_MUON = {
 """Names of tensors in blocks."""
 PER_HEAD = {
     **{f"{kind}.{x}.weight": 1 for kind in ("attention", "cross_attention") for x in "qkv"},
+    **{f"shared_attention.transformer.attention.{x}.weight": 1 for x in "qkv"},
     "attention.q_up.weight": 1,
     "attention.kv_up.weight": 2,
 }
@@ -150,7 +157,7 @@ BY_ADAMW = {
     *(f"gated_delta_net.{x}_conv.weight" for x in ("k2", "v2")),
     *("mamba1.x_conv.weight", "mamba1.log_rate.weight"),
     *("rg_lru.x_conv.weight", "rg_lru.input_gate.bias", "rg_lru.recurrence_gate.bias"),
-    *(f"mamba2.{x}_conv.weight" for x in "xbc"),
+    *(f"{mixer}.{x}_conv.weight" for mixer in ("mamba2", "shared_attention") for x in "xbc"),
     *("short_convolution.x_conv.weight", "rwkv7.shift.weight"),
     *("compressed_attention.entry_position.weight", "compressed_attention.index_position.weight"),
 }

@@ -66,6 +66,10 @@ ONE_PART = {
     "pattern": ["mamba", "mlp"],
     "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "mlp": {"mixer": "none"}},
 }
+SHARED_ATTENTION = {
+    "pattern": ["shared"],
+    "layer_kinds": {"shared": {"mixer": MAMBA2 | {"kind": "shared_attention", "adapt_attention": True}, "ffn": "none"}},
+}
 LATENT_EXPERTS = {"num_experts": 4, "ffn_hidden_size": 32, "latent_size": 24, "shared_ffn_hidden_size": 48}
 SHARED_KEYS = {
     "layer_kinds": {
@@ -88,10 +92,14 @@ WINDOW_MTP = {"sliding_window": 8, "num_query_groups": 2, "mtp_num_layers": 1}
         (PRODUCT, 4 * 32 * (14 * 8 * 8 * 8 + 2 * 4 * (32 + 3 * 96))),
         (KIMI, 4 * 32 * (6 * 8 * 8 * 8 + 2 * 4 * 192)),
         (ONE_PART, 2 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
+        (SHARED_ATTENTION, 4 * 32 * (4 * 8 * 8 * 8 + 2 * 4 * 128)),
         ({"moe": LATENT_EXPERTS}, 0),
         ({"hyper_connections": {"streams": 2, "sinkhorn_iterations": 1}}, 0),
     ],
-    ids=["plain", "window-mtp", "shared-keys", "hybrid", "product", "kimi", "one-part", "latent-experts", "hyper"],
+    ids=[
+        *("plain", "window-mtp", "shared-keys", "hybrid", "product", "kimi", "one-part", "shared-attention"),
+        *("latent-experts", "hyper"),
+    ],
 )
 def test_products_of_a_step_are_those_that_the_counter_sees(
     model: dict[str, Any], recurrences: int, alone: ParallelState

@@ -277,7 +277,12 @@ def _plans(config: Config, world_size: int) -> list[RankMemory]:
     return pipeline_memory(model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train)
 
 
+SHARED = [
+    "model.pattern=[shared]", "model.head_dim=32", "model.layer_kinds={shared: {ffn: none, mixer: {num_heads: 8, "
+    "kind: shared_attention, head_dim: 16, state_size: 16, adapter_rank: 16, adapt_attention: true}}}",
+]  # fmt: skip
 STATES = {
+    "shared": ["fp8.recipe=delayed", "training.precision=bf16", *SHARED],
     "blockwise": ["fp8.recipe=blockwise", "training.precision=bf16", "optimizer.moments_dtype=bf16"],
     "remainders": [
         "training.precision=bf16",
@@ -307,12 +312,13 @@ STATES = {
     ("name", "ranks"),
     slow_but(
         itertools.product(STATES, [1, 4]),
-        *((name, 1) for name in ("blockwise", "remainders", "rowwise", "lora", "muon", "lion")),
+        *((name, 1) for name in ("blockwise", "remainders", "rowwise", "lora", "muon", "lion", "shared")),
         *((name, 4) for name in ("delayed", "experts")),
     ),
 )
 def test_state_of_a_rank(world4: World, name: str, ranks: int) -> None:
-    layout = ["parallel.tensor=2", "parallel.pipeline=2"] if ranks == 4 else ALONE
+    stages = 1 if name == "shared" else 2
+    layout = ["parallel.tensor=2", f"parallel.pipeline={stages}"] if ranks == 4 else ALONE
     expert = ["parallel.expert=2"] if name == "experts" and ranks == 4 else []
     for measured, planned in world4.run(_state, [*layout, *STATES[name], *expert], ranks=ranks):
         assert measured == planned
@@ -480,6 +486,7 @@ def test_the_loss_of_a_teacher(world2: World, options: list[str]) -> None:
             )
         ),
         ["optimizer.name=muon", "fp8.recipe=current", "fp8.param_gather=true", *GPT2],
+        ["fp8.recipe=delayed", "fp8.param_gather=true", *SHARED],
         *(
             pytest.param(["model.moe={num_experts: 8}", *fp8, *options], marks=pytest.mark.slow)
             for fp8 in [["training.precision=bf16", "fp8.recipe=delayed", "fp8.param_gather=true"]]
@@ -529,6 +536,7 @@ def test_replicas_of_shards_hold_weights_of_fewer_ranks_and_state_of_all() -> No
     "options",
     [
         ["fp8.recipe=delayed", "model.tie_embeddings=true"],
+        ["fp8.recipe=delayed", *SHARED],
         ["fp8.recipe=current", "fp8.last_blocks_bf16=1", 'fp8.exclude=["*.proj"]', *GPT2],
     ],
 )

@@ -218,6 +218,11 @@ NEMOTRON = _preset(
     "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 32, "aux_loss": 0.1,
     "latent_size": 32}},
 )  # fmt: skip
+SHARED_ATTENTION = _preset(
+    "shared-attention", model={"num_layers": 4, "head_dim": 16, "activation": "geglu",
+    "pattern": ["mamba", "shared * 3"], "layer_kinds": {"mamba": {"mixer": MAMBA2, "ffn": "none"}, "shared": {
+    "mixer": MAMBA2 | {"kind": "shared_attention", "adapter_rank": 8, "adapt_attention": True}}}},
+)  # fmt: skip
 BLOOM = _preset(
     "bloom", model={**_GPT2, "num_query_groups": 8, "position_embedding": "alibi", "embedding_norm": True,
     "activation": "xielu"},

@@ -52,7 +52,7 @@ def mamba_fields(kinds: Kinds, hf: HfConfig, values: Fields) -> Fields:
 def mamba_value(ours: Fields, key: str) -> Any:
     """Return the value of a key of the Mamba record, which is equal in all layers; None without such layers."""
     values = zip(ours["mixer.kind"], ours[f"mixer.{key}"], strict=True)
-    return next((value for kind, value in values if kind in ("mamba1", "mamba2")), None)
+    return next((value for kind, value in values if kind in ("mamba1", "mamba2", "shared_attention")), None)
 
 
 def mamba(kinds: Kinds, **keys: tuple[str, Any]) -> Trait:

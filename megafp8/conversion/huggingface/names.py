@@ -36,7 +36,7 @@ from megafp8.parallel.sharding import Shape
 from megafp8.spec import LayerSpec, ModelSpec, PartRecord
 
 logger = logging.getLogger(__name__)
-_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+")
+_NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=decoder\.)\d+|(?<=adapters\.)\d+")
 
 Rows = Callable[[Any, int], tuple[Tensor, int]]
 """Function that returns the rows of the HF tensor that hold our tensor, `[n]`, and the HF tensor's number of rows.

@@ -133,7 +133,7 @@ def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype
 
 
 class Attention(Mixer):
-    """Softmax attention with grouped queries."""
+    """Softmax attention with grouped queries; if `adapted`, of two inputs side by side, with a term of the layer."""
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class Attention(Mixer):
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
+        adapted: bool = False,
     ) -> None:
         super().__init__()
         self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
@@ -159,7 +160,7 @@ class Attention(Mixer):
         self.largest_logits_a = new_largest_logits(context, self.heads)
         common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
-        plain = [*parts] == ["q", "k", "v"] and not self.is_read
+        plain = [*parts] == ["q", "k", "v"] and not (self.is_read or adapted)
         self.norms_rotated, self.norms_last = record.qk_norm == "rotated", record.qk_norm == "after_rotation"
         rotates = has_rotary and plain and not (record.value_norm or self.norms_last)
         if rotates and self.norms_rotated:  # a rotation keeps a head's norm unless the tables contain a factor
@@ -167,7 +168,7 @@ class Attention(Mixer):
             rotates = scaled is None or scaled.rotated_factor == 1
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
-            model.hidden_size,
+            (1 + adapted) * model.hidden_size,
             sum(parts.values()),
             parts={f"{name}.{part}": width for part, width in parts.items()},
             heads={f"{name}.{part}": (d,) for part in "qkv"},
@@ -359,13 +360,20 @@ class Attention(Mixer):
     def forward(self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs) -> Tensor:
         """Return the attention output after the projection, `[s, b, h]`, for the normalized residual stream `x_sbh`."""
         if not self.rotates:
-            return self.proj(self._run(self._attend, self.qkv(x_sbh), inputs))
+            return self.adapted(x_sbh, inputs, None)
         handoff = self.qkv.state.grad_handoff()
         qkv_sbc = self.qkv(x_sbh, handoff)
         if self.record.qk_norm:  # recompute the norms' outputs, too
             return self.proj(self._run(self._attend_rotated, qkv_sbc, inputs, handoff))
         heads = self._rotated(qkv_sbc, inputs, handoff)
         return self.proj(self._run(inputs.core, *heads, self.sink, inputs.scores).flatten(-2))
+
+    def adapted(
+        self, x_sbh: Tensor | LinearInput, inputs: AttentionInputs, adapter: Callable[..., Tensor] | None
+    ) -> Tensor:
+        """Return the attention output after the projection if `adapter(x_sbh)` is added to the packed heads."""
+        qkv_sbc = self.qkv(x_sbh) if adapter is None else self.qkv(x_sbh) + adapter(x_sbh)
+        return self.proj(self._run(self._attend, qkv_sbc, inputs))
 
     def _attend_rotated(self, qkv_sbc: Tensor, inputs: AttentionInputs, handoff: QuantizedGradHandoff | None) -> Tensor:
         return inputs.core(*self._rotated(qkv_sbc, inputs, handoff), self.sink, inputs.scores).flatten(-2)

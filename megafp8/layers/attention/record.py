@@ -263,6 +263,11 @@ class AttentionConfig(PartRecord, AttentionKeys):
         return self.head_dim
 
     @property
+    def head_width(self) -> int | None:
+        """Head width of queries and keys."""
+        return self.channels
+
+    @property
     def groups(self) -> int:
         """Number of key-value heads."""
         assert self.num_query_groups is not None, "the record is not resolved"

@@ -82,6 +82,11 @@ class LatentRecord(PartRecord, LatentAttentionKeys, RotaryKeys):
         return {}
 
     @property
+    def head_width(self) -> int | None:
+        """Head width of queries and keys."""
+        return self.channels
+
+    @property
     def shares_context(self) -> bool:
         """Whether sequences that begin alike can share the keys and values of their beginning."""
         return self.longrope is None  # LongRoPE's frequencies depend on the length of the whole sequence

@@ -24,6 +24,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.parallel.sharding import Init, unsharded
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.tensor.lora import READS_VALUES
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
@@ -31,7 +32,7 @@ from megafp8.spec import ModelSpec
 class MLP(FeedForward):
     """MLP: two linear layers with an activation between them.
 
-    With a gated activation, the first layer computes gate and up.
+    With a gated activation, the first layer computes gate and up. If `adapted`, `inputs` of `forward` adds to both.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class MLP(FeedForward):
         *,
         input: Neighbor,
         memory: BlockMemory = KEEP_ALL,
+        adapted: bool = False,
     ) -> None:
         super().__init__()
         self.kind = record.activation
         f, self.activation = record.width, ACTIVATIONS[record.activation]
         common = context.linear_options() | {"bias": model.mlp_bias}
         neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
+        after = READS_VALUES if adapted else neighbor
         self.up = ColumnParallelLinear(
             f"{name}.{self.activation.up_layer}",
             model.hidden_size,
@@ -56,7 +59,7 @@ class MLP(FeedForward):
             parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
             init=Init("normal", model.hidden_init_std),
             skip_bias_add=self.activation.fuses_bias,
-            site=context.site(before=input, after=neighbor, recompute_input=memory.norms),
+            site=context.site(before=input, after=after, recompute_input=memory.norms),
             **common,
         )
         self.down = RowParallelLinear(
@@ -115,9 +118,13 @@ class MLP(FeedForward):
         return batch.tokens * widths
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: Any = None) -> Tensor:
-        """Return the MLP's output in the shape of its input; `inputs` is not used."""
-        return mlp(self.kind, partial(self._up, x_sbh), self.down, self.up.state, self.down.state, [*self.learned])
+        """Return the MLP's output in the shape of its input; `inputs` is not used unless the MLP is adapted."""
+        up = partial(self._up, x_sbh, inputs)
+        return mlp(self.kind, up, self.down, self.up.state, self.down.state, [*self.learned])
 
-    def _up(self, x_sbh: Tensor | LinearInput, handoff: QuantizedGradHandoff | None) -> tuple[Tensor, Tensor | None]:
+    def _up(
+        self, x_sbh: Tensor | LinearInput, inputs: Any, handoff: QuantizedGradHandoff | None
+    ) -> tuple[Tensor, Tensor | None]:
         y = self.up(x_sbh, handoff)
-        return y if self.activation.fuses_bias else (y, None)
+        y, bias = y if self.activation.fuses_bias else (y, None)
+        return (y + inputs(x_sbh) if callable(inputs) else y), bias

@@ -31,6 +31,7 @@ parameter at the end of the backward pass, when activations have been freed.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -157,7 +158,7 @@ class GradBuffer:
         self._works: list[collectives.CollectiveWork] = []
         self._started = 0  # buckets [0, _started) are being, or have been, reduced
         self._overlap = False
-        self._expected: list[int] = []  # per parameter: gradients still to come
+        self._expected: list[float] = []  # per parameter: gradients still to come
         self._incomplete: list[int] = []  # per bucket: parameters that still expect gradients
         for index, param in enumerate(self.params):
             self._attach(index, param, wgrads, in_pairs)
@@ -211,7 +212,7 @@ class GradBuffer:
         """
         assert self._started == 0, "start_overlap() after the reduction began: clear() first"
         self._expected = [
-            spec_of(param).num_uses * micro_batches + (sink.pair is not None and sink.pair.is_waiting)
+            (spec_of(param).num_uses or math.inf) * micro_batches + (sink.pair is not None and sink.pair.is_waiting)
             for param, sink in zip(self.params, self._sinks, strict=True)
         ]
         self._incomplete = [len(bucket.params) for bucket in self.layout.buckets]

@@ -109,6 +109,10 @@ HUNYUAN: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 
+_ZAMBA2 = {
+    "vocab_size": V, "num_hidden_layers": 5, "num_attention_heads": 4, "max_position_embeddings": 64,
+    "n_mamba_heads": 8, "mamba_d_state": 6, "mamba_d_conv": 3,
+}  # fmt: skip
 DRAWN: dict[str, Family] = {
     "cohere": Family("Cohere", LAYER_NORM, SIZES | COHERE | {"head_dim": (8, 12), "rope_parameters": SCALED_ROPES}),
     "cohere2": Family(
@@ -430,6 +434,18 @@ DRAWN: dict[str, Family] = {
         "attention_bias": (False, True), "logits_soft_cap": (30.0, 2.0), "rms_norm_eps": (1e-6, 1e-3),
         "partial_rotary_factor": (0.5, 1.0),
     }, norms=0.0),
+    "zamba2": Family("Zamba2", _ZAMBA2, ROPE | {
+        "": (
+            {"use_shared_attention_adapter": True}, {"use_shared_attention_adapter": True, "num_key_value_heads": 4},
+            {"num_key_value_heads": 2}, {},
+        ),
+        "hidden_size": (32, 48), "intermediate_size": (None, 40), "mamba_expand": (2, 3), "mamba_ngroups": (1, 2),
+        "num_mem_blocks": (1, 2), "adapter_rank": (4, 6), "use_mem_rope": (False, True),
+        "time_step_min": (0.001, 0.01), "hidden_act": ("gelu", "silu"),
+        "layers_block_type": (
+            ["linear_attention", *["hybrid"] * 4], ["hybrid", "hybrid", "mamba", "hybrid", "mamba"],
+        ),
+    }),
     "glm_moe_dsa": Family(
         "GlmMoeDsa",
         DEEPSEEK_V32 | {"num_hidden_layers": 4},

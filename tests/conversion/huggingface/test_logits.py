@@ -76,7 +76,7 @@ def _our_logits(
     inputs = stage.layer_inputs(Batch(ids_bs, ids_bs))
     if stage.embedding is not None:
         x_sbh = stage.embedding(ids_bs, None)
-        inputs = stage.with_per_layer(inputs, ids_bs, x_sbh)
+        inputs = stage.with_embeddings(inputs, ids_bs, x_sbh)
     else:
         x_sbh = torch.empty(s, b, model.stream_width)
         dist.recv(x_sbh, 0)
@@ -158,7 +158,8 @@ def _from_random(model: ModelSpec, path: Path, *layout: int) -> Tensor | None:
 
 def layouts_of(model: ModelSpec, only: str) -> list[tuple[int, ...]]:
     """Return all layouts, or only those of two ranks, which read different slices, if `only` is "several"."""
-    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or not model.stem.per_layer_width]
+    in_one_stage = model.stem.per_layer_width or any(x.mixer.kind == "shared_attention" for x in model.layers)
+    layouts = [x for x in LAYOUTS.values() if x[1] == 1 or not in_one_stage]
     if model.has_experts:
         layouts = [*layouts, *EXPERTS.values()]
     if only == "several":

@@ -25,7 +25,6 @@ LACKING: Mapping[str, str] = {
     "modernbert_decoder": "a decoder whose output layer begins with a dense layer, an activation and a norm",
     "phimoe": "the sparsemixer router, which samples experts and scores the second one without the first",
     "qwen4_exp": "hyper-connections with low-rank input gates, embeddings of n-grams and keys selected in blocks",
-    "zamba2": "attention that layers share, with an adapter for each, and that reads the embeddings too",
 }
 """Parts that megafp8 lacks for some families of transformers, by model_type. These families are refused."""
 

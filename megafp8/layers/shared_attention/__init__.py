@@ -1,0 +1,1 @@
+"""Mamba-2 after a transformer that several layers share (Zamba2)."""
