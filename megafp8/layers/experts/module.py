@@ -48,11 +48,12 @@ from megafp8.layers.mlp.module import MLP
 from megafp8.layers.mlp.op import unfused
 from megafp8.layers.norm.module import Norm, block_norm, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.whole_linear import WholeLinear
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.grouped_linear import grouped_linear
-from megafp8.linear.linear import high_precision_linear, linear
+from megafp8.linear.linear import high_precision_linear
 from megafp8.linear.state import InputFormat, LinearState, QuantizedGradHandoff
 from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.groups import RowGroups
@@ -63,7 +64,7 @@ from megafp8.parallel.tensor.mappings import (
     start_gather_from_sequence_parallel,
     start_reduce_scatter_to_sequence_parallel,
 )
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
 
@@ -242,21 +243,6 @@ class SharedExpert(nn.Module):
         return sigmoid(gate, batch_invariant=invariant) * y_sbh
 
 
-class LatentProjection(nn.Module):
-    """Linear layer that all experts share. Every rank holds the whole weight and projects its own tokens."""
-
-    def __init__(self, name: str, inputs: int, outputs: int, std: float, context: BuildContext) -> None:
-        super().__init__()
-        init, shards = Init("normal", std), unsharded(f"{name}.weight", (outputs, inputs))
-        self.weight = replicated_parameter(context, shards, init, matrix=True)
-        reason = "the weight is replicated and stays in training.precision"
-        self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
-
-    def forward(self, x_nk: Tensor) -> Tensor:
-        """Project `[n, inputs]` to `[n, outputs]`."""
-        return linear(x_nk, self.weight, self.state)
-
-
 _EXPERTS_NORM, _EXPERTS_OUTPUT_NORM = "experts_norm", "experts_output_norm"
 _SHARED_NORM, _SHARED_OUTPUT_NORM = "shared_norm", "shared_output_norm"
 
@@ -310,13 +296,13 @@ class MoE(FeedForward):
         )  # fmt: skip
         self.sequence_group = context.tensor if context.sequence_sharded else None
         self.experts = Experts(f"{name}.experts", record, model, context)
-        self.latent_down: LatentProjection | None = None
-        self.latent_up: LatentProjection | None = None
+        self.latent_down: WholeLinear | None = None
+        self.latent_up: WholeLinear | None = None
         self.width = record.latent_size or model.hidden_size
         if record.latent_size is not None:
             h, (into, out_of) = model.hidden_size, (model.hidden_init_std, model.output_init_std)
-            self.latent_down = LatentProjection(f"{name}.latent_down", h, self.width, into, context)
-            self.latent_up = LatentProjection(f"{name}.latent_up", self.width, h, out_of, context)
+            self.latent_down = WholeLinear(f"{name}.latent_down", h, self.width, context, into)
+            self.latent_up = WholeLinear(f"{name}.latent_up", self.width, h, context, out_of)
         self.shared: SharedExpert | None = None
         self.shared_factor = record.shared_scaling_factor
         if record.shared is not None:

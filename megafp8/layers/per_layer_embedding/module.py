@@ -17,31 +17,15 @@ from torch import Tensor, nn
 
 from megafp8.layers.activation.op import activation
 from megafp8.layers.activation.record import ACTIVATIONS
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.layers.mixer import LayerInputs
 from megafp8.layers.mlp.op import unfused
 from megafp8.layers.norm.module import block_norm, normalized, rms_norm
-from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
-from megafp8.plan import LinearSite
+from megafp8.layers.whole_linear import WholeLinear
+from megafp8.parallel.sharding import Init
 from megafp8.spec import ModelSpec
-
-
-class WholeLinear(nn.Module):
-    """High-precision linear layer that every tensor-parallel rank holds whole and applies to its own tokens."""
-
-    def __init__(self, name: str, inputs: int, outputs: int, context: BuildContext, std: float) -> None:
-        super().__init__()
-        shards = unsharded(f"{name}.weight", (outputs, inputs))
-        self.weight = replicated_parameter(context, shards, Init("normal", std), matrix=True)
-        reason = "the weight is replicated and stays in training.precision"
-        self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Project `[..., inputs]` to `[..., outputs]`."""
-        return linear(x, self.weight, self.state)
 
 
 class PerLayerEmbedding(nn.Module):

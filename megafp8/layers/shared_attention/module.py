@@ -30,10 +30,10 @@ from megafp8.layers.mamba2.module import Mamba2
 from megafp8.layers.mixer import Tokens
 from megafp8.layers.mlp.module import MLP
 from megafp8.layers.norm.module import block_norm, normalized
-from megafp8.layers.per_layer_embedding.module import WholeLinear
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.op import Recurrence
 from megafp8.layers.shared_attention.record import SharedAttentionConfig
+from megafp8.layers.whole_linear import WholeLinear
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import LinearState
 from megafp8.parallel.sharding import Init, set_spec, spec_of
