@@ -47,6 +47,7 @@ from megafp8.planner.flops import flops_per_token
 from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict
+from megafp8.prove.certificate import hash_of
 from megafp8.training.fp8_config import build_fp8, check_recipe
 from megafp8.training.inputs import open_inputs
 from megafp8.training.metrics import memory_gib
@@ -219,6 +220,7 @@ def row_of(
     return {
         "model": name,
         "config": f"configs/{name}.yaml",
+        "config_hash": hash_of(ROOT / "configs" / f"{name}.yaml"),
         "precision": precision,
         "recipe": config.fp8.recipe,
         "date": date.today().isoformat(),

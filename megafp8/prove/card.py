@@ -99,7 +99,7 @@ def read_card(config: str, folder: Path) -> Card:
         _proof("logits", "transformers computes the logits of the small copy from its export", *proof),
         _proof("proven on GPUs", "On GPUs, a small copy computes what one CPU rank computes", f"{prove} --device cuda",
                on_gpus, config_hash),
-        _training(rows),
+        _training(rows, config_hash),
         Claim("trained whole", "A run reached its last step", "megafp8 pretrain", evidence=_NO_RECORD),
         Claim("generated", "Trained weights generated text", "megafp8 generate", evidence=_NO_RECORD),
         Claim("served", "Trained weights were served", "megafp8 serve", evidence=_NO_RECORD),
@@ -162,11 +162,11 @@ def _is_row(content: Any, name: str) -> bool:
     return is_row and _name(Path(content["config"])) == name
 
 
-def _why_outdated(certificate: Evidence, config_hash: str) -> str:
-    """Return the reason why a certificate is no evidence for the current config; empty if it is evidence."""
-    if certificate.get("config_hash") != config_hash:
-        return "proves other values than the config has now"
-    return "" if _is_committed(certificate) else "the proof ran on source that is not committed"
+def _why_outdated(evidence: Evidence, config_hash: str) -> str:
+    """Return why a certificate or row is no evidence for the current config; empty if it is evidence."""
+    if evidence.get("config_hash") != config_hash:
+        return "the config had other values"
+    return "" if _is_committed(evidence) else "the source was not committed"
 
 
 def _is_committed(evidence: Evidence) -> bool:
@@ -203,13 +203,15 @@ def _proof(topic: str, text: str, command: str, certificate: Evidence | None, co
     return claim._replace(status="verified", evidence=f"{checks}{shrunk}{largest}", source=certificate)
 
 
-def _training(rows: Sequence[Evidence]) -> Claim:
+def _training(rows: Sequence[Evidence], config_hash: str) -> Claim:
     """Return the claim that the loss fell in a measured run."""
     text = "The whole model trains on GPUs, and its loss falls"
     claim = Claim("trained", text, "python -m benchmarks.records", evidence="for the models that it lists")
     row = next((row for row in rows if row["last_loss"] < row["first_loss"] and _is_committed(row)), None)
     if row is None:
         return claim
+    if reason := _why_outdated(row, config_hash):
+        return claim._replace(status="outdated", evidence=reason, source=row)
     evidence = f"loss {row['first_loss']:.2f} → {row['last_loss']:.2f} on {_gpus(row)}, {_recipe(row)}"
     return claim._replace(status="verified", evidence=evidence, source=row)
 

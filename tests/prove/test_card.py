@@ -57,9 +57,10 @@ def test_a_card_without_evidence_claims_nothing(config: Path, capsys: pytest.Cap
 def test_evidence_of_all_kinds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certify(config)
     certify(config, "cuda", [CheckResult("cuda", "", "equal"), CheckResult("loss", "", "DIFFERENT", 0.5, "step 2")])
-    (config.parent / "mine-fp8-2.json").write_text(json.dumps(ROW))
-    for name, content in (("mine-fp8-4", ROW | {"date": "2026-12-01", "last_loss": 9.9}), ("mine-x", [1]),
-                          ("mine-fp8-8", ROW | {"date": "2026-12-02", "commit": f"{COMMIT}-dirty"}),
+    row = ROW | {"config_hash": hash_of(config)}
+    (config.parent / "mine-fp8-2.json").write_text(json.dumps(row))
+    for name, content in (("mine-fp8-4", row | {"date": "2026-12-01", "last_loss": 9.9}), ("mine-x", [1]),
+                          ("mine-fp8-8", row | {"date": "2026-12-02", "commit": f"{COMMIT}-dirty"}),
                           ("mine-y", {"config": "configs/mine.yaml"}),
                           ("mine-2-fp8-2", ROW | {"config": "configs/mine-2.yaml"})):  # fmt: skip
         (config.parent / f"{name}.json").write_text(json.dumps(content))
@@ -92,14 +93,15 @@ def test_a_proof_needs_a_commit_and_a_config(config: Path, changes: dict[str, An
     assert statuses(config)["proven"] == status
 
 
-def test_a_changed_config_outdates_its_proof(config: Path) -> None:
+def test_a_changed_config_outdates_its_proof_and_its_rows(config: Path) -> None:
     certify(config)
+    (config.parent / "mine-fp8-2.json").write_text(json.dumps(ROW | {"config_hash": hash_of(config)}))
     config.write_text(f"# Another comment.\nname: mine\nbase: {CONFIG}\n")
-    assert statuses(config)["proven"] == "verified"
+    assert statuses(config)["proven"] == statuses(config)["trained"] == "verified"
     config.write_text(f"name: mine\nbase: {CONFIG}\nseed: 2\n")
-    assert statuses(config)["proven"] == "outdated"
+    assert statuses(config)["proven"] == statuses(config)["trained"] == "outdated"
     text = markdown(read_card(str(config), config.parent))
-    assert "| proves other values than the config has now |" in text
+    assert "| the config had other values |" in text
     assert "## Verified" not in text
     certify(config, config_hash=hash_of(config, ["seed=3"]))
     assert statuses(config)["proven"] == "outdated", "it proves the config with an override"
