@@ -305,6 +305,8 @@ rwkv7: {layer_kinds: {a: {mixer: {kind: rwkv7, num_heads: 2, head_dim: 8, decay_
 mamba1: {layer_kinds: {a: {mixer: {kind: mamba1, inner_size: 48, step_rank: 4, state_size: 6}, ffn: none}},
   pattern: [a]}
 rg-lru: {layer_kinds: {a: {mixer: {kind: rg_lru, inner_size: 48, num_heads: 4}}}, pattern: [a]}
+shared-attention: {tie_embeddings: true, pattern: [a], layer_kinds: {a: {mixer: {kind: shared_attention, num_heads: 4,
+  head_dim: 16, state_size: 6, num_groups: 2, adapter_rank: 4, adapt_attention: true}, ffn: none}}}
 block-sparse: {num_query_groups: 4, qk_norm: true, pattern: [a],
   layer_kinds: {a: {mixer: {kind: block_sparse_attention, top_k: 2, block_size: 3}}}}
 no-layer-has-experts: {moe: {num_experts: 4}, layer_kinds: {a: {ffn: {kind: mlp}}}, pattern: [a]}
