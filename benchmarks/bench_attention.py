@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (mask, own_ends, own_window) in masks.items():
         run, pairs = self_attention(sizes, mask, device), visible_pairs(own_ends, own_window) / causal
         runs[name] = run, pairs
-        if mask.cu_seqlens_q is not None and "Attention-4" in kernels.describe(device):
+        if mask.cu_seqlens_q is not None and "Attention-4" in kernels.describe(device, mask):
             runs[f"{name}: torch's flash kernel"] = partial(with_torchs_kernel, run), pairs
     for name, found, own_window in (("documents", cu_seqlens, None), (f"window {window}", None, window)):
         for rank in range(given.context if given.context > 1 else 0):

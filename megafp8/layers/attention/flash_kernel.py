@@ -47,6 +47,10 @@ def why_unavailable(device: torch.device) -> str | None:
         return f"flash-attn-4 is {installed}, not {VERSION} ({install_command('gpu')})"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-4 is used on Hopper only"
+    try:
+        _flash_attention_4()
+    except ImportError as error:
+        return f"FlashAttention-4 cannot be imported: {error}"
     return None
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from megafp8.config import AttentionConfig
 from megafp8.layers.attention import op as attention
-from megafp8.layers.attention.mask import AttentionMask
+from megafp8.layers.attention.mask import CAUSAL, AttentionMask
 from megafp8.layers.attention.op import CoreAttention
 from megafp8.layers.attention.record import QueryScaling
 from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slopes
@@ -260,16 +260,17 @@ class Attention(Mixer):
         return () if self.reads_keys else (TokenCache(self.groups, self.d, self.d),)
 
     def kernels(self, device: torch.device, length: int, *, documents: bool, prefix: bool) -> str | None:
-        """Describe the attention kernel if masks or scores limit the choice; return None for plain causal attention."""
+        """Describe the attention kernel; return None for plain causal attention on a CPU."""
         scores = self.scores(length)
         if self.dropout.p:
             scores = replace(scores, dropout=AttentionDropout(self.dropout.p, (0, 0), torch.zeros(1)))
+        parts = documents or self.record.attention_chunk is not None or self.record.sliding_window is not None
+        mask = attention.DOCUMENTS if parts else CAUSAL
         if prefix:
-            return attention.describe(device, AttentionMask(prefix_b=torch.zeros(1)), scores)
-        chunks = self.record.attention_chunk is not None
-        if documents or chunks or self.record.sliding_window is not None or not scores.only_scales:
-            return attention.describe(device, scores=scores)
-        return None
+            mask = AttentionMask(prefix_b=torch.zeros(1))
+        if mask is CAUSAL and scores.only_scales and device.type != "cuda":
+            return None
+        return attention.describe(device, mask, scores, self.d)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""

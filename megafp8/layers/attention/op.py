@@ -265,10 +265,10 @@ def choose(
     if feature is not None:
         return KernelChoice("triton", "our own kernel", f"no other one computes {feature}")
     if missing is None and head_dim not in flash_attention.WIDTHS:
-        missing = f"FlashAttention-4 has other widths of heads than {head_dim}"
+        missing = f"FlashAttention-4 has other widths than {head_dim}"
     if missing is None:
         return KernelChoice("flash", "FlashAttention-4", narrow_values=value_dim % 64 == 0)
-    return KernelChoice("torch", "torch's flash kernel", missing)
+    return KernelChoice("torch", "torch's kernels", missing)
 
 
 def _what_only_ours_computes(mask: AttentionMask, scores: Scores, s: int, t: int) -> str | None:
@@ -295,14 +295,16 @@ def _missing(device: torch.device) -> str | None:
     return flash_attention.why_unavailable(device) if device.type == "cuda" else "there is no GPU"
 
 
-_DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
+DOCUMENTS = AttentionMask(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
+"""Mask of documents, for `describe`."""
 
 
-def describe(device: torch.device, mask: AttentionMask = _DOCUMENTS, scores: Scores = PLAIN) -> str:
-    """Return a log line that names the kernel of such attention in bf16, and why; the default mask is documents."""
-    backend = choose(mask, scores, 1, 1, 128, 128, device.type, torch.bfloat16, _missing(device))
+def describe(device: torch.device, mask: AttentionMask, scores: Scores = PLAIN, head_dim: int = 128) -> str:
+    """Return a log line that names the kernel of such attention in bf16, and why."""
+    backend = choose(mask, scores, 1, 1, head_dim, head_dim, device.type, torch.bfloat16, _missing(device))
     feature = _what_only_ours_computes(mask, scores, 1, 1)
-    what = f"attention with {feature}" if feature is not None else "attention of documents and windows"
+    parts = " of documents and windows" if mask is DOCUMENTS else ""
+    what = f"attention{parts}" if feature is None else f"attention with {feature}"
     return f"{what}: {backend.what}" + (f", since {backend.why}" if backend.why else "")
 
 

@@ -335,17 +335,26 @@ def test_no_matrix_of_scores(name: str) -> None:
 
 def test_a_line_says_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert module.describe(cpu).endswith("the reference in PyTorch")
-    monkeypatch.setattr(flash_kernel, "version", lambda name: flash_kernel.VERSION)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    flash_kernel.why_unavailable.cache_clear()
-    assert module.describe(cuda).endswith("FlashAttention-4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    flash_kernel.why_unavailable.cache_clear()
-    assert module.describe(cuda).endswith("torch's flash kernel, since FlashAttention-4 is used on Hopper only")
-    monkeypatch.setattr(flash_kernel, "version", lambda name: "4.0.0")
-    flash_kernel.why_unavailable.cache_clear()
-    assert f"flash-attn-4 is 4.0.0, not {flash_kernel.VERSION}" in module.describe(cuda)
+    assert module.describe(cpu, module.DOCUMENTS).endswith("the reference in PyTorch")
+
+    def described(installed: str, capability: int, import_fails: bool = False, **options: Any) -> str:
+        def imported() -> None:
+            if import_fails:
+                raise ImportError("no libcuda")
+
+        monkeypatch.setattr(flash_kernel, "version", lambda name: installed)
+        monkeypatch.setattr(flash_kernel, "_flash_attention_4", imported)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        flash_kernel.why_unavailable.cache_clear()
+        return module.describe(cuda, **{"mask": CAUSAL, **options})
+
+    ours = flash_kernel.VERSION
+    assert described(ours, 9) == "attention: FlashAttention-4"
+    assert described(ours, 9, mask=module.DOCUMENTS) == "attention of documents and windows: FlashAttention-4"
+    assert described(ours, 9, head_dim=80).endswith("torch's kernels, since FlashAttention-4 has other widths than 80")
+    assert described(ours, 8) == "attention: torch's kernels, since FlashAttention-4 is used on Hopper only"
+    assert described(ours, 9, True).endswith("since FlashAttention-4 cannot be imported: no libcuda")
+    assert f"since flash-attn-4 is 4.0.0, not {ours} (pip install" in described("4.0.0", 9)
     monkeypatch.undo()
     flash_kernel.why_unavailable.cache_clear()
 
