@@ -62,6 +62,7 @@ TWO_GPUS = [
     *("fsdp=true", "fsdp=true recompute=full", "fsdp=true fp8.param_gather=true", "fsdp=true fsdp_replicas=2"),
     *("context=2", "pipeline=2 model.tie_embeddings=true", "pipeline=2 schedule=zb-h1"),
     *(f"pipeline=2 schedule=zb-h1 {EXPERTS}", f"zero=1 {EXPERTS}"),
+    *(f"zero=1 expert=2 expert_dispatch={dispatch} {EXPERTS}" for dispatch in ("all_gather", "all_to_all")),
     "pipeline=2 schedule=interleaved virtual_pipeline=2",
     *(f"pipeline=2 virtual_pipeline=2 schedule={name}" for name in ("zb-v", "dualpipev", "zb-v recompute=full")),
 ]
