@@ -21,8 +21,8 @@ import yaml
 from benchmarks.bench_step import resolve
 from benchmarks.common import new_parser
 from megafp8.config import Config
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.training.fp8_config import build_fp8

@@ -20,8 +20,8 @@ import yaml
 
 from benchmarks.common import new_parser
 from megafp8.config import Config, check_layout, load_config
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict
 from megafp8.planner.search import search

@@ -40,11 +40,11 @@ from megafp8 import __version__
 from megafp8.batch import Batch
 from megafp8.config import Config, check_layout, load_config
 from megafp8.host.arguments import at_least
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS, H200, peak_flops
 from megafp8.parallel.collectives import all_gather_objects
 from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.planner.flops import flops_per_token
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict
 from megafp8.prove.certificate import hash_of

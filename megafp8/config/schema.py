@@ -19,7 +19,7 @@ from megafp8.config.parts import LayerKind
 from megafp8.config.resolve import resolve
 from megafp8.host.problems import Problem
 from megafp8.layers.attention.record import AttentionKeys
-from megafp8.layers.experts.record import MoeConfig
+from megafp8.layers.experts.record import MoeConfig, gathering_is_faster
 from megafp8.layers.hyper_connections.record import HyperConnectionsConfig
 from megafp8.layers.latent_attention.record import LatentAttentionConfig
 from megafp8.layers.mlp.record import MlpKeys
@@ -232,8 +232,9 @@ class ParallelConfig(Section):
     expert_dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
     """Collective that sends tokens to the ranks of their experts (Megatron-LM's moe_token_dispatcher_type). all_gather:
     each rank gathers all tokens of the expert × expert_tensor ranks, and the results are summed; works in CUDA graphs.
-    all_to_all: each token is sent once per selected expert. auto: all_gather for up to model.moe.top_k ranks, where it
-    transfers no more bytes than all_to_all."""
+    all_to_all: each token is sent once per selected expert. auto: the faster one by the bandwidth of NVLink and of
+    network adapters: all_gather for up to model.moe.top_k ranks of a node, and for more ranks of several nodes, to each
+    of which it sends a token once."""
     sequence_parallel: bool = True
     """Split activations along the sequence between tensor-parallel regions. Saves memory at no cost. No effect if
     tensor is 1."""
@@ -1368,7 +1369,7 @@ class Config(Section):
         """Whether tokens reach their experts by all-gather (parallel.expert_dispatch)."""
         p, chosen = self.parallel, [record.top_k for record in self.spec.expert_records]
         if p.expert_dispatch == "auto":
-            return not chosen or p.expert_tensor > 1 or p.expert <= min(chosen)
+            return not chosen or p.expert_tensor > 1 or gathering_is_faster(p.expert, min(chosen))
         return p.expert_dispatch == "all_gather"
 
     @property

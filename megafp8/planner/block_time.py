@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from megafp8.config import Config
 from megafp8.fp8.speed_model import BF16, FP8, LinearSize, cast_seconds, gemm_seconds, granularities, is_dequantized
+from megafp8.host.cluster import Cluster
 from megafp8.layers.costs import ELEMENT, AttentionWork
 from megafp8.layers.recompute import BlockMemory
 from megafp8.numerics.recipes.base import GEMMS, OPERANDS
 from megafp8.numerics.tensor import TENSOR
 from megafp8.objectives.registry import loss_parts
 from megafp8.plan import LinearPlan
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import BlockElements, block_elements, sum_bytes
 from megafp8.planner.outline import LinearLayer, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, gathers_blocks

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megafp8.config import Config
+from megafp8.host.cluster import Cluster
 from megafp8.layers.costs import ELEMENT
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import least_moment_bytes, sum_bytes
 from megafp8.planner.outline import ModelOutline
 from megafp8.planner.stages import stages_of

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.config.checks import cuda_graph_problems
+from megafp8.host.cluster import Cluster
 from megafp8.layers.costs import ELEMENT
 from megafp8.layers.recompute import BlockMemory, block_memory
 from megafp8.optimizer.base import Update
@@ -24,7 +25,6 @@ from megafp8.parallel.pipeline.forward_only import forward_only
 from megafp8.parallel.pipeline.registry import SCHEDULES, training_schedule
 from megafp8.parallel.pipeline.simulate import StageTimes, simulate
 from megafp8.planner.block_time import Costs, Phases, block_costs, ends_costs, summed
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, masters_are_gathered, pipeline_memory, separate_master_bytes
 from megafp8.planner.outline import LayerOutline, ModelOutline
 from megafp8.planner.stages import data_parallel_plans, stages_of

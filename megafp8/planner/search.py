@@ -22,11 +22,11 @@ from megafp8.config import Config, ConfigError, check_layout
 from megafp8.config.checks import split_widths
 from megafp8.config.frozen import frozen_run
 from megafp8.fp8 import Fp8Manager
+from megafp8.host.cluster import Cluster
 from megafp8.layers.costs import ELEMENT
 from megafp8.layers.recompute import block_memory
 from megafp8.parallel.pipeline.registry import SCHEDULES, place_stages
 from megafp8.planner.block_time import Phases, ends_costs, summed
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import least_moment_bytes, size_text
 from megafp8.planner.outline import ModelOutline, ModelOutlines
 from megafp8.planner.predict import (

@@ -18,6 +18,7 @@ from megafp8.config import Config, ParallelConfig
 from megafp8.config.frozen import frozen_run
 from megafp8.data.hub import missing_folder
 from megafp8.fp8 import Fp8Manager
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
 from megafp8.layers.context import planning_context
 from megafp8.layers.recompute import block_memory
@@ -31,7 +32,6 @@ from megafp8.parallel.sharding import spec_of
 from megafp8.plan import LinearPlan, plans_table
 from megafp8.planner.fits import NO_DEVICE_HAS, check_memory
 from megafp8.planner.flops import describe_flops, matmul_parameters
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import RankMemory, memory_table, memory_unit, pipeline_memory, state_memory
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict

@@ -15,12 +15,12 @@ import yaml
 
 from megafp8.config import Config, ConfigError, check_layout, fewest_ranks, load_config, planned_stages
 from megafp8.config.frozen import frozen_run
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS, Gpu
 from megafp8.host.tool import text_table
 from megafp8.planner.budget import Budget, budget, mfu, tokens_per_day
 from megafp8.planner.flops import flops_per_token
 from megafp8.planner.goodput import PARTS, Assumptions, Forecast, forecasts, hang_detection, state_bytes_of
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import memory_table, size_text
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import Prediction, predict

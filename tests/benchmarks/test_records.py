@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.records import PRECISIONS, RECORDS, ROOT, row_of, table
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
 from megafp8.parallel.parallel_state import destroy_model_parallel
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import predict
 from megafp8.training.fp8_config import build_fp8

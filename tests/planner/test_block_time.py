@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megafp8.config import Config, load_config
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS, Ceilings, Gpu
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.planner.block_time import Phases, block_costs, summed
 from megafp8.planner.flops import flops_per_token, matmul_parameters
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.outline import model_outline
 from megafp8.planner.predict import stage_costs
 from megafp8.training.fp8_config import build_fp8

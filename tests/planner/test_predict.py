@@ -14,11 +14,11 @@ import torch
 from benchmarks.planner_errors import MEMORY, TIME, Run, predictions, recorded
 from megafp8.config import load_config
 from megafp8.conversion.model import model_tensors
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
 from megafp8.layers.recompute import block_memory
 from megafp8.optimizer import muon
 from megafp8.parallel.pipeline.registry import training_schedule
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.memory import pipeline_memory
 from megafp8.planner.outline import ModelOutline, layer_outline, model_outline
 from megafp8.planner.predict import Prediction, predict, short_schedule, update_flops

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megafp8.config import Config, check_layout, load_config
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
-from megafp8.planner.hardware import Cluster
 from megafp8.planner.predict import Prediction
 from megafp8.planner.search import Candidate, Found, _Search, changed_keys, layouts, search, why_slower
 from megafp8.spec import ModelSpec

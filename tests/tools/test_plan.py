@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megafp8.config import check_layout, load_config
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
-from megafp8.planner.hardware import Cluster
 from megafp8.training.plan_layouts import commands
 from tests.quickstart_data import CONFIG
 from tools.plan import main

@@ -416,9 +416,12 @@ class MoE(FeedForward):
         return experts if self.shared is None else experts + self.shared.mlp.work(batch)
 
     def backward_bytes(self, batch: MicroBatch) -> int:
-        """Return the bytes of the gradients of the experts' inputs and outputs."""
+        """Return the bytes of the gradients of the experts' inputs and outputs, and of gathered tokens."""
         sites = [group.states[0].site for group in (self.experts.up_state, self.experts.down_state)]
-        return self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites) * batch.element
+        ranks = collectives.size(self.group)
+        gathered = 2 * ranks * batch.own_tokens * self.width if self.gathers_tokens and ranks > 1 else 0
+        rows = self.reserved_rows(batch) * sum(x.inputs + x.outputs for x in sites)
+        return (rows + gathered) * batch.element
 
     def router_gemms(self, batch: MicroBatch) -> list[LinearSize]:
         """Return the router's GEMM as a bf16 GEMM with three times the outputs.

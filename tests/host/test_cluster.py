@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS
-from megafp8.planner.hardware import Cluster
 
 GPU = replace(GPUS["h200-141gb"], nvlink=100.0, network=10.0, nvlink_latency=1.0, network_latency=2.0)
 
