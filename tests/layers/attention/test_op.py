@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from megafp8.layers.attention.scores import PLAIN, AttentionDropout, Scores
 from tests.marks import slow_but
 from tests.numerics.test_philox import philox_by_hand
 
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # processes share the kernels that they compile
 B = 2
 
 
