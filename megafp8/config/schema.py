@@ -17,9 +17,10 @@ from pydantic_core import PydanticCustomError
 
 from megafp8.config.parts import LayerKind
 from megafp8.config.resolve import resolve
+from megafp8.host.cluster import gathering_is_faster
 from megafp8.host.problems import Problem
 from megafp8.layers.attention.record import AttentionKeys
-from megafp8.layers.experts.record import MoeConfig, gathering_is_faster
+from megafp8.layers.experts.record import MoeConfig
 from megafp8.layers.hyper_connections.record import HyperConnectionsConfig
 from megafp8.layers.latent_attention.record import LatentAttentionConfig
 from megafp8.layers.mlp.record import MlpKeys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.host.gpus import Gpu
+from megafp8.host.gpus import H200, Gpu
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,17 @@ class Cluster:
             (self.gpu.nvlink, self.gpu.nvlink_latency) if near else (self.gpu.network, self.gpu.network_latency)
         )
         return sent / bandwidth + latency
+
+
+_TOKENS = 2**24  # bytes of 4,096 tokens of 2,048 channels in bf16, for `gathering_is_faster`
+
+
+def gathering_is_faster(ranks: int, top_k: int) -> bool:
+    """Return whether `ranks` ranks exchange tokens at least as fast by all-gather as by all-to-all.
+
+    A gather sends each token to every rank, and an all-to-all to `top_k` experts, each on any rank. Both are compared
+    on H200 nodes of 8 GPUs, whose NVLink and adapters have the same ratio on H100.
+    """
+    cluster, others = Cluster(H200, ranks), ranks - 1
+    gathered = cluster.collective(ranks, 1, _TOKENS * others)
+    return gathered <= cluster.all_to_all(ranks, 1, _TOKENS * top_k * others / ranks)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megafp8.host.cluster import Cluster
-from megafp8.host.gpus import GPUS
+from megafp8.host.cluster import Cluster, gathering_is_faster
+from megafp8.host.gpus import GPUS, H200
 
 GPU = replace(GPUS["h200-141gb"], nvlink=100.0, network=10.0, nvlink_latency=1.0, network_latency=2.0)
 
@@ -45,3 +45,17 @@ def test_transfers_leave_the_node_where_the_other_rank_is_elsewhere() -> None:
     cluster = Cluster(GPU, 1024)
     assert cluster.transfer(4, 500.0) == pytest.approx(1 + 5)
     assert cluster.transfer(8, 500.0) == pytest.approx(2 + 50)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8, 10])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+def test_the_collective_with_less_time_is_chosen(ranks: int, top_k: int) -> None:
+    """By hand: in a node by bytes; between nodes a gather is bound by NVLink, and an all-to-all by a rank's adapter."""
+    tokens_by_nvlink = ranks - 1
+    rows = top_k * (ranks - 1) / ranks
+    if ranks <= 8:
+        assert gathering_is_faster(ranks, top_k) == (tokens_by_nvlink <= rows)
+        return
+    rows_by_adapter = rows * (ranks - 8) / (ranks - 1)
+    expected = tokens_by_nvlink / min(H200.nvlink, 8 * H200.network) <= rows_by_adapter / H200.network
+    assert gathering_is_faster(ranks, top_k) == expected

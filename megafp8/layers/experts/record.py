@@ -7,26 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from megafp8.host.cluster import Cluster
-from megafp8.host.gpus import H200
 from megafp8.host.problems import Problem, divisors
 from megafp8.layers.activation.record import ACTIVATIONS, ActivationName
 from megafp8.layers.mlp.record import MEGATRON_LINEARS, MlpConfig
 from megafp8.section import Channels, Count, Experts, NonNegative, PositiveFloat, PositiveInt, Section
 from megafp8.spec import ModelSection, PartRecord, RunConfig
-
-_TOKENS = 2**24  # bytes of 4,096 tokens of 2,048 channels in bf16; the choice hardly depends on them
-
-
-def gathering_is_faster(ranks: int, top_k: int) -> bool:
-    """Return whether `ranks` ranks exchange tokens at least as fast by all-gather as by all-to-all.
-
-    A gather sends each token to every rank, and an all-to-all to `top_k` experts, each on any rank. Both are compared
-    on H200 nodes of 8 GPUs, whose NVLink and adapters have the same ratio on H100.
-    """
-    cluster, others = Cluster(H200, ranks), ranks - 1
-    gathered = cluster.collective(ranks, 1, _TOKENS * others)
-    return gathered <= cluster.all_to_all(ranks, 1, _TOKENS * top_k * others / ranks)
 
 
 class MoeKeys(Section):
