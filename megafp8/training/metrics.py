@@ -385,8 +385,11 @@ class LogWriter(Observer):
             f"{rate:,.0f} tok/s/{self._per}",
         ]
         if metrics.loss_tokens_per_second_per_gpu is not None:
-            rates = ((x.loss_tokens_per_second_per_gpu or x.tokens_per_second_per_gpu, x) for x in self._since)
-            parts[-1] += f" ({sum(rate * x.step_seconds for rate, x in rates) / seconds:,.0f} in the loss)"
+            counted = 0.0
+            for step in self._since:
+                in_loss = step.loss_tokens_per_second_per_gpu
+                counted += (step.tokens_per_second_per_gpu if in_loss is None else in_loss) * step.step_seconds
+            parts[-1] += f" ({counted / seconds:,.0f} in the loss)"
         waiting = sum(step.data_seconds for step in self._since) / seconds
         if waiting >= self._NOTICEABLE_WAIT:
             parts.append(f"{waiting:.0%} waiting for data")

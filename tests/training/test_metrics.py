@@ -311,7 +311,8 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     skipped = {"skipped": True, "loss": math.nan, "grad_norm": math.nan}
     run = steps(
         {"step_seconds": 8.0}, {}, {"validation_loss": 5.25}, {"step_seconds": 1.5}, {**skipped, "skipped_in_a_row": 1},
-        {**skipped, "skipped_in_a_row": 2}, {}, {"mfu": 0.25},
+        {**skipped, "skipped_in_a_row": 2}, {"loss_tokens_per_second_per_gpu": 0.0},
+        {"mfu": 0.25, "loss_tokens_per_second_per_gpu": 128.0},
         {"step_seconds": 1.5, "mfu": 0.5, "z_loss": 0.0125, "loss_tokens_per_second_per_gpu": 12.0},
     )  # fmt: skip
     ends = iter([10.0, 10.5, 13.0, 14.5, 15.0, 15.5, 16.0, 16.5, 18.0])  # evaluating after step 3 took 2 s
@@ -330,7 +331,8 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
          "640 tokens  ETA 1:14:54  SKIPPED: gradients not finite"),
         ("megafp8.training.metrics", "WARNING", f"step      6/3600  {nothing}  0.500 s/step  128 tok/s/process  "
          "768 tokens  ETA 1:05:53  SKIPPED, 2 in a row: gradients not finite"),
-        ("megafp8.steps", "INFO", f"step      8/3600  {head}  0.500 s/step  128 tok/s/process  mfu 12.5%  "
+        ("megafp8.steps", "INFO", f"step      8/3600  {head}  0.500 s/step  128 tok/s/process (64 in the loss)  "
+         "mfu 12.5%  "
          "1.024K tokens  ETA 0:55:35"),
     ]  # fmt: skip
     assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == expected
