@@ -108,6 +108,7 @@ class LinearSite:
         expert: Whether this is one expert of a layer. All tokens of an expert are on one rank, however the layer's
             tokens are sharded.
         high_precision: Reason why the layer must not run in FP8; empty if it may.
+        shared: Whether several layers of the model run it.
     """
 
     name: str = ""
@@ -128,6 +129,7 @@ class LinearSite:
     gathers_values: str = ""
     expert: bool = False
     high_precision: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)

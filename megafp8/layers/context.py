@@ -60,6 +60,7 @@ class BuildContext:
         records_logits: Whether attention records the largest logit of each head (`Mixer.largest_logits_a`).
         constants: Constant tensors that layers create once and share, by the values that determine them.
         shared_modules: Modules that layers share, by the first of these layers.
+        shares_linears: Whether several layers run the linear layers that are built with this context.
     """
 
     tensor: ProcessGroup
@@ -92,6 +93,7 @@ class BuildContext:
     records_logits: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
     shared_modules: dict[int, Any] = field(default_factory=dict)
+    shares_linears: bool = False
 
     @property
     def buffer_device(self) -> torch.device:
@@ -111,8 +113,9 @@ class BuildContext:
     def site(self, **neighbors: Any) -> LinearSite:
         """Return the `LinearSite` of a linear layer in this model; `neighbors` are further fields of it."""
         return LinearSite(
-            tokens=self.tokens, weight_storage=self.weight_storage, param_gather=self.param_gather, **neighbors
-        )
+            tokens=self.tokens, weight_storage=self.weight_storage, param_gather=self.param_gather,
+            shared=self.shares_linears, **neighbors,
+        )  # fmt: skip
 
     def linear_options(self) -> dict[str, Any]:
         """Return the constructor arguments that all tensor-parallel linear layers share."""

@@ -74,7 +74,7 @@ def output_flops(config: Config) -> Flops:
     stage = build_stage(config.spec, planning_context(one, planned), layers=layers, positions=1, blocks=False)
     assert stage.head is not None
     head_flops = stage.head.flops(MicroBatch.from_config(one, None))
-    sites = [state.site for state in planned.layers if not state.site.name.startswith("layers.")]
+    sites = [state.site for state in planned.layers if not state.site.shared]
     weights = sum(site.inputs * site.outputs for site in sites)
     tokens = config.decoder_length or config.training.seq_length
     return Flops(2.0 * tokens * weights * (1 + config.spec.num_prediction_layers) + head_flops)

@@ -134,7 +134,7 @@ class ModelOutline:
     def linears(self, layers: range) -> dict[tuple[int, str], LinearLayer]:
         """Return the linear layers of `layers` by layer and name; a linear layer that layers share has the layer -1."""
         all_linears = ((index, x) for index in layers for x in self.layers[index].linears)
-        return {(-1 if is_shared(x.site.name) else index, x.site.name): x for index, x in all_linears}
+        return {(-1 if x.site.shared else index, x.site.name): x for index, x in all_linears}
 
     def deferred_wgrad(self, index: int) -> int:
         """Return the bytes of the operands of the weight gradients of layer `index`, for schedules that defer these.
@@ -263,13 +263,8 @@ def linear_sites(config: Config) -> Iterator[tuple[str, LinearSite]]:
         first, sites = by_kind[kind]
         prefix, layer_prefix = f"layers.{first}.", f"layers.{index}."
         for site in sites:
-            if index == first or not is_shared(site.name):
+            if index == first or not site.shared:
                 yield layer_prefix + site.name.removeprefix(prefix), site
-
-
-def is_shared(name: str) -> bool:
-    """Return whether the linear layer `name` belongs to a transformer that layers share."""
-    return ".shared_attention.transformer." in name
 
 
 def _parameters(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:

@@ -50,7 +50,7 @@ def test_transfers_leave_the_node_where_the_other_rank_is_elsewhere() -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 4, 8, 10])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 def test_the_collective_with_less_time_is_chosen(ranks: int, top_k: int) -> None:
-    """By hand: in a node by bytes; between nodes a gather is bound by NVLink, and an all-to-all by a rank's adapter."""
+    """Compare with times by hand: bytes in a node; between nodes NVLink for a gather, an adapter for an all-to-all."""
     tokens_by_nvlink = ranks - 1
     rows = top_k * (ranks - 1) / ranks
     if ranks <= 8:

@@ -158,7 +158,7 @@ def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
     """
     settings = config_of(preset)
     trainer, parallel = start(settings)
-    bound, usual = trainer.row_bound, (own_rows.MARGIN, own_rows._MULTIPLE)
+    bound, usual = trainer.row_bound, (own_rows.MARGIN, own_rows._MULTIPLE, own_rows._PART)
     grow = bound.grow
 
     def growing() -> None:
@@ -169,10 +169,10 @@ def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
     results: list[Any] = []
     try:
         for run, count in ((trainer.train_step, 4), (lambda _, given: trainer.evaluate(given), 2)):
-            own_rows.MARGIN, own_rows._MULTIPLE = 0.5, 1
+            own_rows.MARGIN, own_rows._MULTIPLE, own_rows._PART = 0.5, 1, 1
             results += [run(step, batches(step, settings, parallel)) for step in range(count)]
     finally:
-        own_rows.MARGIN, own_rows._MULTIPLE = usual
+        own_rows.MARGIN, own_rows._MULTIPLE, own_rows._PART = usual
     rerun = trainer.graphs.rerun if isinstance(trainer.graphs, RerunGraphs) else None
     return results, *((rerun.captures, rerun.replays) if rerun is not None else (0, 0))
 

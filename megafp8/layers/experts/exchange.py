@@ -75,20 +75,20 @@ def plan_dispatch(
         layer: Name of the layer.
     """
     rank, ranks = group.rank(), group.size()
-    (n, k), own = experts_nk.shape, num_experts // ranks
+    (n, k), per_rank = experts_nk.shape, num_experts // ranks
     choices, choice_ends_e = by_expert(experts_nk, num_experts)
     counts_e = torch.diff(choice_ends_e, prepend=choice_ends_e.new_zeros(1))
-    counts_rre = all_gather(counts_e, group).view(ranks, ranks, own)  # by sender, receiver and expert
+    counts_rre = all_gather(counts_e, group).view(ranks, ranks, per_rank)  # by sender, receiver and expert
     pairs_rr = counts_rre.sum(dim=2)
-    rooms = bound.rooms(layer, pairs_rr.flatten(), n * min(k, own))
+    rooms = bound.rooms(layer, pairs_rr.flatten(), n * min(k, per_rank))
     sent = rooms.counts[rank * ranks : (rank + 1) * ranks]
     received = rooms.counts[rank::ranks]
     rooms_rr = rooms.on_device.view(ranks, ranks)
-    by_rank = _in_places(choices, experts_nk.flatten() // own, pairs_rr[rank], rooms_rr[rank], sum(sent))
+    by_rank = _in_places(choices, experts_nk.flatten() // per_rank, pairs_rr[rank], rooms_rr[rank], sum(sent))
     sender_m, place_m = _places(rooms_rr[:, rank], sum(received))
     ends_re = counts_rre[:, rank].cumsum(dim=1)
     experts_m = (place_m.unsqueeze(1) >= ends_re[sender_m]).sum(dim=1)
-    received_by_expert, ends_e = by_expert(experts_m.unsqueeze(1), own)
+    received_by_expert, ends_e = by_expert(experts_m.unsqueeze(1), per_rank)
     received_by_expert = received_by_expert._replace(num_rows=ends_e[-1:])
     return TokenDispatch(group, by_rank, sent, received, received_by_expert, ends_e)
 

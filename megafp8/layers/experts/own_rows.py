@@ -66,7 +66,7 @@ class RowBound:
     def _make_room(self, layer: str) -> None:
         """Set the room of a layer. This copies it to the device, which a capture cannot do."""
         largest, limit = self._largest[layer], self._limits[layer]
-        multiple = _MULTIPLE if len(largest) == 1 else min(_PART, _MULTIPLE)
+        multiple = _MULTIPLE if len(largest) == 1 else _PART
         counts = [min(limit, -(-int(MARGIN * x) // multiple) * multiple) for x in largest]
         if layer not in self._rooms or self._rooms[layer].counts != counts:
             self._rooms[layer] = Rooms(counts, torch.tensor(counts, device=self.surplus.device))

@@ -90,7 +90,7 @@ class SharedTransformer(nn.Module):
     def __init__(self, index: int, model: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         in_fp8 = context.param_gather and context.weight_storage != "fsdp"  # FSDP gathers only blocks in FP8
-        context = replace(context, lora=None, records_logits=False, param_gather=in_fp8)
+        context = replace(context, lora=None, records_logits=False, param_gather=in_fp8, shares_linears=True)
         name, record = f"layers.{index}.shared_attention.transformer", model.layers[index].mixer
         options: Any = {"input": Neighbor("norm", "none", "adapters read the norm's output too"), "adapted": True}
         self.norm = block_norm(f"{name}.norm", replace(model, hidden_size=2 * model.hidden_size), context)

@@ -433,7 +433,7 @@ KINDS = ("plain", "softcap", "bias", "dropout", "all")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels(name: str, kind: str, mode: str) -> None:
-    """Of all widths, or of all widths in turn."""
+    """Compare all widths with float64, or one width after the other if the kernel is our own."""
     if kind != "plain" and mode.startswith("without"):
         pytest.skip("computed by our own kernel in any case")
     widths = ((4, 4, 64), (4, 2, 128), (4, 1, 256), (4, 2, 80), (4, 4, 96), (4, 2, 192))

@@ -63,7 +63,7 @@ def _dispatched(case: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", ["all", "a rank without rows", "experts without rows", "dropped choices"])
 def test_rows_arrive_by_expert_and_return(world4: World, case: str, ranks: int) -> None:
-    """With places for exactly the rows that there are, and with more places, whose rows are NaN on the way back."""
+    """Dispatch to exactly as many places as there are rows, and to more, whose rows are NaN on the way back."""
     world4.run(_dispatched, case, ranks=ranks)
 
 
