@@ -1,20 +1,25 @@
 """Train whole published models for a few steps on real text, and write a row of the table in docs/performance.md.
 
     torchrun --nproc-per-node 2 -m benchmarks.records gpt-oss-20b fp8 --rows docs/cards
+    torchrun --nproc-per-node 2 -m benchmarks.records gpt-oss-20b fp8 --rows docs/cards --even-load
     torchrun --nproc-per-node 4 -m benchmarks.records qwen3-30b-a3b bf16 --rows docs/cards --set parallel.expert=4
     python -m benchmarks.records --table docs/cards
 
 A row is a model with its full vocabulary, from a config in configs/, on the GPUs that torchrun starts. `RECORDS` holds
 the batch and the sequence length of the published runs, their figures with links, and the options with which the model
-fits on two H200. Samples are whole: attention crosses documents, as in the published runs. Routers start from random
-weights, and no load is balanced by force. Gradients are clipped.
+fits on two H200. Samples are whole: attention crosses documents, as in the published runs. Gradients are clipped.
+
+Routers start from random weights. They choose the experts as in training, so ranks wait for the rank with most rows.
+Published runs of models with experts force an even load instead (`moe_router_force_load_balancing` in Megatron Bridge's
+performance recipes, `fake_balanced_gate` in NeMo AutoModel's benchmarks). With `--even-load` tokens choose the experts
+in turn, which is the load to compare with theirs. Scores still weigh the chosen experts.
 
 The text is the source code of the Python standard library, 3.4 million tokens of a vocabulary with 16,384 entries, and
 is read again after its end. Two steps with four micro-batches compile the kernels, one step records the CUDA graphs,
 and `--steps` steps are measured by the host's clock. Graphs of experts without room for all rows of a step are recorded
-again, and this time counts. The first rank writes `<model>-<precision>-<gpus>.json`; its `spread` is the standard
-deviation of the steps, as a fraction of their mean. The command fails if the loss of the last step is not below the
-loss of the first.
+again, and this time counts. The first rank writes `<model>-<precision>-<gpus>.json`, which ends in `-even.json` with an
+even load. `spread` is the standard deviation of the steps, as a fraction of their mean. The command fails if the loss
+of the last step is not below the loss of the first.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -34,14 +40,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.common import machine, write_json
 from megafp8 import __version__
 from megafp8.batch import Batch
-from megafp8.config import Config, check_layout, load_config
+from megafp8.config import Config, MoeFfnConfig, check_layout, load_config
 from megafp8.host.arguments import at_least
 from megafp8.host.cluster import Cluster
 from megafp8.host.gpus import GPUS, H200, peak_flops
+from megafp8.layers.experts import router
 from megafp8.parallel.collectives import all_gather_objects
 from megafp8.parallel.parallel_state import ParallelState, destroy_model_parallel, initialize_distributed
 from megafp8.planner.flops import flops_per_token
@@ -138,7 +146,7 @@ RECORDS = {
         ],
         ["parallel.expert=2", *SIXTEEN_BIT_STATE],
         bf16=["optimizer.offload=1.0"],
-        fp8=["optimizer.offload=1.0", "parallel.recompute=full"],
+        fp8=["optimizer.offload=1.0", "parallel.recompute=full", "parallel.recompute_blocks=40"],
     ),
     "qwen3-30b-a3b": Record(
         4096,
@@ -174,6 +182,23 @@ def micro_batches(config: Config, parallel: ParallelState) -> Iterator[list[Batc
     return inputs.batches(inputs.train, parallel)
 
 
+def in_turn(scores_ne: Tensor, moe: MoeFfnConfig, bias_e: Tensor | None) -> Tensor:
+    """Return experts of each token `[n, k]`, whatever its scores, such that all experts have as many tokens."""
+    tokens_n1 = torch.arange(len(scores_ne), device=scores_ne.device).unsqueeze(1)
+    choices_k = torch.arange(moe.top_k, device=scores_ne.device) * (moe.router_outputs // moe.top_k)
+    return (tokens_n1 + choices_k) % moe.router_outputs
+
+
+@contextmanager
+def even_load() -> Iterator[None]:
+    """Let tokens choose the experts in turn inside the context."""
+    choose, router.choose = router.choose, in_turn
+    try:
+        yield
+    finally:
+        router.choose = choose
+
+
 def timed_steps(
     trainer: RankTrainer, batches: Iterator[list[Batch]], steps: int
 ) -> tuple[list[float], list[float], list[float]]:
@@ -201,12 +226,22 @@ def timed_steps(
 
 
 def row_of(
-    name: str, precision: str, config: Config, parallel: ParallelState, steps: int, overrides: Sequence[str] = ()
+    name: str,
+    precision: str,
+    config: Config,
+    parallel: ParallelState,
+    steps: int,
+    overrides: Sequence[str] = (),
+    *,
+    even: bool = False,
 ) -> dict[str, Any]:
-    """Train, and return the row. Collective. `overrides` are the overrides of the command line."""
+    """Train, and return the row. Collective.
+
+    `overrides` are the overrides of the command line. `even` says whether all experts get as many tokens.
+    """
     gpus, t, p = parallel.world_size, config.training, config.parallel
     trainer = RankTrainer(config, parallel)
-    with garbage_collected_after_steps(t.gc_interval):
+    with garbage_collected_after_steps(t.gc_interval), even_load() if even else nullcontext():
         seconds, losses, imbalances = timed_steps(trainer, micro_batches(config, parallel), steps)
     memory = max(all_gather_objects(memory_gib(parallel.device), parallel.world.group))
     trainer.close()
@@ -214,9 +249,11 @@ def row_of(
     flops = rate * flops_per_token(config)
     peak = peak_flops(parallel.device, t.precision, fp8=precision == "fp8")
     gpu = next((gpu for gpu in GPUS.values() if gpu.chip in machine(parallel.device)), H200)
-    prediction = predict(model_outline(config, build_fp8(config, None)), Cluster(gpu, gpus))
-    words = [name, precision, *(["--set", *overrides] if overrides else [])]
+    outline = model_outline(config, build_fp8(config, None)).with_expert_room(trainer.row_bound.least)
+    prediction = predict(outline, Cluster(gpu, gpus))
+    words = [name, precision, *(["--even-load"] if even else []), *(["--set", *overrides] if overrides else [])]
     sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
+    layout = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or f"data={gpus}"
     return {
         "model": name,
         "config": f"configs/{name}.yaml",
@@ -228,7 +265,7 @@ def row_of(
         "commit": os.environ.get("MEGAFP8_COMMIT") or source_commit(),
         "gpu": machine(parallel.device),
         "gpus": gpus,
-        "layout": " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or f"data={gpus}",
+        "layout": f"{layout}, even load" if even else layout,
         "overrides": [*RECORDS[name].overrides_of(precision), *overrides],
         "sequence_length": t.seq_length,
         "sequences_per_gpu": t.global_batch_size // gpus,
@@ -264,8 +301,9 @@ def table(folder: Path) -> str:
             if x.precision == row["precision"]
         )
         error = row["predicted_ms"] / row["step_ms"] - 1
+        name = row["model"] + ", even load" * ("even load" in row["layout"])
         lines.append(
-            f"| {row['model']} | {row['precision']} | {row['gpus']} {row['gpu'].removeprefix('NVIDIA ')} | "
+            f"| {name} | {row['precision']} | {row['gpus']} {row['gpu'].removeprefix('NVIDIA ')} | "
             f"{row['sequences_per_gpu']} × {row['sequence_length']:,} | **{row['tokens_per_second_per_gpu']:,.0f}** | "
             f"{row['model_tflops']:.0f} | {row['spread']:.1%} | {row['gib']:.1f} ({row['predicted_gib']:.1f}) | "
             f"{error:+.1%} | {published} |"
@@ -281,9 +319,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, default=Path("rows"), help="folder for the row (%(default)s)")
     parser.add_argument("--data", type=Path, default=Path("data/records"), help="folder for the text (%(default)s)")
     parser.add_argument("--steps", type=at_least(2), default=10, help="number of measured steps (%(default)s)")
+    parser.add_argument("--even-load", action="store_true", help="give all experts as many tokens")
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="config overrides")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the rows in this folder as a table")
     arguments = parser.parse_args(argv)
+    if arguments.even_load and arguments.model == "llama3-8b":
+        parser.error("--even-load: llama3-8b has no experts; leave it out")
     if (arguments.model is None) == (arguments.table is None):
         parser.error("give a model, or --table with a folder of rows")
     return arguments
@@ -304,10 +345,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = initialize_distributed(choose_device(config), config.timeout_seconds)
     config = RECORDS[name].config(name, precision, gpus, [*overrides, *prepare_text(arguments.data)])
-    row = row_of(name, precision, config, build_parallel(config, device), arguments.steps, overrides)
+    parallel, even = build_parallel(config, device), arguments.even_load
+    row = row_of(name, precision, config, parallel, arguments.steps, overrides, even=even)
     if dist.get_rank() == 0:
         arguments.rows.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.rows / f"{name}-{precision}-{gpus}.json", row)
+        write_json(arguments.rows / f"{name}-{precision}-{gpus}{'-even' * even}.json", row)
         print({key: value for key, value in row.items() if key not in ("losses", "step_seconds")}, flush=True)
     destroy_model_parallel()
     return 0 if row["last_loss"] < row["first_loss"] else 1

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megafp8.config import Config
+from megafp8.layers.experts.own_rows import MARGIN
 from megafp8.linear.state import LinearState
 from megafp8.numerics.dtypes import DTYPES
 from megafp8.numerics.recipes.base import OPERANDS, Fp8Recipe, OperandName
@@ -42,6 +43,7 @@ class MicroBatch:
         statistic: Bytes per statistic of a norm.
         recipe: FP8 recipe; None without FP8.
         replayed: Whether CUDA graphs replay the step, so that buffer sizes are fixed before their contents are known.
+        expert_room: Room for the rows of a rank's experts in a replayed step, as a multiple of an even load.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class MicroBatch:
     statistic: int
     recipe: Fp8Recipe | None
     replayed: bool
+    expert_room: float = MARGIN
 
     @classmethod
     def from_config(cls, config: Config, recipe: Fp8Recipe | None, *, decoder: bool = False) -> MicroBatch:

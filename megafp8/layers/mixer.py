@@ -349,6 +349,11 @@ class FeedForward(LayerPart):
         """Return the number of token rows for which this rank's expert buffers have room."""
         return 0
 
+    @property
+    def most_room(self) -> float:
+        """Largest useful `MicroBatch.expert_room` of this part."""
+        return 1.0
+
     def dispatch_traffic(self, batch: MicroBatch) -> DispatchTraffic | None:
         """Return the traffic of dispatching tokens to experts, or None without expert parallelism.
 

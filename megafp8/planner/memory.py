@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from megafp8.config import Config
 from megafp8.layers.costs import ELEMENT, MicroBatch, fp8_bytes
+from megafp8.layers.experts.own_rows import MARGIN
 from megafp8.layers.norm.module import NORMS
 from megafp8.layers.recompute import block_memory
 from megafp8.numerics.dtypes import DTYPES, state_dtype, sum_dtype
@@ -43,6 +44,7 @@ from megafp8.planner.stages import data_parallel_plans, gathers_blocks, layers_o
 
 _WORKSPACES = 2 * 32 * 2**20
 """Workspaces of cuBLAS and cuBLASLt on Hopper, one for each stream."""
+_HALVINGS = 8  # steps of the search for the room of experts
 
 
 @dataclass(frozen=True)
@@ -406,6 +408,28 @@ def pipeline_memory(
         replace(rank_memory(outline, data, [layers[stage] for stage in stages], actions), frozen=frozen_chunks)
         for stages, actions, frozen_chunks in zip(placement.stages, schedule, frozen, strict=True)
     ]
+
+
+def expert_room(
+    outline: ModelOutline, world_size: int, placement: StagePlacement, schedule: Schedule, nbytes: int
+) -> float:
+    """Return the largest useful room for the rows of experts with which no rank needs more than `nbytes`.
+
+    It is a multiple of an even load (`MicroBatch.expert_room`), and at least `MARGIN`. The other arguments are those of
+    `pipeline_memory`.
+    """
+
+    def fits(room: float) -> bool:
+        memories = pipeline_memory(outline.with_expert_room(room), world_size, placement, schedule)
+        return max(memory.total for memory in memories) <= nbytes
+
+    low, high = MARGIN, max(layer.block.ffn.most_room for layer in outline.layers.values())
+    if high <= low or fits(high):
+        return max(low, high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _frozen_memory(outline: ModelOutline, data: int, placement: StagePlacement) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,6 +19,7 @@ from megafp8.config.frozen import frozen_run
 from megafp8.fp8.manager import Fp8Manager
 from megafp8.layers.context import planning_context, weight_storage
 from megafp8.layers.costs import MicroBatch
+from megafp8.layers.experts.own_rows import MARGIN
 from megafp8.layers.linear_weights import linear_weights
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory, block_memory
 from megafp8.linear.group_state import states_of
@@ -97,19 +98,28 @@ class ModelOutline:
     """Model in the layout of `config`, as the first rank of each stage holds it.
 
     `fp8`: selection of FP8 layers. `layers`: layers by index; identical layers are one object. `frozen`: frozen model
-    with which the loss compares, if it is a different model.
+    with which the loss compares, if it is a different model. `expert_room`: `MicroBatch.expert_room`.
     """
 
     def __init__(
-        self, config: Config, fp8: Fp8Manager, layers: Mapping[int, LayerOutline], frozen: ModelOutline | None = None
+        self,
+        config: Config,
+        fp8: Fp8Manager,
+        layers: Mapping[int, LayerOutline],
+        frozen: ModelOutline | None = None,
+        expert_room: float = MARGIN,
     ) -> None:
         self.config, self.fp8, self.layers, self.frozen = config, fp8, layers, frozen
-        self.batch = MicroBatch.from_config(config, fp8.recipe)
+        self.batch = replace(MicroBatch.from_config(config, fp8.recipe), expert_room=expert_room)
         self._decoder_batch = None
         if config.decoder_length is not None:
             self._decoder_batch = MicroBatch.from_config(config, fp8.recipe, decoder=True)
         self._ends: dict[range, tuple[list[Parameter], list[Parameter]]] = {}
         self._saved: dict[tuple[LayerOutline, BlockMemory], int] = {}
+
+    def with_expert_room(self, room: float) -> ModelOutline:
+        """Return the model with room for `room` times the rows that experts have if the load is even."""
+        return ModelOutline(self.config, self.fp8, self.layers, self.frozen, room)
 
     def batch_of(self, index: int) -> MicroBatch:
         """Return the micro-batch that layer `index` processes; T5's decoder has a different one."""

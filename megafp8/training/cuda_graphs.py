@@ -25,8 +25,8 @@ watchdog does not see collectives in a graph, so without this collective it woul
 - While static scaling calibrates in high precision, everything runs eagerly.
 - The noise of stochastic rounding is a function of the step and the micro-batch, which are tensors.
 - The number of rows of a rank's experts changes in every step. A graph has room for somewhat more rows than were seen
-  before it was recorded. If there are still more rows, the results of the replay are discarded and a graph with more
-  room is recorded (`megafp8.layers.experts.own_rows`).
+  before it was recorded, and for all rows that can occur if the GPU has the memory. If there are still more rows, the
+  results of the replay are discarded and a graph with more room is recorded (`megafp8.layers.experts.own_rows`).
 - Dropout masks are a function of the samples' indices in the run, which are tensors of the micro-batch.
 - Exchanges through symmetric memory alternate between two buffers and assume that consecutive exchanges use different
   buffers. The last exchange of a replay and the first exchange of the next replay may use the same buffer. This is
@@ -72,6 +72,9 @@ from megafp8.training import fp8_config
 logger = logging.getLogger(__name__)
 MOST_BLOCKS = 512
 """Largest number of blocks, counted in each micro-batch, of a step that is recorded in one graph."""
+USED_MEMORY = 0.94
+"""Part of a GPU's memory that a step may use by prediction to have more room for the rows of experts. The rest is for
+CUDA's context, NCCL's buffers and errors of the prediction."""
 EAGER_STEPS = 2
 """Number of eager steps before a capture. Delayed scales, and the kernels that use them, exist from the second step."""
 

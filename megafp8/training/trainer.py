@@ -25,7 +25,7 @@ from megafp8.batch import Batch
 from megafp8.config import Config
 from megafp8.fp8.health import Fp8Record, Statistics
 from megafp8.layers.context import BuildContext, lora_of, tokens_per_rank, weight_storage
-from megafp8.layers.experts.own_rows import RowBound
+from megafp8.layers.experts.own_rows import MARGIN, RowBound
 from megafp8.layers.recompute import block_memory
 from megafp8.linear.deferred_wgrad import WgradStore
 from megafp8.models.build import build_stage
@@ -45,9 +45,11 @@ from megafp8.parallel.pipeline.simulate import Timeline
 from megafp8.parallel.pipeline.trace import Stopwatch
 from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.lora import without_adapters
+from megafp8.planner.memory import expert_room
+from megafp8.planner.outline import model_outline
 from megafp8.training import cuda_graphs
 from megafp8.training.auto_filter import FilterChoice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, Part, in_parts, why_not
+from megafp8.training.cuda_graphs import EAGER_STEPS, USED_MEMORY, Graphs, Part, in_parts, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
@@ -130,7 +132,11 @@ class RankTrainer:
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Fp8Record] = []
-        self.row_bound = RowBound(parallel.device)
+        self.why_no_graphs = why_not(config, parallel.device.type)
+        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
+        self.plan = plan_pipeline(config, self.num_microbatches)
+        self._plans = {self.num_microbatches: self.plan}
+        self.row_bound = RowBound(parallel.device, MARGIN if frozen else self._expert_room())
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         self.auxiliary_loss_grad = torch.ones((), device=parallel.device)
         wgrads = WgradStore()
@@ -163,9 +169,6 @@ class RankTrainer:
             lora=lora_of(config),
             records_logits=config.optimizer.qk_clip is not None,
         )
-        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
-        self.plan = plan_pipeline(config, self.num_microbatches)
-        self._plans = {self.num_microbatches: self.plan}
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
         if frozen:
@@ -208,7 +211,6 @@ class RankTrainer:
         )
         self.timeline: Timeline | None = None
         self._room = 0  # documents per sample that batches have room for
-        self.why_no_graphs = why_not(config, parallel.device.type)
         self.graphs: Graphs | None = None
         if not self.why_no_graphs:
             self.graphs = Graphs(parallel.device)
@@ -222,6 +224,23 @@ class RankTrainer:
         if self.loss is not None and config.data.compares:
             self.compared = config if self.frozen is None else self.frozen.config
         self.known_reference: Callable[[Batch], Tensor] | None = None
+
+    def _expert_room(self) -> float:
+        """Return the room for the rows of experts in CUDA graphs, as a multiple of an even load.
+
+        Memory that the rest of a step does not need becomes room, because a step with more rows than room is computed
+        twice. A frozen model's memory is not known here, so there is no more room than necessary beside one.
+        """
+        config, parallel = self.config, self.parallel
+        if self.why_no_graphs or parallel.expert.size == 1 or frozen_config(config) is not None:
+            return MARGIN
+        fp8 = build_fp8(config, None)
+        fp8.leave_out(self.auto_filter.layers)
+        memory = int(USED_MEMORY * torch.cuda.get_device_properties(parallel.device).total_memory)
+        outline, plan = model_outline(config, fp8), self.plan
+        room = expert_room(outline, parallel.world_size, plan.placement, plan.train, memory)
+        logger.info(f"CUDA graphs: room for the rows of experts: {room:.3g} times an even load")
+        return room
 
     def _fills_exchanges(self) -> bool:
         """Return whether backward computes weight gradients while gradients travel between tokens and experts.

@@ -31,7 +31,7 @@ def test_models_of_rows_fit_on_two_gpus(name: str, precision: str) -> None:
     assert prediction.peak / 2**30 < H200_GIB
 
 
-def _row(data: list[str]) -> dict[str, Any]:
+def _row(data: list[str], even: bool) -> dict[str, Any]:
     tiny = [
         *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=2"),
         *("model.head_dim=8", "model.ffn_hidden_size=32", "model.vocab_size=2048", "training.seq_length=32"),
@@ -39,19 +39,22 @@ def _row(data: list[str]) -> dict[str, Any]:
         *("optimizer.learning_rate=0.1", "optimizer.warmup_steps=4", "optimizer.offload=0.0", "data.num_workers=0"),
     ]
     config = RECORDS["gpt-oss-20b"].config("gpt-oss-20b", "fp8", 2, [*tiny, *data])
+    parallel, name = build_parallel(config, torch.device("cpu")), "gpt-oss-20b"
     try:
-        return row_of("gpt-oss-20b", "fp8", config, build_parallel(config, torch.device("cpu")), 3, ["device=cpu"])
+        return row_of(name, "fp8", config, parallel, 3, ["device=cpu"], even=even)
     finally:
         destroy_model_parallel()
 
 
-def test_a_row_and_the_table(world2: World, quickstart_data: QuickstartData, tmp_path: Path) -> None:
+@pytest.mark.parametrize("even", [False, True])
+def test_a_row_and_the_table(world2: World, quickstart_data: QuickstartData, tmp_path: Path, even: bool) -> None:
     row, other = world2.run(_row, [
         f"data.train=[{quickstart_data.folder / 'stdlib'}]", f"data.index_cache={quickstart_data.folder / 'cache'}",
         f"data.tokenizer={{kind: sentencepiece, path: {quickstart_data.folder / 'tokenizer.model'}}}",
-    ])  # fmt: skip
+    ], even)  # fmt: skip
     assert (len(row["step_seconds"]), len(row["losses"])) == (3, 6)
-    assert row["command"].endswith("-m benchmarks.records gpt-oss-20b fp8 --set device=cpu")
+    assert row["command"].endswith(f"gpt-oss-20b fp8 {'--even-load ' * even}--set device=cpu")
+    assert (row["imbalance"] == [1.0, 1.0]) == even
     assert row["losses"] == other["losses"]
     assert row["last_loss"] < row["first_loss"]
     rate = row["sequences_per_gpu"] * row["sequence_length"] / (row["step_ms"] / 1e3)
@@ -59,7 +62,7 @@ def test_a_row_and_the_table(world2: World, quickstart_data: QuickstartData, tmp
     (tmp_path / "row.json").write_text(json.dumps(row))
     (tmp_path / "other.certificate.json").write_text("{}")
     assert len(table(tmp_path).splitlines()) == 3
-    assert "| gpt-oss-20b | fp8 | 2 CPU | 6 × 32 |" in table(tmp_path)
+    assert f"| gpt-oss-20b{', even load' * even} | fp8 | 2 CPU | 6 × 32 |" in table(tmp_path)
 
 
 def test_the_page_has_the_table_of_the_rows_in_docs() -> None:

@@ -30,6 +30,7 @@ from megafp8.parallel.parallel_state import initialize_model_parallel
 from megafp8.parallel.pipeline.actions import Action, Kind
 from megafp8.planner.memory import (
     RankMemory,
+    expert_room,
     fp8_weight_bytes,
     memory_table,
     pipeline_memory,
@@ -275,6 +276,21 @@ def _state(overrides: list[str]) -> tuple[list[int], list[int]]:
 def _plans(config: Config, world_size: int) -> list[RankMemory]:
     plan = plan_pipeline(config, num_microbatches(config, world_size))
     return pipeline_memory(model_outline(config, build_fp8(config, None)), world_size, plan.placement, plan.train)
+
+
+def test_memory_to_spare_is_room_for_experts() -> None:
+    """Two of eight experts for a token and four ranks: at most four times an even load."""
+    gathered = ["parallel.expert=4", "parallel.expert_dispatch=all_gather", "training.precision=bf16"]
+    config = _config(*ALONE, *MODELS["experts"], *gathered)
+    plan, outline = plan_pipeline(config, num_microbatches(config, 4)), model_outline(config, build_fp8(config, None))
+
+    def peak(room: float) -> int:
+        (memory,) = pipeline_memory(outline.with_expert_room(room), 4, plan.placement, plan.train)
+        return memory.total
+
+    rooms = [expert_room(outline, 4, plan.placement, plan.train, peak(x)) for x in (0.0, 1.25, 2.0, 3.0, 4.0, 9.0)]
+    assert rooms == pytest.approx([1.25, 1.25, 2.0, 3.0, 4.0, 4.0], abs=0.02)
+    assert peak(1.25) < peak(2.0) < peak(4.0) == peak(9.0)
 
 
 SHARED = [

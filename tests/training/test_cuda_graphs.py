@@ -165,6 +165,8 @@ def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
         own_rows.MARGIN = usual[0]
         grow()
 
+    bound.least = 0.5
+
     bound.grow = growing  # type: ignore[method-assign]
     results: list[Any] = []
     try:

@@ -340,7 +340,19 @@ class MoE(FeedForward):
         """Return the number of rows that buffers have room for if the load is even."""
         if collectives.size(self.group) == 1:  # a row for each choice
             return batch.own_tokens * self.router.moe.top_k
-        return int(self.rows(batch) * MARGIN) if batch.replayed else self.rows(batch)
+        return int(self.rows(batch) * min(batch.expert_room, self.most_room)) if batch.replayed else self.rows(batch)
+
+    @property
+    def most_room(self) -> float:
+        """Largest room for the rows of this rank's experts, as a multiple of an even load.
+
+        Tokens that are gathered have at most one row for each of the rank's experts. The room of an all-to-all is part
+        of its messages, so it is never larger than `MARGIN`.
+        """
+        ranks, k = collectives.size(self.group), self.router.moe.top_k
+        if not self.gathers_tokens:
+            return MARGIN
+        return ranks * min(k, len(self.experts.local_experts)) / (k * self._computed_share)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor, if the load is even."""
@@ -510,8 +522,9 @@ class MoE(FeedForward):
         # of the tokens; the router's backward waits only for the former.
         weights = gather_from_sequence_parallel(routing.weights, self.group)
         permutation, ends_e = own_rows(
-            chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name, drops=self.drops
-        )
+            chosen, self.num_experts, self.experts.local_experts, self.row_bound, self.name,
+            share=self._computed_share, drops=self.drops,
+        )  # fmt: skip
         groups = RowGroups.from_ends(ends_e, len(permutation.order))
         handoff = self.experts.grad_handoff(x, groups)
         rows_ml: Tensor | LinearInput

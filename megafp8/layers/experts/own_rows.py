@@ -2,10 +2,10 @@
 
 Only the device knows how many choices fall on a rank's experts. Outside CUDA graphs the host reads this number and
 allocates exactly that many rows. A graph cannot wait for the host. Its buffers have room for `MARGIN` times the most
-rows that a layer had before the graph was recorded, and kernels read the actual number on the device. If there are more
-rows than room, the surplus is left out and counted in `RowBound.surplus`. The caller that replays the graph must then
-discard the results, call `RowBound.grow`, and record another graph (`megafp8.training.trainer`). So no token is ever
-dropped, and users need not configure a buffer size.
+rows that a layer had before the graph was recorded, or for more if the GPU has memory to spare, and kernels read the
+actual number on the device. If there are more rows than room, the surplus is left out and counted in
+`RowBound.surplus`. The caller that replays the graph must then discard the results, call `RowBound.grow`, and record
+another graph (`megafp8.training.trainer`). So no token is ever dropped, and users need not configure a buffer size.
 
 Shapes: n tokens of all ranks, k experts per token.
 """
@@ -40,11 +40,17 @@ class RowBound:
     """Sizes of a rank's expert buffers in each layer, in rows.
 
     A layer has one count of rows, or one for each pair of ranks that exchange rows.
+
+    Args:
+        device: Device of the counts.
+        least: Least room in a graph of a layer with one count, as a multiple of its rows if the load is even.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, least: float = MARGIN) -> None:
+        self.least = least
         self._largest: dict[str, list[int]] = {}  # most rows so far, by layer
         self._limits: dict[str, int] = {}  # largest possible number of rows of a count, by layer
+        self._least: dict[str, int] = {}  # least room of a count, by layer
         self._rooms: dict[str, Rooms] = {}  # room in the newest graph, by layer
         self._kept: list[Tensor] = []  # rooms that graphs read
         self._is_fixed = False
@@ -67,20 +73,23 @@ class RowBound:
         """Set the room of a layer. This copies it to the device, which a capture cannot do."""
         largest, limit = self._largest[layer], self._limits[layer]
         multiple = _MULTIPLE if len(largest) == 1 else _PART
-        counts = [min(limit, -(-int(MARGIN * x) // multiple) * multiple) for x in largest]
+        rooms = [max(int(MARGIN * x), self._least[layer]) for x in largest]
+        counts = [min(limit, -(-x // multiple) * multiple) for x in rooms]
         if layer not in self._rooms or self._rooms[layer].counts != counts:
             self._rooms[layer] = Rooms(counts, torch.tensor(counts, device=self.surplus.device))
             self._kept.append(self._rooms[layer].on_device)
 
-    def rooms(self, layer: str, rows_x: Tensor, limit: int) -> Rooms:
+    def rooms(self, layer: str, rows_x: Tensor, limit: int, least: int = 0) -> Rooms:
         """Return the number of rows to allocate for each count of a layer.
 
         Args:
             layer: Name of the layer.
             rows_x: Numbers of rows that the layer has, integers `[x]` on the device.
             limit: Largest possible number of rows of a count.
+            least: Least room of a count in a graph, in rows.
         """
         self._limits[layer] = max(limit, self._limits.get(layer, 0))  # evaluations may have fewer tokens
+        self._least[layer] = max(least, self._least.get(layer, 0))
         if not self._is_fixed:
             counts = rows_x.tolist()
             self._largest[layer] = [max(pair) for pair in zip(self._largest.get(layer, counts), counts, strict=True)]
@@ -91,9 +100,12 @@ class RowBound:
         torch.maximum(surplus, (rows_x - rooms.on_device).amax().int(), out=surplus)
         return rooms
 
-    def room(self, layer: str, rows: Tensor, limit: int) -> int:
-        """Return the number of rows to allocate for a layer with one count, int32 `[1]`."""
-        return self.rooms(layer, rows, limit).counts[0]
+    def room(self, layer: str, rows: Tensor, limit: int, even: float = 0.0) -> int:
+        """Return the number of rows to allocate for a layer with one count, int32 `[1]`.
+
+        `even` is the count if the load is even.
+        """
+        return self.rooms(layer, rows, limit, int(self.least * even)).counts[0]
 
     def grow(self) -> None:
         """Enlarge the rooms after a surplus. Waits for the device.
@@ -112,7 +124,7 @@ class RowBound:
 
 
 def own_rows(
-    experts_nk: Tensor, num_experts: int, own: range, bound: RowBound, layer: str, *, drops: bool
+    experts_nk: Tensor, num_experts: int, own: range, bound: RowBound, layer: str, *, share: float, drops: bool
 ) -> tuple[Permutation, Tensor]:
     """Select the choices that fall on this rank's experts, sorted by expert.
 
@@ -122,6 +134,7 @@ def own_rows(
         own: Experts of this rank.
         bound: Sizes of the buffers.
         layer: Name of the layer.
+        share: Part of all choices that falls on the layer's experts with computation if the load is even.
         drops: Whether choices can have no row.
 
     Returns:
@@ -134,6 +147,6 @@ def own_rows(
     is_own = (experts_nk >= own.start) & (experts_nk < own.stop)
     permutation, ends_e = by_expert(torch.where(is_own, experts_nk - own.start, count), count)
     rows = ends_e[-1:]
-    room = bound.room(layer, rows, n * min(k, count))
+    room = bound.room(layer, rows, n * min(k, count), share * n * k * count / num_experts)
     own_permutation = permutation._replace(order=permutation.order[:room], num_rows=rows.clamp(max=room))
     return own_permutation, ends_e.clamp(max=room)
