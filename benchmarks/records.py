@@ -287,7 +287,10 @@ def row_of(
 
 
 def table(folder: Path) -> str:
-    """Return the rows in a folder as a Markdown table, with the figures that were published for the same precision."""
+    """Return the rows in a folder as a Markdown table.
+
+    Beside a row are the speeds that were published for its precision, or else for bf16.
+    """
     lines = [
         "| model | precision | GPUs | sequences per GPU and step | tokens/s/GPU | TFLOP/s | spread | GiB (predicted) | "
         "time predicted | published |",
@@ -295,10 +298,11 @@ def table(folder: Path) -> str:
     ]
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     for row in (x for x in contents if "sequences_per_gpu" in x):  # not a certificate
+        runs = RECORDS[row["model"]].published
         published = "; ".join(
-            f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.seq_length:,})"
-            for x in RECORDS[row["model"]].published
-            if x.precision == row["precision"]
+            f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.precision}, {x.seq_length:,})"
+            for x in [x for x in runs if x.precision == row["precision"]] or runs
+            if x.precision in (row["precision"], "bf16")
         )
         error = row["predicted_ms"] / row["step_ms"] - 1
         name = row["model"] + ", even load" * ("even load" in row["layout"])
