@@ -30,7 +30,6 @@ from megafp8.config import ConfigError, check_layout, load_config
 from megafp8.config.parts import Ffn, Mixer
 from megafp8.config.schema import ModelConfig
 from megafp8.layers.costs import pairs_of
-from megafp8.layers.experts.module import MoE
 from megafp8.layers.mixer import LayerInputs, RecurrentInputs
 from megafp8.layers.recompute import block_memory
 from megafp8.layers.recurrent.module import RecurrentMixer
@@ -268,9 +267,6 @@ def _products(
         block, works = layer.block, layer.block.attentions(of_layer)
         linears = [x.site for x in layer.linears if not x.site.expert]
         expected += sum(2.0 * of_layer.tokens_of(x) * x.inputs * x.outputs for x in linears) + block.flops(of_layer)
-        if isinstance(block.ffn, MoE) and block.ffn.experts.up_bias is not None:  # added by products with ones
-            biases = (block.ffn.experts.up_bias, block.ffn.experts.down_bias)
-            expected += sum(2.0 * block.ffn.rows(of_layer) * bias.numel() for bias in biases)
         causal = all(work.pairs == pairs_of(s, None, causal=True) for work in works)
         mixes_streams = stage.model.hyper_connections is not None  # by products on a CPU
         if isinstance(block.mixer, RecurrentMixer) or not causal or block.mixer.flops(of_layer) or mixes_streams:

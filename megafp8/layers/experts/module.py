@@ -30,8 +30,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.nn import functional as F
 
 from megafp8.config import MlpConfig, MoeFfnConfig
 from megafp8.fp8.speed_model import LinearSize
@@ -39,6 +37,7 @@ from megafp8.layers.activation.op import activation
 from megafp8.layers.activation.record import ACTIVATIONS
 from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
 from megafp8.layers.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
+from megafp8.layers.experts.bias_op import with_biases
 from megafp8.layers.experts.exchange import plan_dispatch
 from megafp8.layers.experts.own_rows import MARGIN, RowBound, own_rows
 from megafp8.layers.experts.permute_op import Permutation, combine, expert_input, permute, scale_rows
@@ -49,7 +48,6 @@ from megafp8.layers.mlp.op import unfused
 from megafp8.layers.norm.module import Norm, block_norm, normalized
 from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.whole_linear import WholeLinear
-from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
 from megafp8.linear.grouped_linear import grouped_linear
@@ -168,8 +166,7 @@ class Experts(nn.Module):
         like = rows_ml if isinstance(rows_ml, Tensor) else rows_ml.tensor
         up_handoff = self.up_state.grad_handoff(like, self.up, groups)
         y = grouped_linear(rows_ml, self.up, groups, self.up_state, up_handoff)
-        expert_me = None if self.up_bias is None else one_hot_experts(groups.ends_e, len(y), y.dtype)
-        y = _biased(y, self.up_bias, expert_me)
+        y = with_biases(y, self.up_bias, groups.ends_e)
         if not len(y):  # kernels cannot be launched without rows
             activated: Tensor | LinearInput = y[:, : self.down.shape[1]]
         elif self.activation.fused:
@@ -178,44 +175,7 @@ class Experts(nn.Module):
         else:
             activated = unfused(self.kind, batch_invariant=self.batch_invariant)(y)
         results = grouped_linear(activated, self.down, groups, self.down_state, handoff)
-        return _biased(results, self.down_bias, expert_me)
-
-
-def one_hot_experts(ends_e: Tensor, m: int, dtype: torch.dtype) -> Tensor:
-    """Return a matrix `[m, e]` with 1 where a row belongs to an expert, and 0 elsewhere.
-
-    Rows after the last end belong to no expert.
-    """
-    row = torch.arange(m, device=ends_e.device).unsqueeze(1)
-    return ((row >= F.pad(ends_e[:-1], (1, 0))) & (row < ends_e)).to(dtype)
-
-
-class _AddBiases(Function):
-    """Addition of each row's expert bias.
-
-    Forward and backward are matrix products, so the gradient is the same in every run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y_mn: Tensor, bias: Tensor, expert_me: Tensor) -> Tensor:
-        """Return `y_mn` plus the bias of each row's expert."""
-        ctx.save_for_backward(expert_me)
-        ctx.dtype = bias.dtype
-        return torch.addmm(y_mn, expert_me, bias.view(expert_me.shape[1], -1).to(y_mn.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of the rows and of the biases of all experts."""
-        (expert_me,) = ctx.saved_tensors
-        own_mn = dy_mn.masked_fill(~expert_me.any(dim=1, keepdim=True), 0.0)  # rows without an expert are undefined
-        return dy_mn, (expert_me.t() @ own_mn).flatten().to(ctx.dtype), None
-
-
-def _biased(y_mn: Tensor, bias: Tensor | None, expert_me: Tensor | None) -> Tensor:
-    """Add the bias of each row's expert, if there are biases. `bias` concatenates the biases of all experts."""
-    biased: Tensor = y_mn if bias is None else _AddBiases.apply(y_mn, bias, expert_me)
-    return biased
+        return with_biases(results, self.down_bias, groups.ends_e)
 
 
 class SharedExpert(nn.Module):
@@ -394,8 +354,7 @@ class MoE(FeedForward):
             "expert output": rows * down.site.outputs * e,
             "unscaled expert input": (rows * (up.site.inputs * e + 8) + batch.own_tokens * moe.top_k * w)
             * moe.scale_inputs,
-            "experts of rows": 0 if experts.up_bias is None else rows * count * e,
-            "expert sizes": 0 if up.plan.fp8 else 4 * count,
+            "expert sizes": 0 if up.plan.fp8 and experts.up_bias is None else 4 * count,
             "inputs and outputs of norms": self._saved_norms(batch),
         }
 
@@ -419,6 +378,9 @@ class MoE(FeedForward):
         element_rows, copies = self.rows(batch) * batch.element, 6 if self.router.moe.scale_inputs else 4
         forward = element_rows * (up.outputs + down.inputs + copies * up.inputs)
         experts = KernelWork(forward, forward + element_rows * up.outputs, kernels=10)
+        if self.experts.up_bias is not None:
+            results = element_rows * (up.outputs + down.outputs)
+            experts += KernelWork(2 * results, results, kernels=2)
         if self.router.moe.zero_experts is not None:  # a product in fp32 and a sum
             moved = 10.0 * batch.own_tokens * self.router.weight.shape[1] * batch.element
             experts += KernelWork(moved, moved, kernels=6)
