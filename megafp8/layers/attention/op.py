@@ -193,10 +193,13 @@ class _Attention(Function):
 def with_sink(
     o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp including sinks, from the output and log-sum-exp of the keys alone."""
+    """Return the output and log-sum-exp including sinks, from the output and log-sum-exp of the keys alone.
+
+    The output is changed in place.
+    """
     sink = sink_a.detach().to(lse_sba.dtype)
     key_share = sigmoid(lse_sba - sink, batch_invariant=batch_invariant).unsqueeze(-1)
-    return (o_sbad * key_share).to(o_sbad.dtype), torch.logaddexp(lse_sba, sink)
+    return o_sbad.mul_(key_share), torch.logaddexp(lse_sba, sink)
 
 
 def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor | None:
@@ -205,7 +208,8 @@ def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tens
     A higher sink score takes from all keys in proportion: dL/dsink = -Σ exp(sink - lse) · (do · o).
     """
     share_sba = torch.exp(sink_a.detach().to(lse_sba.dtype) - lse_sba)
-    dsink_a = -(share_sba * torch.linalg.vecdot(do_sbad.to(lse_sba.dtype), o_sbad.to(lse_sba.dtype))).sum((0, 1))
+    dots_sba = (do_sbad.to(lse_sba.dtype) * o_sbad).sum(dim=-1)  # a product of two dtypes needs no copy of the second
+    dsink_a = -(share_sba * dots_sba).sum((0, 1))
     return deliver(sink_a, dsink_a.to(wgrad_dtype(sink_a)))
 
 
