@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext, replicated_parameter
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, column_sums
 from megafp8.layers.dropout import op as dropouts
@@ -69,7 +70,7 @@ class Block(nn.Module):
             where = f"{name}.{record.tensor_prefix}"
             before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
             before = _SHARED_NORM if self.shares_norm else before
-            return make_part(where, record, model, context, input=before, memory=memory)
+            return make_part(PartBuild(where, record, model, context, before, memory))
 
         feeds_normed = self.feeds and not spec.ffn.normalizes_input and not self.shares_norm
         first = "shared_norm" if self.shares_norm else "attention_norm"

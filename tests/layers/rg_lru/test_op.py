@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import planning_context
-from megafp8.layers.mixer import make_part
 from megafp8.layers.rg_lru.module import RgLru
 from megafp8.layers.rg_lru.op import gated_scan, log_decays
 from megafp8.layers.rg_lru.reference import recurrence
@@ -61,7 +61,7 @@ def test_tokens_in_pieces_are_the_whole(pieces: list[int]) -> None:
     context = planning_context(config, Fp8Manager(None, amax_group=None))
     context = replace(context, device=torch.device("cpu"), dtype=torch.float64)
     layer = config.spec.layers[0].mixer
-    mixer: RgLru = make_part("layers.0.rg_lru", layer, config.spec, context, input=Neighbor("norm", "none", ""))
+    mixer = RgLru(PartBuild("layers.0.rg_lru", layer, config.spec, context, Neighbor("norm", "none", "")))
     initialize_parameters(mixer, seed=1)
     xs = tuple(torch.randn(2, 20, 2, 64, dtype=torch.float64))
     expected, after = mixer.advance(xs, mixer.zeros(2), None)
