@@ -227,10 +227,8 @@ class LayerPart(nn.Module, ABC):
     `[s/t, b, h]` with t tensor-parallel ranks.
     """
 
-    @property
-    def input_linear(self) -> LinearState | None:
-        """State of the linear layer that alone reads the part's input; None if other operations read it, too."""
-        return None
+    input_linear: LinearState | None = None
+    """State of the linear layer that alone reads the part's input; None if other operations read it, too."""
 
     @property
     def input_format(self) -> InputFormat | None:

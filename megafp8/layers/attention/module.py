@@ -36,7 +36,7 @@ from megafp8.layers.recompute import recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.numerics.batch_invariance import sigmoid, softplus
 from megafp8.numerics.philox import Key, key_of
 from megafp8.parallel.sharding import Init
@@ -158,6 +158,7 @@ class Attention(Mixer):
             "qkv", parts, after=ROTARY if rotates else ATTENTION, inputs=(1 + adapted) * model.hidden_size,
             heads={f"{name}.{part}": (d,) for part in "qkv"}, bias=model.attention_bias or record.qkv_bias,
         )  # fmt: skip
+        self.input_linear = self.qkv.state
         self.rotates, self.causal = rotates, model.causal
         self.rope = RotaryEmbedding(record, record.rotary_channels, d, context) if has_rotary else None
         self.proj = build.row(q_size, bias=model.attention_bias or record.proj_bias)
@@ -177,11 +178,6 @@ class Attention(Mixer):
             norm = partial(rms_norm, size=d, model=model, context=context, sees_a_slice=t > 1)
             self.q_norm = norm(f"{name}.q_norm")
             self.k_norm = None if self.reads_keys else norm(f"{name}.k_norm")
-
-    @property
-    def input_linear(self) -> LinearState | None:
-        """State of the product that alone reads the input."""
-        return self.qkv.state
 
     def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
         """Return how scores of whole sequences of `tokens` tokens are computed, without dropout."""

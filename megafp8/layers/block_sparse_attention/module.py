@@ -57,6 +57,7 @@ class BlockSparseAttention(Attention):
         name, record, model, context = build.name, build.record, build.model, build.context
         unfused = Neighbor(build.input.name, "none", "the indexer reads its values, too")
         super().__init__(replace(build, input=unfused))
+        self.input_linear = None
         assert self.rotates, "the config was not checked"
         self.sparse, parts = record, {"index_q": record.groups * self.d, "index_k": self.d}
         self.index, self.index_state = replicated_product(
@@ -72,11 +73,6 @@ class BlockSparseAttention(Attention):
         shared = self.heads // self.groups
         identity = torch.eye(self.d, dtype=context.dtype, device=context.buffer_device)
         self.identity = context.constants.setdefault(("identity", self.d, shared), identity.repeat(shared, 1))
-
-    @property
-    def input_linear(self) -> None:
-        """State of the product that alone reads the input; None, because the indexer reads it, too."""
-        return
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
         """Return the rotary tables, attention function and padding mask for these tokens."""
@@ -139,10 +135,10 @@ class BlockSparseAttention(Attention):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, d, g = batch.tokens, batch.own_tokens, batch.element, self.d, self.groups
-        heads, shares_input = self.sparse.groups + 1, self.qkv.state.plan.saved == "high" and m == own_tokens
+        heads = self.sparse.groups + 1
         saved = {
             "qkv input": batch.saved_input(self.qkv.state),
-            "index input": 0 if shares_input else own_tokens * self.index.shape[1] * e,
+            "index input": batch.saved_input_beside(self.qkv.state, self.index.shape[1]),
             "index heads before their norms": own_tokens * heads * (d * e + batch.statistic),
             "q, k, v": m * sum(self.split.values()) * e,
             "proj input": batch.saved_input(self.proj.state),

@@ -34,7 +34,6 @@ from megafp8.layers.recurrent.module import ConvolvedMixer
 from megafp8.layers.recurrent.op import State, Transition
 from megafp8.layers.recurrent.record import ConvolvedConfig
 from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
-from megafp8.linear.state import LinearState
 from megafp8.parallel.sharding import Init, Shape
 
 
@@ -152,15 +151,6 @@ class DeltaRuleMixer(ConvolvedMixer):
             "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
             "proj input": batch.saved_input(self.proj.state),
         }
-
-    @staticmethod
-    def saved_beside(batch: MicroBatch, other: LinearState, width: int) -> int:
-        """Return the bytes of the input of a high-precision product.
-
-        The result is 0 if the linear layer `other`, which has the same input, already saves it.
-        """
-        high = other.plan.saved == "high" and batch.tokens == batch.own_tokens
-        return 0 if high else batch.own_tokens * width * batch.element
 
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the work of convolution, norm, gate and the delta rule.

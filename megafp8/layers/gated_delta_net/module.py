@@ -62,7 +62,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         m, e, values, heads = batch.tokens, batch.element, self.value_heads * self.w, self.gates.shape[0]
         return {
             "qkvz input": batch.saved_input(self.projection.state),
-            "gates' input": self.saved_beside(batch, self.projection.state, self.gates.shape[1]),
+            "gates' input": batch.saved_input_beside(self.projection.state, self.gates.shape[1]),
             "q, k, v, z": m * (self._channels + values) * e,
             "gates": m * heads * e,
             **self.saved_by_recurrence(batch),

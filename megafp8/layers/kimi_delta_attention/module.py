@@ -90,7 +90,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         kept_for_beta = 0 if self.channel_gates else sum(self.down_widths)
         return {
             "qkv input": batch.saved_input(self.projection.state),
-            "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
+            "input of decays and gate": batch.saved_input_beside(self.projection.state, self.down.shape[1]),
             "q, k, v": m * self._channels * e,
             "erase and write gates": m * self.channel_gates * e,
             "decays, gate": 2 * m * values * e,

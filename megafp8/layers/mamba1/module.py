@@ -7,7 +7,7 @@ the projection that computes b, c and the low-rank steps, as after a row-paralle
     x = silu(convolution(x))                      in each channel, over the last tokens
     dt, b, c = selection(x)                       row-parallel; b and c have d numbers, dt has `step_rank`
     step = up(norm(dt));  b, c = norm(b), norm(c)
-    output = projection(recurrence(x, step, z, b, c))     `megafp8.layers.mamba1.reference`
+    output = projection(recurrence(x, step, z, b, c))     `megafp8.layers.mamba1.op`
 
 The norms are optional. The selection and the steps stay in training.precision, because the decays depend on them.
 Backward recomputes the convolution, the recurrence and the gate.
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from megafp8.layers.build import ATTENTION, PartBuild
 from megafp8.layers.context import sharded_product
 from megafp8.layers.costs import KernelWork, MicroBatch
-from megafp8.layers.mamba1.op import SEGMENT, selective_scan, steps
+from megafp8.layers.mamba1.op import SEGMENT, SelectiveTokens, SelectiveWeights, selective_scan, steps
 from megafp8.layers.mamba1.record import Mamba1Config
-from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights
 from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.norm.module import Norm, RMSNormPart, normalized
 from megafp8.layers.recurrent.module import ConvolvedMixer

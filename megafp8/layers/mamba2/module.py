@@ -134,10 +134,9 @@ class Mamba2(ConvolvedMixer):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""
         m, e, inner, heads = batch.tokens, batch.element, self.heads * self.w, self.steps.shape[0]
-        high = self.projection.state.plan.saved == "high" and batch.tokens == batch.own_tokens
         return {
             "xbcz input": batch.saved_input(self.projection.state),
-            "steps' input": 0 if high else batch.own_tokens * self.steps.shape[1] * e,
+            "steps' input": batch.saved_input_beside(self.projection.state, self.steps.shape[1]),
             "x, b, c, z": m * (self._channels + inner) * e,
             "steps": m * heads * e,
             "recurrence output": m * inner * e,

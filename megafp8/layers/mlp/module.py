@@ -21,7 +21,7 @@ from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import FeedForward
 from megafp8.layers.mlp.op import mlp
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.parallel.sharding import Init, unsharded
 from megafp8.parallel.tensor.lora import READS_VALUES
 from megafp8.plan import Neighbor
@@ -43,6 +43,7 @@ class MLP(FeedForward):
         self.up = build.column(
             self.activation.up_layer, parts, after=after, bias=bias, skip_bias_add=self.activation.fuses_bias
         )
+        self.input_linear = self.up.state
         self.down = build.row(f, "down", before=neighbor, recompute_input=build.memory.activation, bias=bias)
         # Each tensor-parallel rank applies the learned numbers to its own channels.
         spec = {"replicated_over_tp": True, "reduce_over_tp": context.tensor.size() > 1, "weight_decay": False}
@@ -50,11 +51,6 @@ class MLP(FeedForward):
         for x, start in self.activation.learned.items():
             shards, init = unsharded(f"{build.name}.{x}.weight", (1,)), Init("inverse_softplus", low=start, high=start)
             self.learned.append(new_parameter(context, shards, init, **spec))
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.up.state
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""

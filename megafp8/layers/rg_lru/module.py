@@ -5,7 +5,7 @@ Heads are sharded over the tensor-parallel group:
     x, z = projection(input)
     x = convolution(x)                            in each channel, over the last tokens
     i, r = gates(x)                               a matrix per head for each gate
-    output = projection(recurrence(x, i, r) · gelu(z))          `megafp8.layers.rg_lru.reference`
+    output = projection(recurrence(x, i, r) · gelu(z))          `megafp8.layers.rg_lru.op`
 
 The gates stay in training.precision, because the decays depend on them. Backward recomputes everything between the
 projections.
@@ -33,7 +33,6 @@ from megafp8.layers.rg_lru.op import gated_scan, log_decays
 from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.short_convolution.op import convolve, last_inputs
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState
 from megafp8.parallel.sharding import Init
 
 
@@ -45,6 +44,7 @@ class RgLru(ConvolvedMixer):
         record, inner, heads = build.record, build.record.inner_size, build.record.num_heads
         self.context, self.heads, self.w = build.context, heads // build.context.tensor.size(), inner // heads
         self.projection = build.column("xz", {"x": inner, "z": inner}, bias=record.proj_bias)
+        self.input_linear = self.projection.state
         # Initial values as in the paper.
         gates, matrix, weights = ("input_gate", "recurrence_gate"), (self.w, self.w), Init("normal", self.w**-0.5)
         self.gates = nn.ParameterList(
@@ -54,11 +54,6 @@ class RgLru(ConvolvedMixer):
         self.rate = build.parameter("rate.weight", Init("inverse_softplus", low=1e-3, high=0.1), inner)
         self.add_convolution(build, {"x": inner}, bias=record.conv_bias)
         self.proj = build.row(inner, bias=record.proj_bias)
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.projection.state
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,7 @@ class Adapter(nn.Module):
 
     def saved(self, batch: MicroBatch, adapted: LinearState | None) -> dict[str, int]:
         """Return the bytes saved for backward; `adapted` is the state of the projections, which may save the input."""
-        shares = adapted is not None and adapted.plan.saved == "high" and batch.tokens == batch.own_tokens
-        read = 0 if shares else batch.own_tokens * self.inputs * batch.element
-        up: Any = self.up
+        read, up = batch.saved_input_beside(adapted, self.inputs), cast(Any, self.up)
         return {"adapters' inputs": read + sum(batch.saved_input(layer.state) for layer in up)}
 
 

@@ -19,7 +19,6 @@ from megafp8.layers.recurrent.op import State
 from megafp8.layers.short_convolution.op import convolve, last_inputs
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState
 
 
 class ShortConvolution(ConvolvedMixer):
@@ -29,13 +28,9 @@ class ShortConvolution(ConvolvedMixer):
         super().__init__()
         h = build.model.hidden_size
         self.projection = build.column("bcx", dict.fromkeys("bcx", h))
+        self.input_linear = self.projection.state
         self.add_convolution(build, {"x": h})
         self.proj = build.row(h)
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.projection.state
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

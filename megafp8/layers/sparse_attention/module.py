@@ -193,7 +193,6 @@ class SparseLatentAttention(LatentAttention):
         """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
         heads, d = self._index_size
-        shares_latent = q_up.plan.saved == "high" and m == own_tokens
         saved = {
             "latents' input": own_tokens * self.down_state.site.inputs * e,
             "latents": own_tokens * sum(self._latents) * e,
@@ -209,7 +208,7 @@ class SparseLatentAttention(LatentAttention):
         return saved | self.kept(batch) | chosen | {
             "index keys before their norm": own_tokens * (d + heads) * e,
             "statistics of the norm of index keys": 2 * own_tokens * batch.statistic,
-            "index_q input": 0 if shares_latent else own_tokens * self.ranks[0] * e,
+            "index_q input": batch.saved_input_beside(q_up, self.ranks[0]),
             "index queries and keys": m * (heads + 1) * d * e,
             "index weights": m * heads * (e if self.recompute else batch.statistic),
         }  # fmt: skip

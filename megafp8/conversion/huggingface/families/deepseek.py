@@ -1,24 +1,15 @@
-"""Models with latent attention: DeepSeek-V2 to V3.2, Youtu-LLM, A.X-K1, MiniCPM3, GLM-5 and GLM-5.2."""
+"""DeepSeek-V2 and V3, A.X-K1, which is DeepSeek-V3 with a norm after the experts, and Youtu-LLM without experts."""
 
-import math
 from collections.abc import Mapping
 
 from megafp8.config import LatentMixerConfig
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.layers import layer_list, num_layers, sparse_layers
-from megafp8.conversion.huggingface.names import (
-    MULTI_TOKEN_PREDICTION,
-    Entries,
-    HfPlace,
-    like_llama,
-    rotated_last,
-    usual,
-)
+from megafp8.conversion.huggingface.layers import sparse_layers
+from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, Entries, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import REQUIRED, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
-from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.spec import ModelSpec
 
 _DERIVED_WIDTHS = {
@@ -111,94 +102,6 @@ def _axk1_stored(model: ModelSpec, entries: Entries) -> Entries:
     return {name: entry for name, entry in entries.items() if name not in dense}
 
 
-def _read_scales(hf: HfConfig) -> Fields:
-    width, depth, base = hf["hidden_size"], hf.get("scale_depth", 1.4), hf.get("dim_model_base", 256)
-    return {
-        "residual_multiplier": 1.0 if depth is None else depth / math.sqrt(num_layers(hf)),
-        "logits_scaling": 1.0 if base is None else width / base,
-        "latent_attention.value_head_dim": hf.get("v_head_dim") or width // hf["num_attention_heads"],
-    }
-
-
-def _write_scales(ours: Fields) -> Keys:
-    root, factor = math.sqrt(ours["num_layers"]), ours["residual_multiplier"]
-    depths = (float(f"{factor * root:.12g}"), factor * root, math.nextafter(factor * root, 0))
-    return {
-        "scale_depth": next((depth for depth in depths if depth / root == factor), depths[1]),
-        "dim_model_base": round(ours["hidden_size"] / ours["logits_scaling"]),
-    }
-
-
-_ROTATED_HEADS, _ROTATED_LATENT = rotated_last(lambda mixer, n: mixer.channels), rotated_last(lambda mixer, n: n)
-
-
-def _read_dense_layers(hf: HfConfig) -> Fields:
-    kinds, layers = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
-    if kinds is None:
-        return {"moe.first_dense_layers": hf.get("first_k_dense_replace", 3)}
-    dense = [*kinds, "sparse"].index("sparse") if isinstance(kinds, list) else 0
-    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense if isinstance(layers, int) else 0):
-        refuse("mlp_layer_types", kinds, f"dense layers before sparse ones, num_hidden_layers ({layers}) in all")
-    return {"moe.first_dense_layers": dense}
-
-
-def _write_dense_layers(ours: Fields) -> Keys:
-    layers = ours["num_layers"]
-    dense = min(ours["moe.first_dense_layers"], layers)
-    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
-    return {"first_k_dense_replace": dense, "mlp_layer_types": kinds}
-
-
-def _check_layers(hf: HfConfig) -> None:
-    """Raise ValueError for layers with other attention."""
-    layer_list(hf, "layer_types", ("indexed_attention",), longer=True)
-
-
-def _indexer_types(hf: HfConfig) -> list[str]:
-    """Return for each layer whether it has an indexer (full) or reuses the choice of an earlier layer (shared)."""
-    if (types := layer_list(hf, "indexer_types", _INDEXER_TYPES, longer=True)) is not None:
-        return types
-    if (pattern := hf.get("index_topk_pattern")) is not None:
-        words = [{"F": "full", "S": "shared"}.get(x, x) for x in pattern] if isinstance(pattern, str) else pattern
-        return layer_list({**hf, "index_topk_pattern": words}, "index_topk_pattern", _INDEXER_TYPES, longer=True) or []
-    every, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
-    return [_INDEXER_TYPES[max(i - offset + 1, 0) % every > 0] for i in range(num_layers(hf))]
-
-
-def _read_indexers(hf: HfConfig) -> Fields:
-    """Read which layers have an indexer. If some have none, a list also says which layers have experts."""
-    shared = [x == "shared" for x in _indexer_types(hf)]
-    if not any(shared):
-        return {}
-    dense = _read_dense_layers(hf)["moe.first_dense_layers"]
-    ffns = ["mlp" if i < dense else "moe" for i in range(len(shared))]
-    mixers = {"mixer.kind": [SparseLatentMixerConfig().kind] * len(shared), "mixer.shared_indexer": shared}
-    return {**mixers, "ffn.kind": ffns, "moe.first_dense_layers": 0}
-
-
-def _write_indexers(ours: Fields) -> Keys:
-    return {"indexer_types": [_INDEXER_TYPES[bool(x)] for x in ours["mixer.shared_indexer"]]}
-
-
-_SPARSE = (
-    *LATENT_KEYS, *DEEPSEEK_KEYS, *latent_norms(1e-6),
-    traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
-    same("moe", normalize=("norm_topk_prob", True), scaling_factor=("routed_scaling_factor", 2.5)),
-    Trait(("first_k_dense_replace", "mlp_layer_types"), _read_dense_layers, _write_dense_layers),
-    always("moe", score="sigmoid", selection_bias=True), only(scoring_func="sigmoid", topk_method="noaux_tc"),
-    check(_check_layers, "layer_types"), only(written=False, mlp_bias=False), traits.NO_PADDING,
-    traits.MULTI_TOKEN_PREDICTION,
-)  # fmt: skip
-_INDEXER_TYPES = ("full", "shared")
-_SPARSE_NAMES = like_llama(usual(SparseLatentMixerConfig), MULTI_TOKEN_PREDICTION)
-
-
-def _index(heads: int, rope: str) -> tuple[Trait, ...]:
-    """Return the traits for the indexer. `heads` is the default number of heads, and `rope` the rotated pairs."""
-    keys = {"index_heads": ("index_n_heads", heads), "index_head_dim": ("index_head_dim", 128)}
-    return same("sparse_attention", top_k=("index_topk", 2048), **keys), always("sparse_attention", index_rope=rope)
-
-
 FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (
         *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), traits.shared_experts(2),
@@ -246,30 +149,5 @@ FAMILIES = (
         zeros=r"model\.layers\.\d+\.mlp\.gate\.e_score_correction_bias", stored=_axk1_stored,
     ), moe=True, latent=True, rank=4,
         about="A.X-K1",
-    ),
-    Family("minicpm3", "MiniCPM3ForCausalLM", (
-        *LATENT_LAYERS, traits.TIED, rope(1e4), only(mlp_bias=False), traits.HEADS_DIVIDE,
-        same(embedding_multiplier=("scale_emb", 12)), *latent_norms(1e-5),
-        latent_widths(q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=None),
-        Trait(("scale_depth", "dim_model_base", "v_head_dim"), _read_scales, _write_scales),
-        LATENT_HEADS,
-    ), like_llama(usual(LatentMixerConfig), {
-        "attention.q": HfPlace("self_attn.q_proj", _ROTATED_HEADS),
-        "attention.q_up": HfPlace("self_attn.q_b_proj", _ROTATED_HEADS),
-        "attention.kv_down": HfPlace("self_attn.kv_a_proj_with_mqa", _ROTATED_LATENT),
-    }), latent=True, rank=6,
-        about="MiniCPM3",
-    ),
-    Family("deepseek_v32", "DeepseekV32ForCausalLM", (*_SPARSE, *_index(64, "halves"), traits.expert_groups(8, 4)),
-           _SPARSE_NAMES, moe=True, latent=True, sparse=True,
-        about="DeepSeek-V3.2; any `rms_norm_eps`",
-    ),
-    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", (
-        *_SPARSE, *_index(32, "neighbors"), traits.expert_groups(1, 1),
-        Trait(("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"), _read_indexers,
-              _write_indexers),
-        only(written=False, rope_interleave=True, indexer_rope_interleave=True),
-    ), _SPARSE_NAMES, moe=True, latent=True, sparse=True,
-        about="GLM-5, 5.2",
     ),
 )  # fmt: skip

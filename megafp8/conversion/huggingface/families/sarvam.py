@@ -3,12 +3,7 @@
 from megafp8.config import LatentMixerConfig
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.deepseek import (
-    LATENT_LAYERS,
-    check_derived_widths,
-    latent_norms,
-    latent_widths,
-)
+from megafp8.conversion.huggingface.families.deepseek import LATENT_LAYERS, check_derived_widths, latent_widths
 from megafp8.conversion.huggingface.names import (
     LLAMA,
     MULTI_TOKEN_PREDICTION,
@@ -76,7 +71,7 @@ FAMILIES = (
     Family("sarvam_mla", "DeepseekV3ForCausalLM", with_second_names(
         _SECOND_NAMES, *LATENT_LAYERS, *_MOE, Trait(ROPE_KEYS, _read_rope, write_rope), only(rope_interleave=True),
         latent_widths(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-        *latent_norms(1e-6),
+        same(norm_eps=("rms_norm_eps", 1e-6)), always("latent_attention", norm_eps=1e-6),
         same("moe", top_k=("num_experts_per_tok", 8), ffn_hidden_size=("moe_intermediate_size", 2048)),
         check(lambda hf: check_derived_widths(hf, _WIDTHS), *_WIDTHS), unread("head_dim", "q_head_dim"),
         only(written=False, use_qk_norm=True),
