@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +42,12 @@ from megafp8.config import MoeFfnConfig
 from megafp8.layers.context import BuildContext, replicated_parameter
 from megafp8.linear.fp32_linear import fp32_linear
 from megafp8.numerics.batch_invariance import sigmoid
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.philox import Key, key_of, philox
 from megafp8.parallel import collectives
 from megafp8.parallel.sharding import Init, unsharded
+
+_kernels = triton_module("megafp8.layers.experts.largest_kernel")
 
 
 class _SqrtSoftplus(Function):
@@ -221,13 +223,6 @@ def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -
     if padding_n is not None:
         counted_nk = counted_nk.masked_fill(padding_n.unsqueeze(1), 0)
     return cells.new_zeros(b * experts).scatter_add_(0, cells, counted_nk.flatten()).view(b, experts)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.experts import largest_kernel as largest  # needs Triton, which comes with torch's CUDA builds
-
-    return largest
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
