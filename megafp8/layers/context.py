@@ -145,13 +145,13 @@ def sharded_parameters(context: BuildContext, shapes: Mapping[str, Shape], init:
     return new_parameter(context, shards, init, replicated_over_tp=False, **spec)
 
 
-def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
-    """Return a parameter that all tensor-parallel ranks hold whole.
+def replicated_parameters(context: BuildContext, shapes: Mapping[str, Shape], init: Init, **spec: Any) -> nn.Parameter:
+    """Return one parameter that stacks several tensors, whose names and `shapes` are given, whole on each rank.
 
     If the sequence is sharded, each rank applies the parameter to its own slice, and the group sums the gradients.
     """
     spec |= {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
-    return new_parameter(context, shards, init, **spec)
+    return new_parameter(context, [x for name, shape in shapes.items() for x in unsharded(name, shape)], init, **spec)
 
 
 def replicated_product(
@@ -161,9 +161,9 @@ def replicated_product(
 
     It stays in high precision for this `reason`. `parts` holds the number of rows of each part of the weight.
     """
-    shards = [x for part, n in parts.items() if n for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
+    shapes = {f"{name}.{part}.weight": (n, inputs) for part, n in parts.items() if n}
     site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-    return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
+    return replicated_parameters(context, shapes, init, matrix=True), context.fp8.linear(site)
 
 
 def sharded_product(

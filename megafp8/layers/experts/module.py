@@ -38,7 +38,7 @@ from megafp8.fp8.speed_model import LinearSize
 from megafp8.layers.activation.op import activation
 from megafp8.layers.activation.record import ACTIVATIONS
 from megafp8.layers.build import PartBuild
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameters
 from megafp8.layers.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
 from megafp8.layers.experts.exchange import plan_dispatch
 from megafp8.layers.experts.own_rows import MARGIN, RowBound, own_rows
@@ -228,8 +228,8 @@ class SharedExpert(nn.Module):
         self.batch_invariant = context.batch_invariant
         self.gate: nn.Parameter | None = None
         if gated:
-            shards = unsharded(f"{build.name}_gate.weight", (1, model.hidden_size))
-            self.gate = replicated_parameter(context, shards, Init("normal", model.score_init_std), scores=True)
+            shapes = {f"{build.name}_gate.weight": (1, model.hidden_size)}
+            self.gate = replicated_parameters(context, shapes, Init("normal", model.score_init_std), scores=True)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         """Return the MLP's output `[s, b, h]`, multiplied by the sigmoid of the gate if there is one."""

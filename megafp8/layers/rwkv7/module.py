@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.layers.build import PartBuild
-from megafp8.layers.context import replicated_parameter, replicated_product, sharded_product
+from megafp8.layers.context import replicated_parameters, replicated_product, sharded_product
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.recurrent.module import RecurrentMixer
@@ -40,7 +40,7 @@ from megafp8.layers.short_convolution.op import last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.parallel import collectives
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel
 from megafp8.plan import Neighbor
 
@@ -75,8 +75,8 @@ class Rwkv7(RecurrentMixer):
         record, context, width = build.record, build.context, build.record.num_heads * build.record.head_dim
         self.context, self.eps, self.d = context, record.norm_eps, record.head_dim
         self.heads = record.num_heads // context.tensor.size()
-        shift = unsharded(f"{build.name}.shift.weight", (6, build.model.hidden_size))
-        self.shift = replicated_parameter(context, shift, Init("normal", 0.5), weight_decay=False)
+        shift = {f"{build.name}.shift.weight": (6, build.model.hidden_size)}
+        self.shift = replicated_parameters(context, shift, Init("normal", 0.5), weight_decay=False)
         self.r, self.k, self.v = (build.column(x, {x: width}, before=_BEFORE) for x in "rkv")
         ranks = {"decay": record.decay_rank, "rate": record.rate_rank, "gate": record.gate_rank}
         self.decay, self.rate, self.gate = (LowRankProduct(build, *layer, width) for layer in ranks.items())
