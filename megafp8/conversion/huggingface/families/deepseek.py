@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and V3, A.X-K1, which is DeepSeek-V3 with a norm after the experts, and Youtu-LLM without experts."""
+"""DeepSeek-V2 and V3, and models with the same latent attention.
+
+SK Telecom's A.X-K1 is DeepSeek-V3 with a norm after the experts. Youtu-LLM has no experts.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,14 @@
-"""Dense models that differ from Llama in a few properties."""
+"""Dense models that differ from Llama in a few properties.
+
+Apertus     xIELU in its MLPs, and norms of queries and keys
+Arcee's AFM squared ReLU, without a gate
+Baichuan 1  q, k and v in one tensor; config.json does not state whether it is the model with 7B or with 13B
+Helium      biases on queries, keys and values alone
+Nemotron-4  squared ReLU without a gate, and LayerNorm with zero-centered weights; Minitron, too
+Seed-OSS    biases of queries, keys and values, or of all linear layers
+SmolLM3     no rotary embedding in some layers
+StableLM    without norms of queries and keys: attention and MLP in sequence, or in parallel with one norm
+"""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
@@ -10,8 +20,6 @@ from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, al
 from megafp8.layers.activation.reference import BETA, EPS
 
 _RELU2 = traits.activation(default="relu2", gated=False)
-
-
 _BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
 _BIASES_BY_DEFAULT = (True, False, False)
 
@@ -55,8 +63,6 @@ def _write_windows(ours: Fields) -> Keys:
 
 _NORMS = {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
 _XIELU = {f"mlp.{x}.weight": f"mlp.act_fn.{x}" for x in ("alpha_p", "alpha_n")}
-
-
 _LENGTHS = ("max_position_embeddings", "model_max_length")
 
 

@@ -1,4 +1,4 @@
-"""EXAONE 4, and K-EXAONE with experts. Only layers with a sliding window have a rotary embedding, if there are any."""
+"""EXAONE 4 with norms of outputs, and K-EXAONE with experts. Layers without a window may have no rotary embedding."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits

@@ -1,4 +1,8 @@
-"""GPT-Neo, GPT-J and CodeGen, which have GPT-2's names of tensors outside the layers."""
+"""GPT-Neo, GPT-J and CodeGen, which have GPT-2's names of tensors outside the layers.
+
+GPT-Neo is GPT-2 with windows in some layers, unscaled scores, and no biases of queries, keys and values. GPT-J and
+CodeGen have attention and MLP in parallel with one norm, and biases in MLPs and in the output layer.
+"""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX, BLOOM, and Falcon with attention and MLP in parallel."""
+"""GPT-NeoX, BLOOM, and Falcon with rotary embedding: attention and MLP in parallel, with one norm or a norm each."""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits

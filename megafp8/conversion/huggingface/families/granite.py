@@ -1,4 +1,7 @@
-"""Granite, also with windows and sinks (granite_swa), with experts, or with Mamba-2 (Granite 4), and Bamba."""
+"""Granite, also with windows and sinks (granite_swa), with experts, or with Mamba-2 (Granite 4, granitemoehybrid).
+
+Bamba has Mamba-2 or attention, and an MLP, in each layer.
+"""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits

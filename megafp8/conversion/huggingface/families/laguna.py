@@ -1,4 +1,7 @@
-"""Laguna and Mellum 2, with experts, and a rotary embedding for each kind of attention layer."""
+"""Poolside's Laguna and JetBrains' Mellum 2, with experts, and a rotary embedding for each kind of attention layer.
+
+Laguna has softplus gates after attention, and several numbers of query heads.
+"""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits

@@ -1,4 +1,7 @@
-"""OLMo 2, OLMo 3, OLMoE, FlexOlmo, and OLMo Hybrid with Gated DeltaNet in most layers."""
+"""OLMo 2, OLMo 3, OLMoE, FlexOlmo, and OLMo Hybrid.
+
+OLMo Hybrid has Gated DeltaNet with norms of its inputs, and some layers of attention with norms of its outputs.
+"""
 
 from typing import Any
 
@@ -19,8 +22,6 @@ _EXPERTS = (
     same("moe", normalize=("norm_topk_prob", False)),
 )  # fmt: skip
 _OLMO = (*traits.llama_like(None, norm_eps=1e-5), always(qk_norm="projection"), *traits.NO_WINDOW)
-
-
 _LINEAR, _OURS = "linear_attention", "gated_delta_net"
 _KEYS = {
     "num_key_heads": "linear_num_key_heads", "num_value_heads": "linear_num_value_heads",

@@ -1,4 +1,10 @@
-"""Trinity, dots.llm1, Hy3 and Solar Open, with experts that a sigmoid router chooses."""
+"""Models with experts that a sigmoid router chooses.
+
+Trinity (AFMoE) gated attention; only layers with a sliding window have a rotary embedding
+dots.llm1       the attention of Qwen3 and the experts of DeepSeek-V3
+Hy3             normalized queries and keys
+Solar Open      the experts of DeepSeek-V3 in all layers
+"""
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
