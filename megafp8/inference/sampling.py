@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megafp8.inference.options import SamplingOptions
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.philox import Key, key_of, philox_of_words
 from megafp8.parallel.collectives import all_gather, rank
+
+_kernels = triton_module("megafp8.kernels.sampling")
 
 _CANDIDATES = 64
 """Number of candidates that a rank sends first, for top_p."""
@@ -257,12 +259,6 @@ def _first_of_largest(shard: VocabShard, x_nv: Tensor) -> tuple[Tensor, Tensor]:
 def _of_candidates(shard: VocabShard, values_nc: Tensor, tokens_nc: Tensor) -> Tensor:
     """Return the token with the largest value over the candidates of all ranks, `[n]`."""
     return _tokens(shard.gather(_keys(values_nc, tokens_nc).amax(1, keepdim=True)).flatten(1).amax(1))
-
-
-def _kernels() -> ModuleType:
-    from megafp8.kernels import sampling  # needs Triton, which comes with torch's CUDA builds
-
-    return sampling
 
 
 def _of_some(shard: VocabShard, x_nv: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

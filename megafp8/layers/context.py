@@ -15,7 +15,7 @@ from megafp8.fp8.manager import Fp8Manager
 from megafp8.layers.experts.own_rows import RowBound
 from megafp8.linear.state import LinearState
 from megafp8.parallel.data.plan import plan_type
-from megafp8.parallel.sharding import Init, ParamShard, empty_parameter, unsharded
+from megafp8.parallel.sharding import Init, ParamShard, Shape, empty_parameter, shard_dim, unsharded
 from megafp8.parallel.tensor.lora import Lora
 from megafp8.parallel.tensor.mappings import nothing
 from megafp8.parallel.tp_overlap import NO_COMM, TPOverlap
@@ -135,13 +135,23 @@ def new_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Ini
     return empty_parameter(shards, init, context.dtype, context.device, **spec)
 
 
-def replicated_parameter(context: BuildContext, shards: Sequence[ParamShard], init: Init, **spec: Any) -> nn.Parameter:
-    """Return a parameter that all tensor-parallel ranks hold whole.
+def sharded_parameters(context: BuildContext, shapes: Mapping[str, Shape], init: Init, **spec: Any) -> nn.Parameter:
+    """Return one parameter that stacks a slice of each of several tensors, whose names and whole `shapes` are given.
+
+    Each tensor-parallel rank holds a slice of the first dim.
+    """
+    rank, ranks = context.tensor.rank(), context.tensor.size()
+    shards = [shard_dim(name, shape, 0, rank, ranks) for name, shape in shapes.items()]
+    return new_parameter(context, shards, init, replicated_over_tp=False, **spec)
+
+
+def replicated_parameters(context: BuildContext, shapes: Mapping[str, Shape], init: Init, **spec: Any) -> nn.Parameter:
+    """Return one parameter that stacks several tensors, whose names and `shapes` are given, whole on each rank.
 
     If the sequence is sharded, each rank applies the parameter to its own slice, and the group sums the gradients.
     """
     spec |= {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
-    return new_parameter(context, shards, init, **spec)
+    return new_parameter(context, [x for name, shape in shapes.items() for x in unsharded(name, shape)], init, **spec)
 
 
 def replicated_product(
@@ -151,9 +161,21 @@ def replicated_product(
 
     It stays in high precision for this `reason`. `parts` holds the number of rows of each part of the weight.
     """
-    shards = [x for part, n in parts.items() if n for x in unsharded(f"{name}.{part}.weight", (n, inputs))]
+    shapes = {f"{name}.{part}.weight": (n, inputs) for part, n in parts.items() if n}
     site = LinearSite(f"{name}.{layer}", inputs, sum(parts.values()), high_precision=reason)
-    return replicated_parameter(context, shards, init, matrix=True), context.fp8.linear(site)
+    return replicated_parameters(context, shapes, init, matrix=True), context.fp8.linear(site)
+
+
+def sharded_product(
+    context: BuildContext, name: str, inputs: int, outputs: int, *, init: Init, reason: str
+) -> tuple[nn.Parameter, LinearState]:
+    """Return the weight and state of the product `name`, whose outputs are sharded over the tensor-parallel group.
+
+    It stays in high precision for this `reason`. `outputs` is their number on all ranks.
+    """
+    weight = sharded_parameters(context, {f"{name}.weight": (outputs, inputs)}, init, matrix=True)
+    site = LinearSite(name, inputs, outputs // context.tensor.size(), high_precision=reason)
+    return weight, context.fp8.linear(site)
 
 
 def tokens_per_rank(config: Config, *, encoder: bool = False) -> int:

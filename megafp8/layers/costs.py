@@ -102,6 +102,14 @@ class MicroBatch:
             tokens = state.site.tokens
         return fp8_bytes(self.granularity(plan.name, "input"), k, tokens)
 
+    def saved_input_beside(self, other: LinearState | None, width: int) -> int:
+        """Return the bytes that a high-precision product saves of its input of `width` channels for its own tokens.
+
+        The result is 0 if the linear layer `other`, which has the same input, already saves it.
+        """
+        high = other is not None and other.plan.saved == "high" and self.tokens == self.own_tokens
+        return 0 if high else self.own_tokens * width * self.element
+
 
 def fp8_bytes(granularity: Granularity, r: int, c: int) -> int:
     """Return the bytes of an FP8 matrix `[r, c]` with its scales.

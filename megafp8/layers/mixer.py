@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.layers.attention.op import CoreAttention
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext
 from megafp8.layers.costs import AttentionWork, DispatchTraffic, KernelWork, MicroBatch
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.op import Recurrence
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat, LinearState
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec, PartRecord
+from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.spec import PartRecord
 
 if TYPE_CHECKING:
     from megafp8.layers.experts.router import Router
@@ -227,10 +227,8 @@ class LayerPart(nn.Module, ABC):
     `[s/t, b, h]` with t tensor-parallel ranks.
     """
 
-    @property
-    def input_linear(self) -> LinearState | None:
-        """State of the linear layer that alone reads the part's input; None if other operations read it, too."""
-        return None
+    input_linear: LinearState | None = None
+    """State of the linear layer that alone reads the part's input; None if other operations read it, too."""
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -266,8 +264,18 @@ class Mixer(LayerPart):
             if it is not recorded.
     """
 
+    context: BuildContext
     index_loss: Tensor | None = None
     largest_logits_a: Tensor | None = None
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Share a replicated tensor with the heads of all tensor-parallel ranks.
+
+        With sequence parallelism, gather the tokens of all ranks. The gradient is the sum over ranks, because each
+        rank's heads use the tensor.
+        """
+        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
+        return share(x, self.context.tensor)
 
     @abstractmethod
     def inputs(self, layer: int, tokens: Tokens) -> Any:
@@ -386,24 +394,7 @@ class LayerInputs:
         return tensors if self.places is None else [*tensors, *self.places.tensors]
 
 
-def make_part(
-    name: str,
-    record: PartRecord,
-    model: ModelSpec,
-    context: BuildContext,
-    *,
-    input: Neighbor,
-    memory: BlockMemory = KEEP_ALL,
-) -> Any:
-    """Build the module of a resolved record.
-
-    Args:
-        name: Name of the module in the model.
-        record: Resolved config record of the part.
-        model: Spec of the whole model.
-        context: Process groups, FP8 manager, dtype and device.
-        input: The preceding norm.
-        memory: Operations that are recomputed in backward.
-    """
-    module, _, cls = record.module.partition(":")
-    return getattr(import_module(module), cls)(name, record, model, context, input=input, memory=memory)
+def make_part(build: PartBuild[PartRecord]) -> Any:
+    """Build the module of a resolved record."""
+    module, _, cls = build.record.module.partition(":")
+    return getattr(import_module(module), cls)(build)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_parameters
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.plan import LinearSite
 
 
@@ -15,8 +15,8 @@ class WholeLinear(nn.Module):
 
     def __init__(self, name: str, inputs: int, outputs: int, context: BuildContext, std: float) -> None:
         super().__init__()
-        shards = unsharded(f"{name}.weight", (outputs, inputs))
-        self.weight = replicated_parameter(context, shards, Init("normal", std), matrix=True)
+        shapes = {f"{name}.weight": (outputs, inputs)}
+        self.weight = replicated_parameters(context, shapes, Init("normal", std), matrix=True)
         reason = "the weight is replicated and stays in training.precision"
         self.state = context.fp8.linear(LinearSite(name, inputs, outputs, high_precision=reason))
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +48,11 @@ from megafp8.linear.group_state import GroupState, JointLayer
 from megafp8.linear.state import LinearState, QuantizedGradHandoff
 from megafp8.linear.weight_forms import WeightForm, parts_of
 from megafp8.numerics.groups import RowGroups, row_slices
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.tensor import BLOCK_1X128, TENSOR, Granularity, QuantizedTensor, ScaledTensor
 from megafp8.plan import PerGemm
+
+_kernels = triton_module("megafp8.kernels.grouped_gemm")
 
 
 def grouped_linear(
@@ -81,12 +83,6 @@ def grouped_linear(
     if joint:
         return _JointLinear.apply(values, weight, quantized, groups, layer, handoff, grad_enabled)
     return _OneByOneLinear.apply(values, weight, groups.ends_e, states, grad_enabled)
-
-
-def _kernels() -> ModuleType:
-    from megafp8.kernels import grouped_gemm  # needs Triton, which comes with torch's CUDA builds
-
-    return grouped_gemm
 
 
 class _JointLinear(Function):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +32,10 @@ from torch.distributed import ProcessGroup
 from megafp8.gemm.dispatch import gemm
 from megafp8.linear.weight_format_names import WeightFormatName
 from megafp8.numerics.formats import E4M3
+from megafp8.numerics.implementations import triton_module
 from megafp8.parallel.collectives import all_reduce
+
+_kernels = triton_module("megafp8.kernels.packed_weights")
 
 
 class QuantizedWeightFormat(NamedTuple):
@@ -119,12 +121,6 @@ class QuantizedWeight:
         else:
             w_nk = _kernels().dequantize(self.packed_data, x_mk.dtype)
         return gemm(x_mk, w_nk.t(), x_mk.dtype, bias=None if bias_n is None else bias_n.to(x_mk.dtype))
-
-
-def _kernels() -> ModuleType:
-    from megafp8.kernels import packed_weights  # needs Triton, which comes with torch's CUDA builds
-
-    return packed_weights
 
 
 def check_columns(name: str, k: int, ranks: int, form: QuantizedWeightFormat) -> None:

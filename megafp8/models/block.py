@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import BuildContext, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, column_sums
 from megafp8.layers.dropout import op as dropouts
 from megafp8.layers.dropout.reference import Dropout, DropoutStream
@@ -31,8 +32,8 @@ from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
-from megafp8.parallel.sharding import Init, unsharded
-from megafp8.plan import LinearSite, Neighbor
+from megafp8.parallel.sharding import Init
+from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec, PartRecord
 
 _NO_NORM = Neighbor("residual stream", "none", "the layer has no norm before it")
@@ -69,7 +70,7 @@ class Block(nn.Module):
             where = f"{name}.{record.tensor_prefix}"
             before = _POST_NORM if position == "post" else _NO_NORM if input_norm is None else input_norm.neighbor()
             before = _SHARED_NORM if self.shares_norm else before
-            return make_part(where, record, model, context, input=before, memory=memory)
+            return make_part(PartBuild(where, record, model, context, before, memory))
 
         feeds_normed = self.feeds and not spec.ffn.normalizes_input and not self.shares_norm
         first = "shared_norm" if self.shares_norm else "attention_norm"
@@ -389,11 +390,10 @@ class PredictionLayer(nn.Module):
     def __init__(self, index: int, model: ModelSpec, context: BuildContext, memory: BlockMemory) -> None:
         super().__init__()
         name, h = f"layers.{index}", model.hidden_size
-        self.projection = replicated_parameter(
-            context, unsharded(f"{name}.projection.weight", (h, 2 * h)), Init("normal", model.init_std), matrix=True
-        )
-        reason = "the weight is replicated and stays in training.precision"
-        self.projection_state = context.fp8.linear(LinearSite(f"{name}.projection", 2 * h, h, high_precision=reason))
+        self.projection, self.projection_state = replicated_product(
+            context, name, "projection", {"projection": h}, 2 * h, init=Init("normal", model.init_std),
+            reason="the weight is replicated and stays in training.precision",
+        )  # fmt: skip
         self.embedding_norm = block_norm(f"{name}.embedding_norm", model, context)
         self.hidden_norm = block_norm(f"{name}.hidden_norm", model, context)
         self.block = block_class(model, index)(index, model, context, memory)

@@ -36,9 +36,10 @@ from torch.nn import functional as F
 from megafp8.batch import Batch
 from megafp8.config import AttentionConfig
 from megafp8.layers.attention.mask import CAUSAL, AttentionMask
-from megafp8.layers.attention.module import ATTENTION, Attention, ProbabilityDropout
+from megafp8.layers.attention.module import Attention, ProbabilityDropout
 from megafp8.layers.attention.op import CoreAttention, SelfAttention, fastest_backends
 from megafp8.layers.attention.scores import Scores
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext
 from megafp8.layers.costs import AttentionWork, MicroBatch
 from megafp8.layers.dropout import op as dropouts
@@ -54,7 +55,6 @@ from megafp8.linear.state import InputFormat
 from megafp8.models.block import Block, SequentialBlock
 from megafp8.models.gpt import GPTStage
 from megafp8.parallel.sharding import Init, ParamSpec, set_spec, shard_dim
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
@@ -97,52 +97,20 @@ class CrossAttention(nn.Module):
     tokens.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: AttentionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory,
-    ) -> None:
+    def __init__(self, build: PartBuild[AttentionConfig]) -> None:
         super().__init__()
-        self.recompute, self.channels = memory.attention, record.channels
+        name, record, model, context = build.name, build.record, build.model, build.context
+        self.recompute, self.channels = build.memory.attention, record.channels
         self.heads = record.num_attention_heads // context.tensor.size()
         self.scores = Scores(record.attention_scale, record.attention_softcap)
         self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
         q_size, kv_size = record.num_attention_heads * record.channels, record.groups * record.channels
-        common = context.linear_options() | {"bias": model.attention_bias}
-        init = Init("normal", model.hidden_init_std)
+        options: Any = {"heads": {f"{name}.{x}": (record.channels,) for x in "qkv"}, "bias": model.attention_bias}
+        self.query = build.column("q", {"q": q_size}, **options)
         encoder_context = replace(context, tokens=context.encoder_tokens)
-        self.query = ColumnParallelLinear(
-            f"{name}.q",
-            model.hidden_size,
-            q_size,
-            heads={f"{name}.q": (record.channels,)},
-            init=init,
-            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms),
-            **common,
-        )
-        self.key_value = ColumnParallelLinear(
-            f"{name}.kv",
-            model.hidden_size,
-            2 * kv_size,
-            parts={f"{name}.k": kv_size, f"{name}.v": kv_size},
-            heads={f"{name}.k": (record.channels,), f"{name}.v": (record.channels,)},
-            init=init,
-            site=encoder_context.site(before=ENCODER, after=ATTENTION),
-            **common,
-        )
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            q_size,
-            model.hidden_size,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+        encoder = replace(build, context=encoder_context, input=ENCODER, memory=KEEP_ALL)
+        self.key_value = encoder.column("kv", {"k": kv_size, "v": kv_size}, **options)
+        self.proj = build.row(q_size, bias=model.attention_bias)
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -193,7 +161,7 @@ class DecoderBlock(SequentialBlock):
         self.cross_norm = block_norm(f"{name}.cross_norm", model, context)
         norm = self.cross_norm.neighbor()
         name = f"{name}.cross_attention"
-        self.cross = CrossAttention(name, self.mixer.record, model, context, input=norm, memory=memory)
+        self.cross = CrossAttention(PartBuild(name, self.mixer.record, model, context, norm, memory))
         self.cross_branch_dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, name)
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:

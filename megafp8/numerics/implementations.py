@@ -1,4 +1,4 @@
-"""Access to the kernels that implement this package.
+"""Access to kernels, which need Triton, and which implement this package.
 
 The kernels import formats, quantizers and recipes, so this package must not import the kernels. Instead,
 `megafp8.kernels` registers a function that loads them. `import megafp8` imports `megafp8.kernels`.
@@ -7,7 +7,8 @@ The kernels import formats, quantizers and recipes, so this package must not imp
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 
 _load: Callable[[str], ModuleType] | None = None
@@ -27,3 +28,11 @@ def kernels(name: str) -> ModuleType:
     """
     assert _load is not None, "import megafp8.kernels first"
     return _load(name)
+
+
+def triton_module(name: str) -> Callable[[], ModuleType]:
+    """Return a function that returns the module `name`, which it imports at its first call.
+
+    The module needs Triton, which comes only with torch's CUDA builds.
+    """
+    return cache(partial(import_module, name))

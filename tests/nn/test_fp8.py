@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megafp8 import fp8, nn
 from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import E4M3, E5M2
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.layers.mlp.module import MLP
 from megafp8.layers.norm.module import RMSNormPart
@@ -89,7 +90,7 @@ def test_layernorm_mlp_is_the_norm_and_mlp_of_a_gpt(recipe: str, activation: str
     group = cast(ProcessGroup, PlannedGroup(1))
     context = BuildContext(group, manager, torch.float32, torch.device("cpu"), False)
     norm = RMSNormPart("norm", H, context, eps=1e-5, sees_a_slice=False)
-    mlp = MLP("mlp", config.spec.layers[0].ffn, config.spec, context, input=Neighbor("norm", "any"))
+    mlp = MLP(PartBuild("mlp", config.spec.layers[0].ffn, config.spec, context, Neighbor("norm", "any")))
     manager.materialize(torch.device("cpu"))
     pairs = {"layer_norm_weight": norm.weight, "fc1_weight": mlp.up.weight, "fc1_bias": mlp.up.bias,
              "fc2_weight": mlp.down.weight, "fc2_bias": mlp.down.bias}  # fmt: skip

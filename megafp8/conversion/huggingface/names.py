@@ -172,6 +172,20 @@ def after(first: int) -> Rows:
     return lambda mixer, n: (first + torch.arange(n), first + n)
 
 
+def stacked_experts(
+    prefix: str, parameter: str = "weight", suffix: str = "", *, transposed: bool = False, alternate: bool = False
+) -> Names:
+    """Return the names of a parameter of all experts that HF stores in `gate_up_proj` and `down_proj`.
+
+    Rows of gate and up `alternate`, or all rows of gate come before the rows of up.
+    """
+    options: Any = {"transposed": transposed, "stacked": True}
+    gate_up = alternating(2) if alternate else equal_parts(2)
+    places = fused(f"{prefix}.gate_up_proj{suffix}", gate_up, ("gate", "up"), **options)
+    places = {**places, "down": HfPlace(f"{prefix}.down_proj{suffix}", **options)}
+    return {f"mlp.experts.*.{module}.{parameter}": place for module, place in places.items()}
+
+
 FUSED_GATE_UP = fused("mlp.gate_up_proj", equal_parts(2), ("mlp.gate", "mlp.up"))
 
 

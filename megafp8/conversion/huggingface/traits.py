@@ -105,6 +105,22 @@ def _check_heads(hf: HfConfig) -> None:
 HEADS_DIVIDE = check(_check_heads)
 """Check that some classes of transformers make, although their layers would work without it."""
 
+
+def heads_fill(head_dim: int | None) -> Trait:
+    """Return a check that heads are as wide as the model together.
+
+    The output projection of these classes of transformers, or their norm of the queries, needs that. `head_dim` is the
+    default; None means a width that fulfills it.
+    """
+
+    def read(hf: HfConfig) -> None:
+        hidden, heads, width = hf.get("hidden_size"), hf.get("num_attention_heads"), hf.get("head_dim", head_dim)
+        if width is not None and isinstance(hidden, int) and isinstance(heads, int) and heads * width != hidden:
+            refuse("head_dim", width, f"hidden_size / num_attention_heads ({hidden / max(heads, 1):g}) in this family")
+
+    return check(read)
+
+
 _AUX_LOSS = "router_aux_loss_coef"
 AUX_LOSS = Trait((_AUX_LOSS,), write=lambda ours: {_AUX_LOSS: ours["moe.aux_loss"]})
 """Weight of the balancing loss, written from the run's config. It is not read, because transformers computes the loss

@@ -10,28 +10,17 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megafp8.layers.context import BuildContext
+from megafp8.layers.build import PartBuild
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import FeedForward, LayerPart, Mixer, NoInputs, Tokens
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec, PartRecord
+from megafp8.spec import PartRecord
 
 
 class _Absent(LayerPart):
     """Part without weights that the block never calls."""
 
-    def __init__(
-        self,
-        name: str,
-        record: PartRecord,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[PartRecord]) -> None:
         super().__init__()
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:

@@ -27,23 +27,21 @@ from megafp8.layers.attention.mask import CAUSAL, AttentionMask
 from megafp8.layers.attention.op import CoreAttention
 from megafp8.layers.attention.record import QueryScaling
 from megafp8.layers.attention.scores import AttentionDropout, Scores, alibi_slopes
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import ATTENTION, PartBuild
+from megafp8.layers.context import BuildContext
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import Mixer, SharedTensors, TokenCache, Tokens
 from megafp8.layers.norm.module import Norm, ProjectionNorms, rms_norm
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recompute import recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import QKNorms, rotate_and_split, rotate_heads
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.numerics.batch_invariance import sigmoid, softplus
 from megafp8.numerics.philox import Key, key_of
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.sharding import Init
 from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
 
-ATTENTION = Neighbor("attention", "none", "attention kernels read and write bf16")
 ROTARY = Neighbor("rotary embedding", "per_tensor")
 
 
@@ -135,19 +133,10 @@ def query_scale(scaling: QueryScaling | None, tokens: Tokens, dtype: torch.dtype
 class Attention(Mixer):
     """Softmax attention with grouped queries; if `adapted`, of two inputs side by side, with a term of the layer."""
 
-    def __init__(
-        self,
-        name: str,
-        record: AttentionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-        adapted: bool = False,
-    ) -> None:
+    def __init__(self, build: PartBuild[AttentionConfig], *, adapted: bool = False) -> None:
         super().__init__()
-        self.name, self.record, self.context, self.recompute = name, record, context, memory.attention
+        name, record, model, context = build.name, build.record, build.model, build.context
+        self.name, self.record, self.context, self.recompute = name, record, context, build.memory.attention
         t, d = context.tensor.size(), record.channels
         q_size, kv_size = record.num_attention_heads * d, record.groups * d
         gates = record.num_attention_heads if record.output_gate == "head" else q_size
@@ -158,7 +147,6 @@ class Attention(Mixer):
         self.is_read = model.layers[int(name.split(".")[1])].is_read
         self.heads, self.groups, self.d = q_size // t // d, kv_size // t // d, d
         self.largest_logits_a = new_largest_logits(context, self.heads)
-        common = context.linear_options()
         has_rotary = record.position_embedding == "rope"
         plain = [*parts] == ["q", "k", "v"] and not (self.is_read or adapted)
         self.norms_rotated, self.norms_last = record.qk_norm == "rotated", record.qk_norm == "after_rotation"
@@ -166,33 +154,18 @@ class Attention(Mixer):
         if rotates and self.norms_rotated:  # a rotation keeps a head's norm unless the tables contain a factor
             scaled = record.yarn or record.longrope
             rotates = scaled is None or scaled.rotated_factor == 1
-        self.qkv = ColumnParallelLinear(
-            f"{name}.qkv",
-            (1 + adapted) * model.hidden_size,
-            sum(parts.values()),
-            parts={f"{name}.{part}": width for part, width in parts.items()},
-            heads={f"{name}.{part}": (d,) for part in "qkv"},
-            bias=model.attention_bias or record.qkv_bias,
-            init=Init("normal", model.hidden_init_std),
-            site=context.site(before=input, after=ROTARY if rotates else ATTENTION, recompute_input=memory.norms),
-            **common,
-        )
+        self.qkv = build.column(
+            "qkv", parts, after=ROTARY if rotates else ATTENTION, inputs=(1 + adapted) * model.hidden_size,
+            heads={f"{name}.{part}": (d,) for part in "qkv"}, bias=model.attention_bias or record.qkv_bias,
+        )  # fmt: skip
+        self.input_linear = self.qkv.state
         self.rotates, self.causal = rotates, model.causal
         self.rope = RotaryEmbedding(record, record.rotary_channels, d, context) if has_rotary else None
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            q_size,
-            model.hidden_size,
-            bias=model.attention_bias or record.proj_bias,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+        self.proj = build.row(q_size, bias=model.attention_bias or record.proj_bias)
         self.dropout = ProbabilityDropout.build(name, model.attention_dropout, record.num_attention_heads, context)
         self.sink: nn.Parameter | None = None
         if record.attention_sinks:
-            shard = shard_dim(f"{name}.sink.weight", (record.num_attention_heads,), 0, context.tensor.rank(), t)
-            self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
+            self.sink = build.parameter("sink.weight", Init("zeros"), record.num_attention_heads)
         self.norm_eps = model.norm.eps
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -205,11 +178,6 @@ class Attention(Mixer):
             norm = partial(rms_norm, size=d, model=model, context=context, sees_a_slice=t > 1)
             self.q_norm = norm(f"{name}.q_norm")
             self.k_norm = None if self.reads_keys else norm(f"{name}.k_norm")
-
-    @property
-    def input_linear(self) -> LinearState | None:
-        """State of the product that alone reads the input."""
-        return self.qkv.state
 
     def scores(self, tokens: int, learned_bias_ar: Tensor | None = None) -> Scores:
         """Return how scores of whole sequences of `tokens` tokens are computed, without dropout."""

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from megafp8.layers.attention.module import Attention
 from megafp8.layers.block_sparse_attention.record import BlockSparseAttentionConfig
-from megafp8.layers.context import BuildContext, replicated_product
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import TokenCache, Tokens
 from megafp8.layers.norm.module import normalized, rms_norm
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.rotary.op import rotate_and_split, rotate_heads
 from megafp8.layers.sparse_attention.module import SparseInputs
 from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss, SparseAttention
@@ -44,9 +44,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.parallel.sharding import Init
-from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
 
 
 class BlockSparseAttention(Attention):
@@ -55,18 +53,11 @@ class BlockSparseAttention(Attention):
     `index_loss` sums the indexer's losses over the backward passes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: BlockSparseAttentionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
-        unfused = Neighbor(input.name, "none", "the indexer reads its values, too")
-        super().__init__(name, record, model, context, input=unfused, memory=replace(memory, norms=False))
+    def __init__(self, build: PartBuild[BlockSparseAttentionConfig]) -> None:
+        name, record, model, context = build.name, build.record, build.model, build.context
+        unfused = Neighbor(build.input.name, "none", "the indexer reads its values, too")
+        super().__init__(replace(build, input=unfused))
+        self.input_linear = None
         assert self.rotates, "the config was not checked"
         self.sparse, parts = record, {"index_q": record.groups * self.d, "index_k": self.d}
         self.index, self.index_state = replicated_product(
@@ -82,11 +73,6 @@ class BlockSparseAttention(Attention):
         shared = self.heads // self.groups
         identity = torch.eye(self.d, dtype=context.dtype, device=context.buffer_device)
         self.identity = context.constants.setdefault(("identity", self.d, shared), identity.repeat(shared, 1))
-
-    @property
-    def input_linear(self) -> None:
-        """State of the product that alone reads the input; None, because the indexer reads it, too."""
-        return
 
     def inputs(self, layer: int, tokens: Tokens) -> Any:
         """Return the rotary tables, attention function and padding mask for these tokens."""
@@ -105,8 +91,7 @@ class BlockSparseAttention(Attention):
         q, k = (x.contiguous() for x in index.split([self.sparse.groups, 1], dim=2))
         index = torch.cat([normalized(self.index_q_norm, q), normalized(self.index_k_norm, k)], dim=2)
         # Gradients are sums over ranks: each rank computes the indexer's loss for other groups.
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        index, handoff = share(index, self.context.tensor), self.qkv.state.grad_handoff()
+        index, handoff = self.shared(index), self.qkv.state.grad_handoff()
         y_sbad = self._run(self._choose_and_attend, self.qkv(x_sbh, handoff), index, inputs, handoff)
         return self.proj(y_sbad.flatten(-2))
 
@@ -150,10 +135,10 @@ class BlockSparseAttention(Attention):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, d, g = batch.tokens, batch.own_tokens, batch.element, self.d, self.groups
-        heads, shares_input = self.sparse.groups + 1, self.qkv.state.plan.saved == "high" and m == own_tokens
+        heads = self.sparse.groups + 1
         saved = {
             "qkv input": batch.saved_input(self.qkv.state),
-            "index input": 0 if shares_input else own_tokens * self.index.shape[1] * e,
+            "index input": batch.saved_input_beside(self.qkv.state, self.index.shape[1]),
             "index heads before their norms": own_tokens * heads * (d * e + batch.statistic),
             "q, k, v": m * sum(self.split.values()) * e,
             "proj input": batch.saved_input(self.proj.state),

@@ -37,14 +37,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.layers.attention.module import ATTENTION
+from megafp8.layers.build import PartBuild
 from megafp8.layers.compressed_attention import op as ops
 from megafp8.layers.compressed_attention.record import CompressedAttentionConfig
 from megafp8.layers.context import BuildContext, new_parameter, replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.mixer import AttendToKeys, Mixer, StateCache, TokenCache, Tokens
 from megafp8.layers.norm.module import normalized, rms_norm
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recompute import recomputed
 from megafp8.layers.recurrent.op import Recurrence, State
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.layers.rotary.op import rotate_heads, rotated_neighbors
@@ -53,9 +53,7 @@ from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss
 from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.parallel.sharding import Init, unsharded
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
@@ -112,20 +110,12 @@ class CompressedAttention(Mixer):
     It reads the norm's unquantized output, even if `input` could quantize it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: CompressedAttentionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[CompressedAttentionConfig]) -> None:
         super().__init__()
+        name, record, model, context = build.name, build.record, build.model, build.context
         h, d, t = model.hidden_size, record.channels, context.tensor.size()
         heads, groups, rate = record.num_attention_heads, record.output_groups, record.compress_rate
-        self.record, self.context, self.recompute, self.eps = record, context, memory.attention, model.norm.eps
+        self.record, self.context, self.recompute, self.eps = record, context, build.memory.attention, model.norm.eps
         self.d, self.r, self.heads = d, record.rotary_channels, heads // t
         self.rope = RotaryEmbedding(record, self.r, None, context)
         self.init = Init("normal", model.hidden_init_std)
@@ -139,27 +129,12 @@ class CompressedAttention(Mixer):
         self.widths = [record.q_rank, d, 2 * entry_width]
         self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context)
         self.kv_norm = rms_norm(f"{name}.kv_norm", d, model, context)
-        self.q_up = ColumnParallelLinear(
-            f"{name}.q_up",
-            record.q_rank,
-            heads * d,
-            init=self.init,
-            site=context.site(before=Neighbor("q_norm", "none", "the indexer reads its values, too"), after=ATTENTION),
-            **context.linear_options(),
-        )
-        shard = shard_dim(f"{name}.sink.weight", (heads,), 0, context.tensor.rank(), t)
-        self.sink = new_parameter(context, [shard], Init("zeros"), replicated_over_tp=False, weight_decay=False)
-        shape = groups * record.output_rank, heads * d // groups
-        shard = shard_dim(f"{name}.output_down.weight", shape, 0, context.tensor.rank(), t)
-        self.output_down = new_parameter(context, [shard], self.init, replicated_over_tp=False, matrix=True)
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            groups * record.output_rank,
-            h,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **context.linear_options(),
-        )
+        norm = Neighbor("q_norm", "none", "the indexer reads its values, too")
+        self.q_up = build.column("q_up", {"q_up": heads * d}, before=norm, inputs=record.q_rank)
+        self.sink = build.parameter("sink.weight", Init("zeros"), heads)
+        width = groups * record.output_rank
+        self.output_down = build.parameter("output_down.weight", self.init, width, heads * d // groups, matrix=True)
+        self.proj = build.row(width)
         self.entry_kinds = nn.ModuleList()
         if has_entries:
             self.entry_kinds.append(_Entries(f"{name}.entry", d, record, model, context))
@@ -211,8 +186,7 @@ class CompressedAttention(Mixer):
             shared.append(torch.cat([index_q, linear(x_sbh.detach(), self.index_down, self.index_down_state)], dim=-1))
         # Gradients are sums over ranks: the heads of every rank use the keys, and each rank computes the indexer's loss
         # for other queries.
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        shared = [share(x, self.context.tensor) for x in shared]
+        shared = [self.shared(x) for x in shared]
         o_sbad = self._run(self._attend, self.q_up(q_latent), inputs, *shared)
         return self.proj(self._output(o_sbad, inputs))
 

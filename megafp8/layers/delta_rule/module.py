@@ -22,26 +22,19 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import PartBuild
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.delta_rule.op import CHUNK, delta_rule, kernel_name, kernel_passes
 from megafp8.layers.norm.gated_op import gated_norm
 from megafp8.layers.norm.module import RMSNormPart
-from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.module import ConvolvedMixer
 from megafp8.layers.recurrent.op import State, Transition
+from megafp8.layers.recurrent.record import ConvolvedConfig
 from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
-from megafp8.linear.state import LinearState
-from megafp8.parallel.sharding import Init, Shape, shard_dim
-from megafp8.parallel.tensor.layers import RowParallelLinear
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
-
-BEFORE = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
-"""Norm before the projection of queries, keys and values, as the projection's plan sees it."""
+from megafp8.parallel.sharding import Init, Shape
 
 
 class DeltaRuleMixer(ConvolvedMixer):
@@ -50,14 +43,11 @@ class DeltaRuleMixer(ConvolvedMixer):
     `run` takes q, k and v `[s, b, n]`, decays `[s, b, a]` or `[s, b, a·d]`, and β `[s, b, i, a]` (`corrections`).
 
     Args:
-        name: Prefix of the names of its parameters.
-        model: Sizes of the model.
-        context: Process groups, dtype and device of the model.
+        build: Arguments of the constructor of each part.
         key_heads: Number of heads of queries and keys on all ranks.
         value_heads: Number of heads of values on all ranks.
         d: Channels of a key.
         w: Channels of a value.
-        kernel: Number of tokens that the convolution sees.
         decay_shape: Shape of a head's decays: `()` or `(d,)`.
         decay_init: Initialization of the decay biases.
         norm_eps: Number added to the mean square in the norm of outputs.
@@ -71,11 +61,11 @@ class DeltaRuleMixer(ConvolvedMixer):
     channel_gates: int = 0
 
     def __init__(
-        self, name: str, model: ModelSpec, context: BuildContext, *, key_heads: int, value_heads: int, d: int,
-        w: int, kernel: int, decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0,
-        steps: int = 1,
+        self, build: PartBuild[ConvolvedConfig], *, key_heads: int, value_heads: int, d: int, w: int,
+        decay_shape: Shape, decay_init: Init, norm_eps: float, most: float = 1.0, steps: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
+        context = build.context
         t, rank = context.tensor.size(), context.tensor.rank()
         self.context, self.d, self.w, self.decay_shape, self.most = context, d, w, decay_shape, most
         self.steps = steps
@@ -83,23 +73,11 @@ class DeltaRuleMixer(ConvolvedMixer):
         self.widths = {"q": key_heads * d}
         for step in step_names(steps):
             self.widths |= {f"k{step}": key_heads * d, f"v{step}": value_heads * w}
-        self.convolution = short_convolution(name, context, self.widths, kernel)
-
-        def of_heads(which: str, init: Init, *shape: int) -> nn.Parameter:
-            shard = shard_dim(f"{name}.{which}", shape, 0, rank, t)
-            return new_parameter(context, [shard], init, replicated_over_tp=False, weight_decay=False)
-
-        self.log_rate = of_heads("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), value_heads)
-        self.decay_bias = of_heads("decay.bias", decay_init, value_heads * torch.Size(decay_shape).numel())
-        self.norm = RMSNormPart(f"{name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            value_heads * w,
-            model.hidden_size,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **context.linear_options(),
-        )
+        self.add_convolution(build, self.widths)
+        self.log_rate = build.parameter("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), value_heads)
+        self.decay_bias = build.parameter("decay.bias", decay_init, value_heads * torch.Size(decay_shape).numel())
+        self.norm = RMSNormPart(f"{build.name}.norm", w, context, eps=norm_eps, sees_a_slice=t > 1)
+        self.proj = build.row(value_heads * w)
 
     @property
     def _channels(self) -> int:
@@ -173,15 +151,6 @@ class DeltaRuleMixer(ConvolvedMixer):
             "recurrence output": batch.tokens * self.value_heads * self.w * batch.element,
             "proj input": batch.saved_input(self.proj.state),
         }
-
-    @staticmethod
-    def saved_beside(batch: MicroBatch, other: LinearState, width: int) -> int:
-        """Return the bytes of the input of a high-precision product.
-
-        The result is 0 if the linear layer `other`, which has the same input, already saves it.
-        """
-        high = other.plan.saved == "high" and batch.tokens == batch.own_tokens
-        return 0 if high else batch.own_tokens * width * batch.element
 
     def work(self, batch: MicroBatch) -> KernelWork:
         """Return the work of convolution, norm, gate and the delta rule.

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +47,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.host.shipped import install_command
+from megafp8.numerics.implementations import triton_module
+
+_kernels = triton_module("megafp8.layers.delta_rule.kernel")
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -277,13 +279,6 @@ class InKernels(Function):
         inputs, saved = _kernels().DeltaRuleInputs(*tensors[:count]), _kernels().DeltaRuleSaved(*tensors[count:])
         *grads, dfirst = _kernels().backward(inputs, saved, dy_sbaw.transpose(0, 1), dlast_badw)
         return *(x.transpose(0, 1).to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), dfirst
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.delta_rule import kernel as delta_rule  # needs Triton, which comes with torch's CUDA builds
-
-    return delta_rule
 
 
 @cache

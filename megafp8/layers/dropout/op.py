@@ -8,8 +8,6 @@ Shapes: s sequence length, b micro-batch size, c channels.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +17,9 @@ from torch.autograd import Function
 from megafp8.layers.dropout import reference as dropout_reference
 from megafp8.layers.dropout.reference import Dropout
 from megafp8.linear.autograd import once_differentiable
+from megafp8.numerics.implementations import triton_module
+
+_kernels = triton_module("megafp8.layers.dropout.kernel")
 
 
 def add(residual: Tensor | None, x: Tensor, dropout: Dropout | None) -> Tensor:
@@ -48,10 +49,3 @@ class _Dropout(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return dy if ctx.needs_input_grad[0] else None, compute(None, dy, ctx.dropout), None
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.dropout import kernel as dropout  # needs Triton, which comes with torch's CUDA builds
-
-    return dropout

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_parameters
 from megafp8.layers.dropout import op as dropouts
 from megafp8.layers.dropout.reference import DropoutStream, TokenPlaces
 from megafp8.layers.embedding.vocab_parallel import VocabParallelEmbedding
 from megafp8.layers.norm.module import block_norm, normalized
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.mappings import scatter_to_sequence_parallel
 from megafp8.spec import ModelSpec
 
@@ -55,8 +55,8 @@ class Embedding(nn.Module):
         self.dropout = DropoutStream.from_seed(model.hidden_dropout, context.seed, "embedding")
 
     def _table(self, name: str, rows: int, model: ModelSpec) -> nn.Parameter:
-        shards = unsharded(f"embedding.{name}.weight", (rows, model.hidden_size))
-        return replicated_parameter(self.context, shards, Init("normal", model.init_std))
+        shapes = {f"embedding.{name}.weight": (rows, model.hidden_size)}
+        return replicated_parameters(self.context, shapes, Init("normal", model.init_std))
 
     def forward(
         self,

@@ -35,7 +35,8 @@ from megafp8.config import MlpConfig, MoeFfnConfig
 from megafp8.fp8.speed_model import LinearSize
 from megafp8.layers.activation.op import activation
 from megafp8.layers.activation.record import ACTIVATIONS
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import BuildContext, new_parameter, replicated_parameters
 from megafp8.layers.costs import DispatchTraffic, KernelWork, MicroBatch, fp8_bytes
 from megafp8.layers.experts.bias_op import with_biases
 from megafp8.layers.experts.exchange import plan_dispatch
@@ -46,7 +47,6 @@ from megafp8.layers.mixer import FeedForward, Tokens
 from megafp8.layers.mlp.module import MLP
 from megafp8.layers.mlp.op import unfused
 from megafp8.layers.norm.module import Norm, block_norm, normalized
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.whole_linear import WholeLinear
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.group_state import GroupState
@@ -181,17 +181,15 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """MLP that processes every token, with an optional gate computed from the token."""
 
-    def __init__(
-        self, name: str, record: MlpConfig, gated: bool, model: ModelSpec, context: BuildContext, memory: BlockMemory
-    ) -> None:
+    def __init__(self, build: PartBuild[MlpConfig], gated: bool) -> None:
         super().__init__()
-        before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
-        self.mlp = MLP(name, record, model, context, input=before, memory=replace(memory, norms=False))
+        model, context = build.model, build.context
+        self.mlp = MLP(build)
         self.batch_invariant = context.batch_invariant
         self.gate: nn.Parameter | None = None
         if gated:
-            shards = unsharded(f"{name}_gate.weight", (1, model.hidden_size))
-            self.gate = replicated_parameter(context, shards, Init("normal", model.score_init_std), scores=True)
+            shapes = {f"{build.name}_gate.weight": (1, model.hidden_size)}
+            self.gate = replicated_parameters(context, shapes, Init("normal", model.score_init_std), scores=True)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         """Return the MLP's output `[s, b, h]`, multiplied by the sigmoid of the gate if there is one."""
@@ -232,17 +230,9 @@ class MoE(FeedForward):
     ranks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: MoeFfnConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[MoeFfnConfig]) -> None:
         super().__init__()
+        name, record, model, context = build.name, build.record, build.model, build.context
         self.name, self.num_experts = name, record.num_experts
         self.drops = record.capacity_factor is not None or record.zero_experts is not None
         self.group, self.gathers_tokens = context.expert, context.gathers_tokens
@@ -266,7 +256,9 @@ class MoE(FeedForward):
         self.shared: SharedExpert | None = None
         self.shared_factor = record.shared_scaling_factor
         if record.shared is not None:
-            self.shared = SharedExpert(f"{name}.shared", record.shared, record.shared_gate, model, context, memory)
+            before = Neighbor("mlp_norm", "none", "the router and the experts read the norm's output too")
+            shared = PartBuild(f"{name}.shared", record.shared, model, context, before, build.memory)
+            self.shared = SharedExpert(shared, record.shared_gate)
         self.norms: nn.ModuleDict | None = None
         if record.separate_norms:
             names = (_EXPERTS_NORM, _EXPERTS_OUTPUT_NORM, _SHARED_NORM, _SHARED_OUTPUT_NORM)

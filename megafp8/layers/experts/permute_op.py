@@ -17,8 +17,6 @@ Shapes: n tokens, k experts per token, h hidden size, m rows: n·k, or the numbe
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,10 @@ from torch.autograd import Function
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import FusedOutput, LinearInput, fused_gradient
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.sources import Gathered
+
+_kernels = triton_module("megafp8.layers.experts.permute_kernel")
 
 
 class Permutation(NamedTuple):
@@ -126,13 +127,6 @@ def combine_backward(
         present_nk = inverse_nk < num_rows
         drows_mh[inverse_nk[present_nk]] = drows_nkh[present_nk]
     return drows_mh, dweights_nk
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.experts import permute_kernel as permute  # needs Triton, which comes with torch's CUDA builds
-
-    return permute
 
 
 def _has_kernel(rows_mh: Tensor) -> bool:

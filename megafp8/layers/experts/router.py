@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +39,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megafp8.config import MoeFfnConfig
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_parameters
 from megafp8.linear.fp32_linear import fp32_linear
 from megafp8.numerics.batch_invariance import sigmoid
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.philox import Key, key_of, philox
 from megafp8.parallel import collectives
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
+
+_kernels = triton_module("megafp8.layers.experts.largest_kernel")
 
 
 class _SqrtSoftplus(Function):
@@ -223,13 +225,6 @@ def _count(experts_nk: Tensor, b: int, experts: int, padding_n: Tensor | None) -
     return cells.new_zeros(b * experts).scatter_add_(0, cells, counted_nk.flatten()).view(b, experts)
 
 
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.experts import largest_kernel as largest  # needs Triton, which comes with torch's CUDA builds
-
-    return largest
-
-
 def _largest(x: Tensor, count: int) -> Tensor:
     """Return the columns of the `count` largest values of each row, in descending order.
 
@@ -273,18 +268,18 @@ class Router(nn.Module):
         self.group: ProcessGroup | None = context.sequence_group
         self.global_batch, self.global_tokens = context.global_batch, context.global_tokens
         self.loss_grad = context.auxiliary_loss_grad
-        shards = unsharded(f"{name}.weight", (moe.router_outputs, hidden_size))
-        self.weight = replicated_parameter(context, shards, init, scores=True)
+        shapes = {f"{name}.weight": (moe.router_outputs, hidden_size)}
+        self.weight = replicated_parameters(context, shapes, init, scores=True)
         self.logit_bias: nn.Parameter | None = None
         if biased:
-            bias = unsharded(f"{name}.logit_bias", (moe.router_outputs,))
-            self.logit_bias = replicated_parameter(context, bias, Init("zeros"), weight_decay=False)
+            bias = {f"{name}.logit_bias": (moe.router_outputs,)}
+            self.logit_bias = replicated_parameters(context, bias, Init("zeros"), weight_decay=False)
         self.scale: nn.Parameter | None = None
         self.expert_scale: nn.Parameter | None = None
         self.norm_eps = norm_eps
         if moe.separate_norms:
             self.scale, self.expert_scale = (
-                replicated_parameter(context, unsharded(f"{name}.{which}", (n,)), Init("ones"), weight_decay=False)
+                replicated_parameters(context, {f"{name}.{which}": (n,)}, Init("ones"), weight_decay=False)
                 for which, n in (("scale", hidden_size), ("expert_scale", moe.router_outputs))
             )
         device = context.buffer_device

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product
 from megafp8.layers.costs import MicroBatch
-from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer, step_names
+from megafp8.layers.delta_rule.module import DeltaRuleMixer, step_names
 from megafp8.layers.gated_delta_net.record import GatedDeltaNetConfig
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.recurrent.module import BEFORE_DECAYS
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
-from megafp8.parallel.tensor.layers import ColumnParallelLinear
-from megafp8.plan import LinearSite, Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
 
 
 class GatedDeltaNet(DeltaRuleMixer):
@@ -36,39 +33,20 @@ class GatedDeltaNet(DeltaRuleMixer):
 
     silu = True
 
-    def __init__(
-        self,
-        name: str,
-        record: GatedDeltaNetConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
-        h, heads = model.hidden_size, record.num_value_heads
+    def __init__(self, build: PartBuild[GatedDeltaNetConfig]) -> None:
+        record, model, heads = build.record, build.model, build.record.num_value_heads
         assert record.norm_eps is not None, "the record is not resolved"
         super().__init__(
-            name, model, context, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim,
-            w=record.value_head_dim, kernel=record.conv_kernel_size, decay_shape=(), decay_init=Init("ones"),
-            norm_eps=record.norm_eps, most=2.0 if record.allow_neg_eigval else 1.0,
-            steps=record.householder_steps,
+            build, key_heads=record.num_key_heads, value_heads=heads, d=record.key_head_dim, w=record.value_head_dim,
+            decay_shape=(), decay_init=Init("ones"), norm_eps=record.norm_eps,
+            most=2.0 if record.allow_neg_eigval else 1.0, steps=record.householder_steps,
         )  # fmt: skip
-        widths, init = self.widths | {"z": self.widths["v"]}, Init("normal", model.hidden_init_std)
-        self.projection = ColumnParallelLinear(
-            f"{name}.qkvz",
-            h,
-            sum(widths.values()),
-            parts={f"{name}.{part}": width for part, width in widths.items()},
-            init=init,
-            site=context.site(before=BEFORE, after=ATTENTION),
-            **context.linear_options(),
-        )
-        parts = [*(f"beta{step}" for step in step_names(self.steps)), "decay"]
-        shards = [x for part in parts for x in unsharded(f"{name}.{part}.weight", (heads, h))]
-        self.gates = replicated_parameter(context, shards, init, matrix=True)
-        reason = "decays are few and stay in training.precision"
-        self.gates_state = context.fp8.linear(LinearSite(f"{name}.gates", h, len(parts) * heads, high_precision=reason))
+        self.projection = build.column("qkvz", self.widths | {"z": self.widths["v"]}, before=BEFORE_DECAYS)
+        parts = dict.fromkeys([*(f"beta{step}" for step in step_names(self.steps)), "decay"], heads)
+        self.gates, self.gates_state = replicated_product(
+            build.context, build.name, "gates", parts, model.hidden_size, init=Init("normal", model.hidden_init_std),
+            reason="decays are few and stay in training.precision",
+        )  # fmt: skip
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""
@@ -84,7 +62,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         m, e, values, heads = batch.tokens, batch.element, self.value_heads * self.w, self.gates.shape[0]
         return {
             "qkvz input": batch.saved_input(self.projection.state),
-            "gates' input": self.saved_beside(batch, self.projection.state, self.gates.shape[1]),
+            "gates' input": batch.saved_input_beside(self.projection.state, self.gates.shape[1]),
             "q, k, v, z": m * (self._channels + values) * e,
             "gates": m * heads * e,
             **self.saved_by_recurrence(batch),

@@ -15,22 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.context import BuildContext, replicated_parameters
 from megafp8.layers.norm.module import block_norm, normalized
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.plan import LinearSite
 from megafp8.spec import ModelSpec
 
 
 def _weight_and_bias(name: str, n: int, model: ModelSpec, context: BuildContext) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the replicated weight and bias of a linear layer with h inputs and n outputs."""
-    replicated = {"replicated_over_tp": True, "reduce_over_tp": context.sequence_sharded}
-    weight = unsharded(f"{name}.weight", (n, model.hidden_size))
-    bias = unsharded(f"{name}.bias", (n,))
+    weight, bias = {f"{name}.weight": (n, model.hidden_size)}, {f"{name}.bias": (n,)}
     return (
-        new_parameter(context, weight, Init("normal", model.init_std), matrix=True, **replicated),
-        new_parameter(context, bias, Init("zeros"), weight_decay=False, **replicated),
+        replicated_parameters(context, weight, Init("normal", model.init_std), matrix=True),
+        replicated_parameters(context, bias, Init("zeros"), weight_decay=False),
     )
 
 

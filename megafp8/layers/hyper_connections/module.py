@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megafp8.layers.context import BuildContext, replicated_parameter
+from megafp8.layers.context import BuildContext, replicated_parameters
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.hyper_connections.op import collapse, connect, mix
 from megafp8.layers.hyper_connections.reference import HyperConnectionRule
-from megafp8.parallel.sharding import Init, unsharded
+from megafp8.parallel.sharding import Init
 from megafp8.spec import ModelSpec
 
 
@@ -38,7 +38,7 @@ class _Mapping(nn.Module):
 
         def parameter(part: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
             decays = len(shape) > 1
-            return replicated_parameter(context, unsharded(f"{name}.{part}", shape), init, weight_decay=decays)
+            return replicated_parameters(context, {f"{name}.{part}": shape}, init, weight_decay=decays)
 
         self.fn = parameter("fn", (outputs, model.stream_width), Init("normal", model.init_std))
         self.base = parameter("base", (outputs,), Init("zeros"))

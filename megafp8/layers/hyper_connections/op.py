@@ -20,8 +20,6 @@ Shapes: r tokens, n streams, h channels, k = n·h, m = n·(n + 2) products (m = 
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,15 +39,9 @@ from megafp8.layers.hyper_connections.reference import (
     weights_backward,
 )
 from megafp8.linear.autograd import once_differentiable
+from megafp8.numerics.implementations import triton_module
 
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.hyper_connections import (
-        kernel as hyper_connections,
-    )  # needs Triton, which comes with torch's CUDA builds
-
-    return hyper_connections
+_kernels = triton_module("megafp8.layers.hyper_connections.kernel")
 
 
 def _by_kernels(x: Tensor) -> bool:

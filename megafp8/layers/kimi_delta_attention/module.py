@@ -17,23 +17,21 @@ convolution.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter, replicated_product
+import torch
+from torch import Tensor
+
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product, sharded_product
 from megafp8.layers.costs import MicroBatch
-from megafp8.layers.delta_rule.module import BEFORE, DeltaRuleMixer
+from megafp8.layers.delta_rule.module import DeltaRuleMixer
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
+from megafp8.layers.recurrent.module import BEFORE_DECAYS
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.linear.state import LinearState
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.layers import ColumnParallelLinear
-from megafp8.plan import LinearSite, Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
 
 _REASON = "decays and gates are few and stay in training.precision"
 
@@ -46,46 +44,23 @@ class KimiDeltaAttention(DeltaRuleMixer):
 
     silu = False
 
-    def __init__(
-        self,
-        name: str,
-        record: KimiDeltaAttentionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
-        h, heads, d = model.hidden_size, record.num_heads, record.head_dim
+    def __init__(self, build: PartBuild[KimiDeltaAttentionConfig]) -> None:
+        name, record, model, context = build.name, build.record, build.model, build.context
+        heads, d = record.num_heads, record.head_dim
         # Initial decays as in the paper's code.
         super().__init__(
-            name, model, context, key_heads=heads, value_heads=heads, d=d, w=d, kernel=record.conv_kernel_size,
-            decay_shape=(d,), decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
+            build, key_heads=heads, value_heads=heads, d=d, w=d, decay_shape=(d,),
+            decay_init=Init("inverse_softplus", low=1e-3, high=0.1), norm_eps=model.norm.eps,
         )  # fmt: skip
-        init, (t, rank) = Init("normal", model.hidden_init_std), (context.tensor.size(), context.tensor.rank())
         gates = {"erase": heads * d, "write": heads * d} if record.erase_and_write_gates else {}
-        widths, self.channel_gates = self.widths | gates, sum(gates.values()) // t
-        self.projection = ColumnParallelLinear(
-            f"{name}.qkv",
-            h,
-            sum(widths.values()),
-            parts={f"{name}.{part}": width for part, width in widths.items()},
-            init=init,
-            site=context.site(before=BEFORE, after=ATTENTION),
-            **context.linear_options(),
-        )
+        self.channel_gates = sum(gates.values()) // context.tensor.size()
+        self.projection = build.column("qkv", self.widths | gates, before=BEFORE_DECAYS)
         parts = {"beta": 0 if gates else heads, "decay_down": d, "gate_down": d}
-        self.down, self.down_state = replicated_product(context, name, "down", parts, h, init=init, reason=_REASON)
+        options: Any = {"init": Init("normal", model.hidden_init_std), "reason": _REASON}
+        self.down, self.down_state = replicated_product(context, name, "down", parts, model.hidden_size, **options)
         self.down_widths = [*parts.values()]
-
-        def up(which: str) -> tuple[nn.Parameter, LinearState]:
-            shard = shard_dim(f"{name}.{which}.weight", (heads * d, d), 0, rank, t)
-            site = LinearSite(f"{name}.{which}", d, heads * d // t, high_precision=_REASON)
-            weight = new_parameter(context, [shard], init, replicated_over_tp=False, matrix=True)
-            return weight, context.fp8.linear(site)
-
-        self.decay_up, self.decay_state = up("decay_up")
-        self.gate_up, self.gate_state = up("gate_up")
+        self.decay_up, self.decay_state = sharded_product(context, f"{name}.decay_up", d, heads * d, **options)
+        self.gate_up, self.gate_state = sharded_product(context, f"{name}.gate_up", d, heads * d, **options)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""
@@ -115,7 +90,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         kept_for_beta = 0 if self.channel_gates else sum(self.down_widths)
         return {
             "qkv input": batch.saved_input(self.projection.state),
-            "input of decays and gate": self.saved_beside(batch, self.projection.state, self.down.shape[1]),
+            "input of decays and gate": batch.saved_input_beside(self.projection.state, self.down.shape[1]),
             "q, k, v": m * self._channels * e,
             "erase and write gates": m * self.channel_gates * e,
             "decays, gate": 2 * m * values * e,

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from megafp8.layers.attention.module import (
-    ATTENTION,
     AttentionInputs,
     ProbabilityDropout,
     new_largest_logits,
@@ -36,21 +35,20 @@ from megafp8.layers.attention.module import (
 )
 from megafp8.layers.attention.op import CoreAttention
 from megafp8.layers.attention.scores import Scores
-from megafp8.layers.context import BuildContext, replicated_product
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.op import latent_heads
 from megafp8.layers.latent_attention.record import LatentMixerConfig, LatentRecord
 from megafp8.layers.mixer import Mixer, TokenCache, Tokens
 from megafp8.layers.norm.module import RMSNormPart, rms_norm
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory, recomputed
+from megafp8.layers.recompute import recomputed
 from megafp8.layers.rotary.module import RotaryEmbedding
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.parallel.sharding import Init
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.parallel.tensor.layers import ColumnParallelLinear
 from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
 
 
 class LatentAttention(Mixer):
@@ -62,19 +60,11 @@ class LatentAttention(Mixer):
     #: Reason why a subclass reads the latents' values, not only their FP8 data in products; it then has no `kv_up`.
     reads_latents: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        name: str,
-        record: LatentRecord,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[LatentRecord]) -> None:
         super().__init__()
+        name, record, model, context = build.name, build.record, build.model, build.context
         heads = record.num_attention_heads
-        self.name, self.context, self.recompute = name, context, memory.attention
+        self.name, self.context, self.recompute = name, context, build.memory.attention
         self.window = record.sliding_window if isinstance(record, LatentMixerConfig) else None
         rotates = record.position_embedding != "none"
         self.rope = RotaryEmbedding(record, record.rope_head_dim, None, context) if rotates else None
@@ -85,23 +75,21 @@ class LatentAttention(Mixer):
         self.dropout = ProbabilityDropout.build(name, model.attention_dropout, heads, context)
         self.causal, self.query_scaling = model.causal, record.query_scaling
         self.score_factor = record.score_factor
-        init, common = Init("normal", model.hidden_init_std), context.linear_options()
         down = {"kv_down": record.kv_rank + self.r}
         if record.q_rank is not None:
             down = {"q_down": record.q_rank} | down
-        reason = "latents are few and stay in training.precision"
         self.down, self.down_state = replicated_product(
-            context, name, "down", down, model.hidden_size, init=init, reason=reason
-        )
+            context, name, "down", down, model.hidden_size, init=Init("normal", model.hidden_init_std),
+            reason="latents are few and stay in training.precision",
+        )  # fmt: skip
         self.q_norm: RMSNormPart | None = None
         if record.q_rank is not None:
             self.q_norm = rms_norm(f"{name}.q_norm", record.q_rank, model, context, eps=record.eps)
         self.kv_norm = rms_norm(f"{name}.kv_norm", record.kv_rank, model, context, eps=record.eps)
 
         def up(layer: str, norm: Neighbor, rank: int, *widths: int) -> ColumnParallelLinear:
-            layer, fused, rows = f"{name}.{layer}", norm.fuses != "none", heads * sum(widths)
-            site = context.site(before=norm, after=ATTENTION, recompute_input=memory.norms and fused)
-            return ColumnParallelLinear(layer, rank, rows, heads={layer: widths}, init=init, site=site, **common)
+            rows, head_rows = {layer: heads * sum(widths)}, {f"{name}.{layer}": widths}
+            return build.column(layer, rows, before=norm, inputs=rank, heads=head_rows)
 
         q_norm = Neighbor("q_norm", "none", self.reads_latents) if self.reads_latents else Neighbor("q_norm", "any")
 
@@ -112,14 +100,7 @@ class LatentAttention(Mixer):
             self.q_up = up("q_up", q_norm, record.q_rank, self.n + self.r)
         if not self.reads_latents:
             self.kv_up = up("kv_up", Neighbor("kv_norm", "any"), record.kv_rank, self.n, self.v)
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            heads * self.v,
-            model.hidden_size,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+        self.proj = build.row(heads * self.v)
 
     @property
     def _latents(self) -> list[int]:
@@ -201,8 +182,7 @@ class LatentAttention(Mixer):
         q_sbc = self.q_up(x_sbh) if self.q_norm is None else self._up(q, self.q_norm, self.q_up)
         kv_sbc = self._up(kv, self.kv_norm, self.kv_up)
         # The heads of every rank use the rotary key, so its gradient is a sum over ranks.
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        k_rotary_sbr = share(k_rotary.contiguous(), self.context.tensor)
+        k_rotary_sbr = self.shared(k_rotary.contiguous())
         parts = q_sbc, kv_sbc, k_rotary_sbr, inputs.rotary, inputs.core, inputs.scores, inputs.query_scale_sb11
         return self.proj(self._run(self._attend, *parts).flatten(-2))
 

@@ -9,8 +9,6 @@ channels of a value.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megafp8.linear.autograd import once_differentiable
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.sources import rotate, wide
+
+_kernels = triton_module("megafp8.layers.latent_attention.kernel")
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of the pairs of channels, `[s, 1 or b, 1, r/2]`."""
@@ -116,12 +117,3 @@ def _rotated_back(dy_sbar: Tensor, rotary: Rotary | None) -> Tensor:
 
 def _has_kernel(x: Tensor, rotary: Rotary | None) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and (rotary is None or rotary[0].dtype == torch.float32)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.latent_attention import (
-        kernel as latent_heads,
-    )  # needs Triton, which comes with torch's CUDA builds
-
-    return latent_heads

@@ -7,7 +7,7 @@ the projection that computes b, c and the low-rank steps, as after a row-paralle
     x = silu(convolution(x))                      in each channel, over the last tokens
     dt, b, c = selection(x)                       row-parallel; b and c have d numbers, dt has `step_rank`
     step = up(norm(dt));  b, c = norm(b), norm(c)
-    output = projection(recurrence(x, step, z, b, c))     `megafp8.layers.mamba1.reference`
+    output = projection(recurrence(x, step, z, b, c))     `megafp8.layers.mamba1.op`
 
 The norms are optional. The selection and the steps stay in training.precision, because the decays depend on them.
 Backward recomputes the convolution, the recurrence and the gate.
@@ -24,49 +24,38 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import ATTENTION, PartBuild
+from megafp8.layers.context import sharded_product
 from megafp8.layers.costs import KernelWork, MicroBatch
-from megafp8.layers.mamba1.op import SEGMENT, selective_scan, steps
+from megafp8.layers.mamba1.op import SEGMENT, SelectiveTokens, SelectiveWeights, selective_scan, steps
 from megafp8.layers.mamba1.record import Mamba1Config
-from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights
 from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.norm.module import Norm, RMSNormPart, normalized
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
-from megafp8.layers.recurrent.module import RecurrentMixer, short_convolution
+from megafp8.layers.recurrent.module import ConvolvedMixer
 from megafp8.layers.recurrent.op import State, Transition
 from megafp8.layers.recurrent.scan import kernels_of_scan
 from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
 from megafp8.linear.state import InputFormat
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.plan import LinearSite, Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
+from megafp8.parallel.tensor.layers import RowParallelLinear
 
 _REASON = "steps, b and c are few, decays follow from them, and they stay in training.precision"
 
 
-class Mamba1(RecurrentMixer):
+class Mamba1(ConvolvedMixer):
     """Selective state space model with a decay per channel, state number and token."""
 
-    def __init__(
-        self, name: str, record: Mamba1Config, model: ModelSpec, context: BuildContext, *, input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:  # fmt: skip
+    def __init__(self, build: PartBuild[Mamba1Config]) -> None:
         super().__init__()
-        t, rank, h, inner = context.tensor.size(), context.tensor.rank(), model.hidden_size, record.inner_size
-        self.context, self.channels, self.d, self.rank = context, inner // t, record.state_size, record.step_rank
-        common, init = context.linear_options(), Init("normal", model.hidden_init_std)
-        self.projection = ColumnParallelLinear(
-            f"{name}.xz", h, 2 * inner, parts={f"{name}.x": inner, f"{name}.z": inner}, bias=record.proj_bias,
-            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and input.fuses != "none"),
-            init=init, **common,
-        )  # fmt: skip
+        name, record, context, inner = build.name, build.record, build.context, build.record.inner_size
+        self.context, self.channels = context, inner // context.tensor.size()
+        self.d, self.rank = record.state_size, record.step_rank
+        self.projection = build.column("xz", {"x": inner, "z": inner}, bias=record.proj_bias)
         self.selection = RowParallelLinear(
-            f"{name}.selection", inner, sum(self._selected), init=init, high_precision=_REASON,
-            site=context.site(before=ATTENTION), **common,
+            f"{name}.selection", inner, sum(self._selected), init=Init("normal", build.model.hidden_init_std),
+            site=context.site(before=ATTENTION), high_precision=_REASON, **context.linear_options(),
         )  # fmt: skip
         self.norms = nn.ModuleList()
         if record.norms != "none":
@@ -74,31 +63,16 @@ class Mamba1(RecurrentMixer):
             options["sees_a_slice"] = context.sequence_sharded
             names = (f"{name}.{part}_norm" for part in ("step", "b", "c"))
             self.norms.extend(RMSNormPart(part, n, context, **options) for part, n in zip(names, self._selected))
-        rank_spec: dict[str, Any] = {"replicated_over_tp": False, "weight_decay": False}
-
-        def shard(which: str, *shape: int) -> Any:
-            return [shard_dim(f"{name}.{which}", shape, 0, rank, t)]
-
         # Initial values as in the paper's code.
-        self.up = new_parameter(
-            context, shard("step.weight", inner, self.rank), Init("normal", (3 * self.rank) ** -0.5), matrix=True,
-            replicated_over_tp=False,
-        )  # fmt: skip
-        self.up_state = context.fp8.linear(
-            LinearSite(f"{name}.step", self.rank, self.channels, high_precision=_REASON)
-        )  # fmt: skip
-        step_bias = Init("inverse_softplus", low=1e-3, high=0.1)
-        self.step_bias = new_parameter(context, shard("step.bias", inner), step_bias, **rank_spec)
-        self.log_rate = new_parameter(context, shard("log_rate.weight", inner, self.d), Init("log_range"), **rank_spec)
-        self.skip = new_parameter(context, shard("skip.weight", inner), Init("ones"), **rank_spec)
-        self.convolution = short_convolution(name, context, {"x": inner}, record.conv_kernel_size)
-        self.convolution_bias: nn.Parameter | None = None
-        if record.conv_bias:
-            self.convolution_bias = new_parameter(context, shard("x_conv.bias", inner), Init("zeros"), **rank_spec)
-        self.proj = RowParallelLinear(
-            f"{name}.proj", inner, h, bias=record.proj_bias, init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION), **common,
-        )  # fmt: skip
+        up_init = Init("normal", (3 * self.rank) ** -0.5)
+        self.up, self.up_state = sharded_product(
+            context, f"{name}.step", self.rank, inner, init=up_init, reason=_REASON
+        )
+        self.step_bias = build.parameter("step.bias", Init("inverse_softplus", low=1e-3, high=0.1), inner)
+        self.log_rate = build.parameter("log_rate.weight", Init("log_range"), inner, self.d)
+        self.skip = build.parameter("skip.weight", Init("ones"), inner)
+        self.add_convolution(build, {"x": inner}, bias=record.conv_bias)
+        self.proj = build.row(inner, bias=record.proj_bias)
 
     @property
     def _selected(self) -> list[int]:
@@ -132,10 +106,8 @@ class Mamba1(RecurrentMixer):
         """Shape of the transition factor, a diagonal per channel, `(n, d, 1)`."""
         return self.state_shape
 
-    @property
-    def last_shape(self) -> tuple[int, ...]:
-        """Shape of the last inputs of the convolution, `(t, n)`."""
-        return self.convolution.shape[2] - 1, self.channels
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> None:
+        """Return None, because the rule `Convolution` returns them."""
 
     def advance(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> tuple[Tensor, State]:
         """Advance the recurrence by the tensors of `SelectiveTokens`, after the inputs of the convolution in `xs`.
@@ -194,10 +166,6 @@ class Mamba1(RecurrentMixer):
         """Model FLOPs per token to write to the states and read from them."""
         return 4.0 * self.channels * self.d
 
-    def flops(self, batch: MicroBatch) -> float:
-        """Return the model FLOPs of the recurrence and the convolution."""
-        return batch.tokens * (self.rule_flops + 2.0 * self.convolution.numel())
-
     def backward_bytes(self, batch: MicroBatch) -> int:
         """Return the bytes of recomputed tensors and their gradients: states of a segment, outputs of all tokens."""
         segment = min(batch.tokens, batch.sequences * SEGMENT)
@@ -223,10 +191,9 @@ class Convolution:
         (y,) = convolve_parts(xs[0], weight_nk, state[0], starts_sb, parts, bias_n)
         return y.flatten(-2).contiguous(), state
 
-    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor | None:
         """Return the last inputs of the convolution, `[b, t, n]`."""
-        last_btn = self.mixer.zeros(xs[0].shape[1])[0]
-        return last_inputs(xs[0], last_btn.shape[1], last_btn, starts_sb)
+        return ConvolvedMixer.last_inputs(self.mixer, xs, starts_sb)
 
     def transition(self, xs: tuple[Tensor, ...], state: State, starts_sb: Tensor | None) -> None:
         """Return None, because the convolution has no S."""

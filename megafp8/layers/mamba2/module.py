@@ -18,29 +18,23 @@ numbers per channel; n = aw + 2gd channels of the convolution.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mamba2.op import CHUNK, missing_kernel, state_space
 from megafp8.layers.mamba2.record import Mamba2Config
 from megafp8.layers.mixer import RecurrentInputs
 from megafp8.layers.norm.gated_op import gated_norm
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
-from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.module import BEFORE_DECAYS, ConvolvedMixer
 from megafp8.layers.recurrent.op import State, Transition
 from megafp8.layers.short_convolution.op import ChannelGroup, convolve_parts, last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.plan import LinearSite, Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
 
 
 class Mamba2(ConvolvedMixer):
@@ -49,61 +43,28 @@ class Mamba2(ConvolvedMixer):
     The layer always reads the norm's values, even if `input` could quantize them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: Mamba2Config,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[Mamba2Config]) -> None:
         super().__init__()
+        record, model, context = build.record, build.model, build.context
         t, rank = context.tensor.size(), context.tensor.rank()
         self.context, self.record, self.eps = context, record, model.norm.eps
-        self.d, self.w, h, heads = record.state_size, record.head_dim, model.hidden_size, record.num_heads
+        self.d, self.w, heads = record.state_size, record.head_dim, record.num_heads
         self.heads, self.groups, self.first_head = heads // t, record.num_groups // t, rank * (heads // t)
         inner, shared = heads * self.w, record.num_groups * self.d
         widths = {"x": inner, "b": shared, "c": shared}
-        common, init = context.linear_options(), Init("normal", model.hidden_init_std)
-        before = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
-        self.projection = ColumnParallelLinear(
-            f"{name}.xbcz",
-            h,
-            2 * inner + 2 * shared,
-            parts={f"{name}.{part}": width for part, width in (widths | {"z": inner}).items()},
-            init=init,
-            site=context.site(before=before, after=ATTENTION),
-            **common,
-        )
-        self.steps = replicated_parameter(context, unsharded(f"{name}.step.weight", (heads, h)), init, matrix=True)
-        reason = "steps are few, decays follow from them, and they stay in training.precision"
-        self.steps_state = context.fp8.linear(LinearSite(f"{name}.step", h, heads, high_precision=reason))
-        rank_spec = {"replicated_over_tp": False, "weight_decay": False}
-
-        def sharded(which: str, *shape: int) -> Any:
-            return shard_dim(f"{name}.{which}", shape, 0, rank, t)
-
-        self.convolution = short_convolution(name, context, widths, record.conv_kernel_size)
-        self.convolution_bias: nn.Parameter | None = None
-        if record.conv_bias:
-            biases = [sharded(f"{part}_conv.bias", width) for part, width in widths.items()]
-            self.convolution_bias = new_parameter(context, biases, Init("zeros"), **rank_spec)
+        self.projection = build.column("xbcz", widths | {"z": inner}, before=BEFORE_DECAYS)
+        self.steps, self.steps_state = replicated_product(
+            context, build.name, "step", {"step": heads}, model.hidden_size,
+            init=Init("normal", model.hidden_init_std),
+            reason="steps are few, decays follow from them, and they stay in training.precision",
+        )  # fmt: skip
+        self.add_convolution(build, widths, bias=record.conv_bias)
         # Initial decays and steps as in the paper's code.
-        rates, steps = Init("log_uniform", low=1.0, high=16.0), Init("inverse_softplus", low=1e-3, high=0.1)
-        self.log_rate = new_parameter(context, [sharded("log_rate.weight", heads)], rates, **rank_spec)
-        self.step_bias = new_parameter(context, [sharded("step.bias", heads)], steps, **rank_spec)
-        self.skip = new_parameter(context, [sharded("skip.weight", heads)], Init("ones"), **rank_spec)
-        self.norm = new_parameter(context, [sharded("norm.weight", inner)], Init("ones"), **rank_spec)
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            inner,
-            h,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
+        self.log_rate = build.parameter("log_rate.weight", Init("log_uniform", low=1.0, high=16.0), heads)
+        self.step_bias = build.parameter("step.bias", Init("inverse_softplus", low=1e-3, high=0.1), heads)
+        self.skip = build.parameter("skip.weight", Init("ones"), heads)
+        self.norm = build.parameter("norm.weight", Init("ones"), inner)
+        self.proj = build.row(inner)
 
     @property
     def _channels(self) -> int:
@@ -173,10 +134,9 @@ class Mamba2(ConvolvedMixer):
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""
         m, e, inner, heads = batch.tokens, batch.element, self.heads * self.w, self.steps.shape[0]
-        high = self.projection.state.plan.saved == "high" and batch.tokens == batch.own_tokens
         return {
             "xbcz input": batch.saved_input(self.projection.state),
-            "steps' input": 0 if high else batch.own_tokens * self.steps.shape[1] * e,
+            "steps' input": batch.saved_input_beside(self.projection.state, self.steps.shape[1]),
             "x, b, c, z": m * (self._channels + inner) * e,
             "steps": m * heads * e,
             "recurrence output": m * inner * e,

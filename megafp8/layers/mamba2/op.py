@@ -10,8 +10,6 @@ Shapes: see `megafp8.layers.mamba2.reference`; m chunks.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,13 +18,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megafp8.layers.mamba2.reference import in_chunks
+from megafp8.numerics.implementations import triton_module
 
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.mamba2 import kernel as state_space  # needs Triton, which comes with torch's CUDA builds
-
-    return state_space
+_kernels = triton_module("megafp8.layers.mamba2.kernel")
 
 
 CHUNK = 64

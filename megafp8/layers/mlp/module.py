@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from megafp8.config import MlpConfig
 from megafp8.layers.activation.record import ACTIVATIONS
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import new_parameter
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import FeedForward
 from megafp8.layers.mlp.op import mlp
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState, QuantizedGradHandoff
+from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.parallel.sharding import Init, unsharded
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megafp8.parallel.tensor.lora import READS_VALUES
 from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
 
 
 class MLP(FeedForward):
@@ -35,54 +33,24 @@ class MLP(FeedForward):
     With a gated activation, the first layer computes gate and up. If `adapted`, `inputs` of `forward` adds to both.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: MlpConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-        adapted: bool = False,
-    ) -> None:
+    def __init__(self, build: PartBuild[MlpConfig], *, adapted: bool = False) -> None:
         super().__init__()
-        self.kind = record.activation
-        f, self.activation = record.width, ACTIVATIONS[record.activation]
-        common = context.linear_options() | {"bias": model.mlp_bias}
+        context, f, bias = build.context, build.record.width, build.model.mlp_bias
+        self.kind, self.activation = build.record.activation, ACTIVATIONS[build.record.activation]
         neighbor = Neighbor(self.kind, "any" if self.activation.fused else "none", f"{self.kind} has no fused kernel")
         after = READS_VALUES if adapted else neighbor
-        self.up = ColumnParallelLinear(
-            f"{name}.{self.activation.up_layer}",
-            model.hidden_size,
-            self.activation.up_width(f),
-            parts={f"{name}.gate": f, f"{name}.up": f} if self.activation.gated else None,
-            init=Init("normal", model.hidden_init_std),
-            skip_bias_add=self.activation.fuses_bias,
-            site=context.site(before=input, after=after, recompute_input=memory.norms),
-            **common,
+        parts = {"gate": f, "up": f} if self.activation.gated else {"up": f}
+        self.up = build.column(
+            self.activation.up_layer, parts, after=after, bias=bias, skip_bias_add=self.activation.fuses_bias
         )
-        self.down = RowParallelLinear(
-            f"{name}.down",
-            f,
-            model.hidden_size,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=neighbor, recompute_input=memory.activation),
-            **common,
-        )
+        self.input_linear = self.up.state
+        self.down = build.row(f, "down", before=neighbor, recompute_input=build.memory.activation, bias=bias)
         # Each tensor-parallel rank applies the learned numbers to its own channels.
         spec = {"replicated_over_tp": True, "reduce_over_tp": context.tensor.size() > 1, "weight_decay": False}
-        self.learned = nn.ParameterList(
-            new_parameter(
-                context, unsharded(f"{name}.{x}.weight", (1,)), Init("inverse_softplus", low=start, high=start), **spec
-            )
-            for x, start in self.activation.learned.items()
-        )
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.up.state
+        self.learned = nn.ParameterList()
+        for x, start in self.activation.learned.items():
+            shards, init = unsharded(f"{build.name}.{x}.weight", (1,)), Init("inverse_softplus", low=start, high=start)
+            self.learned.append(new_parameter(context, shards, init, **spec))
 
     def saved(self, batch: MicroBatch) -> dict[str, int]:
         """Return the bytes saved for backward, by tensor."""

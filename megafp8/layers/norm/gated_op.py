@@ -8,8 +8,6 @@ Shapes: s sequence length, b micro-batch size, a heads (or groups of heads) of c
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from megafp8.numerics.implementations import triton_module
+
+_kernels = triton_module("megafp8.layers.norm.gated_kernel")
 
 
 def gated_norm(
@@ -53,13 +55,6 @@ def gated(x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, silu: bool,
     x = x_sbac.to(wide) * factor if gate_first else x_sbac.to(wide)
     y = F.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(wide)
     return (y if gate_first else y * factor).to(z_sbc.dtype).flatten(-2)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.norm import gated_kernel as gated_norm  # needs Triton, which comes with torch's CUDA builds
-
-    return gated_norm
 
 
 class _GatedNorm(Function):

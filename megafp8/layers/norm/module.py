@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.context import BuildContext, new_parameter, sharded_parameters
 from megafp8.layers.costs import MicroBatch
 from megafp8.layers.dropout.reference import Dropout
 from megafp8.layers.norm.op import norm
@@ -31,7 +31,7 @@ from megafp8.linear.fusion import LinearInput
 from megafp8.linear.state import InputFormat
 from megafp8.numerics.sources import norm_factor
 from megafp8.parallel import collectives
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
+from megafp8.parallel.sharding import Init, unsharded
 from megafp8.plan import Neighbor
 from megafp8.spec import ModelSpec
 
@@ -205,13 +205,11 @@ class ProjectionNorms(nn.Module):
         super().__init__()
         self.eps, self.sizes, self.group = eps, (query_size, key_size), context.tensor
         self.zero_centered = zero_centered
-        init = Init("zeros" if zero_centered else "ones")
-
-        def parameter(norm: str, size: int) -> nn.Parameter:
-            shard = shard_dim(f"{name}.{norm}.weight", (size,), 0, context.tensor.rank(), context.tensor.size())
-            return new_parameter(context, [shard], init, replicated_over_tp=False, weight_decay=False)
-
-        self.q_weight, self.k_weight = parameter("q_norm", query_size), parameter("k_norm", key_size)
+        init, sizes = Init("zeros" if zero_centered else "ones"), {"q_norm": query_size, "k_norm": key_size}
+        self.q_weight, self.k_weight = (
+            sharded_parameters(context, {f"{name}.{norm}.weight": (size,)}, init, weight_decay=False)
+            for norm, size in sizes.items()
+        )
 
     @property
     def both(self) -> QKNorms:

@@ -8,8 +8,6 @@ Shapes: r rows (tokens; all leading dims), c columns (hidden).
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +23,10 @@ from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import FusedOutput, LinearInput, as_matrix, runs_unfused
 from megafp8.linear.grad_sink import deliver, summed_in_place, was_added
 from megafp8.linear.state import InputFormat
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.sources import Normalized, ZeroCenteredNormalized, norm_factor
+
+_kernels = triton_module("megafp8.layers.norm.kernel")
 
 
 class _Norm(Function):
@@ -122,13 +123,6 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.norm import kernel as norm  # needs Triton, which comes with torch's CUDA builds
-
-    return norm
 
 
 def _unfused(

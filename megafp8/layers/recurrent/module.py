@@ -19,33 +19,28 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import sharded_parameters
 from megafp8.layers.costs import MicroBatch
 from megafp8.layers.mixer import Mixer, RecurrentInputs, StateCache, Tokens
 from megafp8.layers.recompute import recomputed
 from megafp8.layers.recurrent.op import RecurrentRule, State, Transition
 from megafp8.layers.short_convolution.op import last_inputs
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megafp8.parallel.sharding import Init
+from megafp8.plan import Neighbor
+
+BEFORE_DECAYS = Neighbor("attention_norm", "none", "the decays are computed from the norm's output too")
+"""Norm before a projection, as the projection's plan sees it if decays are computed from the same input."""
 
 
 class RecurrentMixer(Mixer):
     """Mixer that passes a state from token to token."""
-
-    context: BuildContext
-
-    def shared(self, x: Tensor) -> Tensor:
-        """Share a replicated tensor with the heads of all tensor-parallel ranks.
-
-        With sequence parallelism, gather the tokens of all ranks. The gradient is the sum over ranks, because each
-        rank's heads use the tensor.
-        """
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        return share(x, self.context.tensor)
 
     @property
     @abstractmethod
@@ -140,6 +135,22 @@ class ConvolvedMixer(RecurrentMixer):
 
     convolution: nn.Parameter
     """Weight of this rank's channels, `[n, 1, k]`."""
+    convolution_bias: nn.Parameter | None
+    """Bias of this rank's channels, `[n]`."""
+
+    def add_convolution(self, build: PartBuild[Any], widths: Mapping[str, int], *, bias: bool = False) -> None:
+        """Create the weight of the convolutions of several inputs, `[n, 1, k]` as in PyTorch's Conv1d, and the bias.
+
+        `widths` holds the number of channels of each input on all ranks. A weight is `<name>.<input>_conv.weight`.
+        """
+        kernel, shapes = build.record.conv_kernel_size, {f"{build.name}.{part}_conv": n for part, n in widths.items()}
+
+        def parameter(which: str, init: Init, *dims: int, **spec: bool) -> nn.Parameter:
+            slices = {f"{name}.{which}": (n, *dims) for name, n in shapes.items()}
+            return sharded_parameters(build.context, slices, init, **spec)
+
+        self.convolution = parameter("weight", Init("normal", kernel**-0.5), 1, kernel)
+        self.convolution_bias = parameter("bias", Init("zeros"), weight_decay=False) if bias else None
 
     @property
     def last_shape(self) -> tuple[int, ...]:
@@ -147,7 +158,7 @@ class ConvolvedMixer(RecurrentMixer):
         n, _, k = self.convolution.shape
         return k - 1, n
 
-    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor:
+    def last_inputs(self, xs: tuple[Tensor, ...], starts_sb: Tensor | None) -> Tensor | None:
         """Return the last inputs of the convolution, `[b, t, n]`."""
         last_btn = self.zeros(xs[0].shape[1])[0]
         return last_inputs(xs[0], last_btn.shape[1], last_btn, starts_sb)
@@ -155,23 +166,3 @@ class ConvolvedMixer(RecurrentMixer):
     def flops(self, batch: MicroBatch) -> float:
         """Return the model FLOPs of the recurrence and the convolution."""
         return batch.tokens * (self.rule_flops + 2.0 * self.convolution.numel())
-
-
-def short_convolution(
-    name: str, context: BuildContext, widths: dict[str, int], kernel: int, **options: bool
-) -> nn.Parameter:
-    """Create the weight of the convolutions of several inputs, `[n, 1, kernel]` as in PyTorch's Conv1d.
-
-    Args:
-        name: Prefix of the names of the weights, `<name>.<part>_conv.weight`.
-        context: Process groups, dtype and device of the model.
-        widths: Number of channels of each part. Tensor-parallel ranks divide the channels.
-        kernel: Number of tokens that the convolution sees.
-        **options: Options of `new_parameter`.
-    """
-    group = context.tensor
-    shards = [
-        shard_dim(f"{name}.{part}_conv.weight", (width, 1, kernel), 0, group.rank(), group.size())
-        for part, width in widths.items()
-    ]
-    return new_parameter(context, shards, Init("normal", kernel**-0.5), replicated_over_tp=False, **options)

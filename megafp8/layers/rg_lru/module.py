@@ -5,7 +5,7 @@ Heads are sharded over the tensor-parallel group:
     x, z = projection(input)
     x = convolution(x)                            in each channel, over the last tokens
     i, r = gates(x)                               a matrix per head for each gate
-    output = projection(recurrence(x, i, r) · gelu(z))          `megafp8.layers.rg_lru.reference`
+    output = projection(recurrence(x, i, r) · gelu(z))          `megafp8.layers.rg_lru.op`
 
 The gates stay in training.precision, because the decays depend on them. Backward recomputes everything between the
 projections.
@@ -19,74 +19,41 @@ the convolution sees, t = k - 1 tokens before the current one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter
+from megafp8.layers.build import PartBuild
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
-from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.module import ConvolvedMixer
 from megafp8.layers.recurrent.op import State, Transition
 from megafp8.layers.recurrent.scan import kernels_of_scan
 from megafp8.layers.rg_lru.op import gated_scan, log_decays
 from megafp8.layers.rg_lru.record import RgLruConfig
 from megafp8.layers.short_convolution.op import convolve, last_inputs
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
 
 
 class RgLru(ConvolvedMixer):
     """Gated linear recurrence with one number per channel, between a convolution and an output gate."""
 
-    def __init__(
-        self, name: str, record: RgLruConfig, model: ModelSpec, context: BuildContext, *, input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:  # fmt: skip
+    def __init__(self, build: PartBuild[RgLruConfig]) -> None:
         super().__init__()
-        t, rank, h, inner = context.tensor.size(), context.tensor.rank(), model.hidden_size, record.inner_size
-        heads, w = record.num_heads, inner // record.num_heads
-        self.context, self.heads, self.w = context, heads // t, w
-        common = context.linear_options()
-        self.projection = ColumnParallelLinear(
-            f"{name}.xz", h, 2 * inner, parts={f"{name}.x": inner, f"{name}.z": inner}, bias=record.proj_bias,
-            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and input.fuses != "none"),
-            init=Init("normal", model.hidden_init_std), **common,
-        )  # fmt: skip
-
-        def parameter(which: str, shape: tuple[int, ...], init: Init, **spec: Any) -> nn.Parameter:
-            shard = shard_dim(f"{name}.{which}", shape, 0, rank, t)
-            return new_parameter(context, [shard], init, replicated_over_tp=False, **spec)
-
+        record, inner, heads = build.record, build.record.inner_size, build.record.num_heads
+        self.context, self.heads, self.w = build.context, heads // build.context.tensor.size(), inner // heads
+        self.projection = build.column("xz", {"x": inner, "z": inner}, bias=record.proj_bias)
+        self.input_linear = self.projection.state
         # Initial values as in the paper.
-        zeros, weights, rates = Init("zeros"), Init("normal", w**-0.5), Init("inverse_softplus", low=1e-3, high=0.1)
-        gates = "input_gate", "recurrence_gate"
-        self.gates = nn.ParameterList(parameter(f"{x}.weight", (heads, w, w), weights, matrix=True) for x in gates)
-        self.gate_biases = nn.ParameterList(
-            parameter(f"{x}.bias", (heads, w), zeros, weight_decay=False) for x in gates
+        gates, matrix, weights = ("input_gate", "recurrence_gate"), (self.w, self.w), Init("normal", self.w**-0.5)
+        self.gates = nn.ParameterList(
+            build.parameter(f"{x}.weight", weights, heads, *matrix, matrix=True) for x in gates
         )
-        self.rate = parameter("rate.weight", (inner,), rates, weight_decay=False)
-        self.convolution = short_convolution(name, context, {"x": inner}, record.conv_kernel_size)
-        self.convolution_bias: nn.Parameter | None = None
-        if record.conv_bias:
-            self.convolution_bias = parameter("x_conv.bias", (inner,), zeros, weight_decay=False)
-        self.proj = RowParallelLinear(
-            f"{name}.proj", inner, h, bias=record.proj_bias, init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION), **common,
-        )  # fmt: skip
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.projection.state
+        self.gate_biases = nn.ParameterList(build.parameter(f"{x}.bias", Init("zeros"), heads, self.w) for x in gates)
+        self.rate = build.parameter("rate.weight", Init("inverse_softplus", low=1e-3, high=0.1), inner)
+        self.add_convolution(build, {"x": inner}, bias=record.conv_bias)
+        self.proj = build.row(inner, bias=record.proj_bias)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

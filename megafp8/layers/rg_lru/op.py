@@ -1,6 +1,12 @@
-"""Recurrence of the RG-LRU with PyTorch's operations, as a scan over all tokens at a time.
+"""Recurrence of the RG-LRU (arXiv:2402.19427) with PyTorch's operations, as a scan over all tokens at a time.
 
-Reference and formulas: `megafp8.layers.rg_lru.reference`. 1 − a² comes from the logarithm of a, without cancellation.
+The state h has one number for each channel. Each token has an input x, an input gate i and a recurrence gate r per
+channel, and each channel has a parameter Λ:
+
+    a = exp(−8 softplus(Λ) σ(r))
+    h ← a h + √(1 − a²) σ(i) x;    h ← σ(i) x at the first token of a document
+
+1 − a² comes from the logarithm of a, without cancellation.
 
 Shapes: s sequence length, b micro-batch size; n channels.
 """
@@ -20,9 +26,14 @@ def log_decays(recurrence_sbn: Tensor, rate_n: Tensor) -> Tensor:
 
 
 def gated_scan(x_sbn: Tensor, input_sbn: Tensor, log_decay_sbn: Tensor, state_bn: Tensor, starts_sb: Tensor) -> Tensor:
-    """Return the states of `megafp8.layers.rg_lru.reference.recurrence` after each token. Differentiable.
+    """Return the states after each token, `[s, b, n]`, which are the outputs. Differentiable.
 
-    All tensors are in one dtype, fp32 or wider.
+    Args:
+        x_sbn: Inputs. All tensors are in one dtype, fp32 or wider.
+        input_sbn: Input gates before the sigmoid.
+        log_decay_sbn: Logarithms of the decays a.
+        state_bn: State before the first token.
+        starts_sb: Tokens that begin a document or sequence, bool.
     """
     starts = starts_sb.unsqueeze(-1)
     # The limit keeps the gradient finite where a gate underflows and a is 1.

@@ -9,8 +9,6 @@ Shapes: s sequence, b micro-batch, r = s·b tokens, a query heads, g key-value h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,8 +22,11 @@ from megafp8.layers.norm.op import deliver_sums
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import fused_gradient, runs_unfused
 from megafp8.linear.state import QuantizedGradHandoff
+from megafp8.numerics.implementations import triton_module
 from megafp8.numerics.sources import HeadNorms, QKVGrad, rotate
 from megafp8.parallel import collectives
+
+_kernels = triton_module("megafp8.layers.rotary.kernel")
 
 
 class _RotateAndSplit(Function):
@@ -190,13 +191,6 @@ def _q_and_k(qkv_sbc: Tensor, heads: int, d: int) -> Tensor:
 
 def _has_kernel(x: Tensor, cos: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and cos.dtype == torch.float32
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.rotary import kernel as rotary  # needs Triton, which comes with torch's CUDA builds
-
-    return rotary
 
 
 def _rotated_and_split(

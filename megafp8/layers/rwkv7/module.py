@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext, new_parameter, replicated_parameter
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_parameters, replicated_product, sharded_product
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.module import RecurrentMixer
 from megafp8.layers.recurrent.op import State, Transition
 from megafp8.layers.rwkv7.op import CHUNK, in_chunks
@@ -40,13 +39,10 @@ from megafp8.layers.rwkv7.record import Rwkv7Config
 from megafp8.layers.short_convolution.op import last_inputs
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.linear.state import LinearState
 from megafp8.parallel import collectives
-from megafp8.parallel.sharding import Init, shard_dim, unsharded
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megafp8.parallel.sharding import Init
 from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel
-from megafp8.plan import LinearSite, Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.plan import Neighbor
 
 _BEFORE = Neighbor("attention_norm", "none", "the token shift reads the norm's output")
 _REASON = "decays, learning rates and gates are few and stay in training.precision"
@@ -60,17 +56,12 @@ class LowRankProduct(nn.Module):
     on all tokens.
     """
 
-    def __init__(self, name: str, rank: int, width: int, model: ModelSpec, context: BuildContext) -> None:
+    def __init__(self, build: PartBuild[Rwkv7Config], layer: str, rank: int, width: int) -> None:
         super().__init__()
-        h, t, init = model.hidden_size, context.tensor.size(), Init("normal", model.hidden_init_std)
-        shards = unsharded(f"{name}_down.weight", (rank, h))
-        self.down = replicated_parameter(context, shards, init, matrix=True)
-        self.down_state = context.fp8.linear(LinearSite(f"{name}_down", h, rank, high_precision=_REASON))
-        shard = shard_dim(f"{name}_up.weight", (width, rank), 0, context.tensor.rank(), t)
-        self.up = new_parameter(context, [shard], init, replicated_over_tp=False, matrix=True)
-        self.up_state: LinearState = context.fp8.linear(
-            LinearSite(f"{name}_up", rank, width // t, high_precision=_REASON)
-        )
+        down, h, context = f"{layer}_down", build.model.hidden_size, build.context
+        options: Any = {"init": Init("normal", build.model.hidden_init_std), "reason": _REASON}
+        self.down, self.down_state = replicated_product(context, build.name, down, {down: rank}, h, **options)
+        self.up, self.up_state = sharded_product(context, f"{build.name}.{layer}_up", rank, width, **options)
 
 
 class Rwkv7(RecurrentMixer):
@@ -79,57 +70,25 @@ class Rwkv7(RecurrentMixer):
     The layer always reads the norm's values, even if `input` could quantize them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        record: Rwkv7Config,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[Rwkv7Config]) -> None:
         super().__init__()
-        t, rank, h, width = context.tensor.size(), context.tensor.rank(), model.hidden_size, 0
-        self.context, self.eps, self.d, self.heads = context, record.norm_eps, record.head_dim, record.num_heads // t
-        width = record.num_heads * self.d
-        self.shift = replicated_parameter(
-            context, unsharded(f"{name}.shift.weight", (6, h)), Init("normal", 0.5), weight_decay=False
-        )
-
-        def column(which: str) -> ColumnParallelLinear:
-            site = context.site(before=_BEFORE, after=ATTENTION)
-            init = Init("normal", model.hidden_init_std)
-            return ColumnParallelLinear(f"{name}.{which}", h, width, init=init, site=site, **context.linear_options())
-
-        self.r, self.k, self.v = column("r"), column("k"), column("v")
+        record, context, width = build.record, build.context, build.record.num_heads * build.record.head_dim
+        self.context, self.eps, self.d = context, record.norm_eps, record.head_dim
+        self.heads = record.num_heads // context.tensor.size()
+        shift = {f"{build.name}.shift.weight": (6, build.model.hidden_size)}
+        self.shift = replicated_parameters(context, shift, Init("normal", 0.5), weight_decay=False)
+        self.r, self.k, self.v = (build.column(x, {x: width}, before=_BEFORE) for x in "rkv")
         ranks = {"decay": record.decay_rank, "rate": record.rate_rank, "gate": record.gate_rank}
-        self.decay, self.rate, self.gate = (
-            LowRankProduct(f"{name}.{which}", low_rank, width, model, context) for which, low_rank in ranks.items()
-        )
-
-        def channel_parameter(which: str, init: Literal["ones", "zeros"]) -> nn.Parameter:
-            shard = shard_dim(f"{name}.{which}", (width,), 0, rank, t)
-            return new_parameter(context, [shard], Init(init), replicated_over_tp=False, weight_decay=False)
-
-        self.decay_bias, self.rate_bias = (
-            channel_parameter("decay.bias", "zeros"),
-            channel_parameter("rate.bias", "zeros"),
-        )
+        self.decay, self.rate, self.gate = (LowRankProduct(build, *layer, width) for layer in ranks.items())
+        ones, zeros = Init("ones"), Init("zeros")
+        self.decay_bias, self.rate_bias = (build.parameter(f"{x}.bias", zeros, width) for x in ("decay", "rate"))
         self.removal, self.replacement = (
-            channel_parameter("removal.weight", "ones"),
-            channel_parameter("replacement.weight", "ones"),
+            build.parameter(f"{x}.weight", ones, width) for x in ("removal", "replacement")
         )
-        self.bonus = channel_parameter("bonus.weight", "zeros")
-        self.norm, self.norm_bias = channel_parameter("norm.weight", "ones"), channel_parameter("norm.bias", "zeros")
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            width,
-            h,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **context.linear_options(),
-        )
+        self.bonus = build.parameter("bonus.weight", zeros, width)
+        self.norm = build.parameter("norm.weight", ones, width)
+        self.norm_bias = build.parameter("norm.bias", zeros, width)
+        self.proj = build.row(width)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

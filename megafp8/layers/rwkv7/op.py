@@ -3,7 +3,7 @@
 The state S `[d, d]` of a head maps keys to values. Each token has a log decay g per channel, a removal key κ of length
 1, an in-context learning rate a per channel, a key k and a value v:
 
-    S ← exp(g) S − (a κ) (Sᵀκ)ᵀ + k vᵀ;    y = Sᵀr        (`recurrence`, token by token, is the specification)
+    S ← exp(g) S − (a κ) (Sᵀκ)ᵀ + k vᵀ;    y = Sᵀr
 
 The transition diag(exp(g)) − (a κ) κᵀ is diagonal plus rank one. Consider a chunk of tokens, and let G be the running
 sum of g. The values u that the tokens read with their removal keys solve a triangular system, and the state is read and
@@ -28,42 +28,25 @@ CHUNK = 16
 """Tokens of a chunk."""
 
 
-def recurrence(
-    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbad: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
-    state_badd: Tensor, starts_sb: Tensor | None = None,
+def in_chunks(
+    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
+    state_badw: Tensor, starts_sb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the recurrence token by token. This is the specification of `in_chunks`.
+    """Run the recurrence in chunks, with all tensors in one dtype, fp32 or wider.
 
     Args:
         r_sbad: Receptances, which tokens use to read the state.
         decay_sbad: Logarithms g of decays.
         k_sbad: Keys.
-        v_sbad: Values.
+        v_sbaw: Values, of any width w.
         removal_sbad: Removal keys κ of length 1.
         rate_sbad: In-context learning rates a.
-        state_badd: State before the first token.
+        state_badw: State before the first token.
         starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
 
     Returns:
-        Outputs `[s, b, a, d]`, and the state after the last token.
+        Outputs `[s, b, a, w]`, and the state after the last token.
     """
-    outputs = []
-    tokens = zip(r_sbad, decay_sbad, k_sbad, v_sbad, removal_sbad, rate_sbad, strict=True)
-    for i, (r, g, k, v, removal, rate) in enumerate(tokens):
-        if starts_sb is not None:
-            state_badd = state_badd * ~starts_sb[i][:, None, None, None]
-        removed = torch.einsum("badw,bad->baw", state_badd, removal)
-        state_badd = state_badd * g.exp().unsqueeze(-1) - torch.einsum("bad,baw->badw", rate * removal, removed)
-        state_badd = state_badd + torch.einsum("bad,baw->badw", k, v)
-        outputs.append(torch.einsum("badw,bad->baw", state_badd, r))
-    return torch.stack(outputs), state_badd
-
-
-def in_chunks(
-    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbaw: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
-    state_badw: Tensor, starts_sb: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `recurrence` in chunks, with all tensors in one dtype, fp32 or wider. Values may have any width w."""
     s, b = r_sbad.shape[:2]
     c = min(CHUNK, s)
 

@@ -18,19 +18,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megafp8.layers.attention.module import Attention, AttentionInputs
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, column_sums
 from megafp8.layers.mamba2.module import Mamba2
 from megafp8.layers.mixer import Tokens
 from megafp8.layers.mlp.module import MLP
 from megafp8.layers.norm.module import block_norm, normalized
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.recurrent.op import Recurrence
 from megafp8.layers.shared_attention.record import SharedAttentionConfig
 from megafp8.layers.whole_linear import WholeLinear
@@ -78,9 +78,7 @@ class Adapter(nn.Module):
 
     def saved(self, batch: MicroBatch, adapted: LinearState | None) -> dict[str, int]:
         """Return the bytes saved for backward; `adapted` is the state of the projections, which may save the input."""
-        shares = adapted is not None and adapted.plan.saved == "high" and batch.tokens == batch.own_tokens
-        read = 0 if shares else batch.own_tokens * self.inputs * batch.element
-        up: Any = self.up
+        read, up = batch.saved_input_beside(adapted, self.inputs), cast(Any, self.up)
         return {"adapters' inputs": read + sum(batch.saved_input(layer.state) for layer in up)}
 
 
@@ -92,11 +90,12 @@ class SharedTransformer(nn.Module):
         in_fp8 = context.param_gather and context.weight_storage != "fsdp"  # FSDP gathers only blocks in FP8
         context = replace(context, lora=None, records_logits=False, param_gather=in_fp8, shares_linears=True)
         name, record = f"layers.{index}.shared_attention.transformer", model.layers[index].mixer
-        options: Any = {"input": Neighbor("norm", "none", "adapters read the norm's output too"), "adapted": True}
+        before = Neighbor("norm", "none", "adapters read the norm's output too")
+        attention = PartBuild(f"{name}.attention", record.attention, model, context, before)
         self.norm = block_norm(f"{name}.norm", replace(model, hidden_size=2 * model.hidden_size), context)
-        self.attention = Attention(f"{name}.attention", record.attention, model, context, **options)
+        self.attention = Attention(attention, adapted=True)
         self.mlp_norm = block_norm(f"{name}.mlp_norm", model, context)
-        self.mlp = MLP(f"{name}.mlp", record.mlp, model, context, **options)
+        self.mlp = MLP(replace(attention, name=f"{name}.mlp", record=record.mlp), adapted=True)
         for param in self.parameters():  # each use delivers some gradients, and autograd sums others over the uses
             set_spec(param, replace(spec_of(param), num_uses=0))
 
@@ -121,11 +120,9 @@ def shared_transformer(index: int, model: ModelSpec, context: BuildContext) -> S
 class SharedAttention(Mamba2):
     """Mamba-2 whose input is the sum of the residual stream and the output of a shared transformer."""
 
-    def __init__(
-        self, name: str, record: SharedAttentionConfig, model: ModelSpec, context: BuildContext, *, input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:  # fmt: skip
-        super().__init__(name, record, model, context, input=input, memory=memory)
+    def __init__(self, build: PartBuild[SharedAttentionConfig]) -> None:
+        super().__init__(build)
+        name, record, model, context = build.name, build.record, build.model, build.context
         index, h, ranks = int(name.split(".")[1]), model.hidden_size, context.tensor.size()
         transformer = shared_transformer(index, model, context)
         self.transformers = (transformer,)  # a tuple, because the module belongs to the stage

@@ -11,61 +11,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafp8.layers.attention.module import ATTENTION
-from megafp8.layers.context import BuildContext
+from megafp8.layers.build import PartBuild
 from megafp8.layers.costs import KernelWork, MicroBatch
 from megafp8.layers.mixer import RecurrentInputs
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
-from megafp8.layers.recurrent.module import ConvolvedMixer, short_convolution
+from megafp8.layers.recurrent.module import ConvolvedMixer
 from megafp8.layers.recurrent.op import State
 from megafp8.layers.short_convolution.op import convolve, last_inputs
 from megafp8.layers.short_convolution.record import ShortConvolutionConfig
 from megafp8.linear.fusion import LinearInput
-from megafp8.linear.state import LinearState
-from megafp8.parallel.sharding import Init
-from megafp8.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
 
 
 class ShortConvolution(ConvolvedMixer):
     """Mixer that multiplies a short causal convolution by gates before and after it."""
 
-    def __init__(
-        self,
-        name: str,
-        record: ShortConvolutionConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
+    def __init__(self, build: PartBuild[ShortConvolutionConfig]) -> None:
         super().__init__()
-        h, common, fused = model.hidden_size, context.linear_options(), input.fuses != "none"
-        self.projection = ColumnParallelLinear(
-            f"{name}.bcx",
-            h,
-            3 * h,
-            parts={f"{name}.{part}": h for part in "bcx"},
-            init=Init("normal", model.hidden_init_std),
-            site=context.site(before=input, after=ATTENTION, recompute_input=memory.norms and fused),
-            **common,
-        )
-        self.convolution = short_convolution(name, context, {"x": h}, record.conv_kernel_size)
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            h,
-            h,
-            init=Init("normal", model.output_init_std),
-            site=context.site(before=ATTENTION),
-            **common,
-        )
-
-    @property
-    def input_linear(self) -> LinearState:
-        """State of the product that alone reads the input."""
-        return self.projection.state
+        h = build.model.hidden_size
+        self.projection = build.column("bcx", dict.fromkeys("bcx", h))
+        self.input_linear = self.projection.state
+        self.add_convolution(build, {"x": h})
+        self.proj = build.row(h)
 
     def forward(self, x_sbh: Tensor | LinearInput, inputs: RecurrentInputs) -> Tensor:
         """Return the output of the mixer in the shape of its input. Collective."""

@@ -10,8 +10,6 @@ convolution sees, t = k - 1 tokens before the current one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,18 +19,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.kernels.limits import LENGTH_EPS
+from megafp8.numerics.implementations import triton_module
 
 if TYPE_CHECKING:
     from megafp8.layers.short_convolution.kernel import ConvolutionInputs
 
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.short_convolution import (
-        kernel as short_convolution,
-    )  # needs Triton, which comes with torch's CUDA builds
-
-    return short_convolution
+_kernels = triton_module("megafp8.layers.short_convolution.kernel")
 
 
 class ChannelGroup(NamedTuple):

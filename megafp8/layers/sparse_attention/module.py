@@ -32,22 +32,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megafp8.layers.context import BuildContext, new_parameter, replicated_product
+from megafp8.layers.build import PartBuild
+from megafp8.layers.context import replicated_product
 from megafp8.layers.costs import AttentionWork, KernelWork, MicroBatch, pairs_of
 from megafp8.layers.latent_attention.module import LatentAttention
 from megafp8.layers.mixer import AttendToKeys, SharedTensors, TokenCache, Tokens
 from megafp8.layers.norm.module import LayerNormPart, normalized
-from megafp8.layers.recompute import KEEP_ALL, BlockMemory
 from megafp8.layers.rotary.op import rotate_heads, rotated_neighbors
 from megafp8.layers.sparse_attention.op import BLOCK_BYTES, IndexLoss, SparseAttention
 from megafp8.layers.sparse_attention.record import SparseLatentMixerConfig
 from megafp8.layers.sparse_attention.reference import Index, wide
 from megafp8.linear.fusion import LinearInput
 from megafp8.linear.linear import linear
-from megafp8.parallel.sharding import Init, shard_dim
-from megafp8.parallel.tensor.mappings import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megafp8.plan import Neighbor
-from megafp8.spec import ModelSpec
+from megafp8.parallel.sharding import Init
 
 _INDEX_NORM_EPS = 1e-6
 
@@ -83,27 +80,16 @@ class SparseLatentAttention(LatentAttention):
 
     reads_latents: ClassVar[str] = "the indexer and attention to chosen tokens read the latents' values"
 
-    def __init__(
-        self,
-        name: str,
-        record: SparseLatentMixerConfig,
-        model: ModelSpec,
-        context: BuildContext,
-        *,
-        input: Neighbor,
-        memory: BlockMemory = KEEP_ALL,
-    ) -> None:
-        super().__init__(name, record, model, context, input=input, memory=memory)
+    def __init__(self, build: PartBuild[SparseLatentMixerConfig]) -> None:
+        super().__init__(build)
+        name, record, model, context = build.name, build.record, build.model, build.context
         assert record.q_rank is not None, "the config was not checked"
         index = int(name.split(".")[1])
         self.source, self.is_read = model.sources.get(index), model.layers[index].is_read
         self.sparse: SparseLatentMixerConfig = record if self.source is None else model.layers[self.source].mixer
         loss: IndexLoss | None = None
-        h = model.hidden_size
-        init, group = Init("normal", model.hidden_init_std), context.tensor
-        shape = record.num_attention_heads * (self.n + self.v), record.kv_rank
-        up = shard_dim(f"{name}.kv_up.weight", shape, 0, group.rank(), group.size())
-        self.latent_up = new_parameter(context, [up], init, replicated_over_tp=False, matrix=True)
+        init, rows = Init("normal", model.hidden_init_std), record.num_attention_heads * (self.n + self.v)
+        self.latent_up = build.parameter("kv_up.weight", init, rows, record.kv_rank, matrix=True)
 
         if self.source is None:
             reason = "the indexer stays in training.precision"
@@ -112,7 +98,7 @@ class SparseLatentAttention(LatentAttention):
                 "index_q", {"index_q": record.index_heads * record.index_head_dim}, record.q_rank
             )
             parts = {"index_k": record.index_head_dim, "index_weights": record.index_heads}
-            self.index_kw, self.index_kw_state = product("index_down", parts, h)
+            self.index_kw, self.index_kw_state = product("index_down", parts, model.hidden_size)
             self.index_k_norm = LayerNormPart(
                 f"{name}.index_k_norm", record.index_head_dim, context, eps=_INDEX_NORM_EPS,
                 sees_a_slice=context.sequence_sharded,
@@ -155,8 +141,7 @@ class SparseLatentAttention(LatentAttention):
             shared.append(torch.cat([index_q, self.index_k_norm(index_k), index_weights], dim=-1))
         # Gradients are sums over ranks: the heads of every rank use the latents, and each rank computes the indexer's
         # loss for other queries.
-        share = gather_from_sequence_parallel if self.context.sequence_sharded else copy_to_tensor_parallel
-        shared = [share(x, self.context.tensor) for x in shared]
+        shared = [self.shared(x) for x in shared]
         return self.proj(self._run(self._choose_and_attend, self.q_up(q_latent), inputs, *shared).flatten(-2))
 
     def _choose_and_attend(self, q_sbc: Tensor, inputs: SparseInputs, latent_sbc: Tensor, *index_sbc: Tensor) -> Tensor:
@@ -208,7 +193,6 @@ class SparseLatentAttention(LatentAttention):
         """Return the bytes that the layer saves for backward, by tensor."""
         m, own_tokens, e, q_up = batch.tokens, batch.own_tokens, batch.element, self.q_up.state
         heads, d = self._index_size
-        shares_latent = q_up.plan.saved == "high" and m == own_tokens
         saved = {
             "latents' input": own_tokens * self.down_state.site.inputs * e,
             "latents": own_tokens * sum(self._latents) * e,
@@ -224,7 +208,7 @@ class SparseLatentAttention(LatentAttention):
         return saved | self.kept(batch) | chosen | {
             "index keys before their norm": own_tokens * (d + heads) * e,
             "statistics of the norm of index keys": 2 * own_tokens * batch.statistic,
-            "index_q input": 0 if shares_latent else own_tokens * self.ranks[0] * e,
+            "index_q input": batch.saved_input_beside(q_up, self.ranks[0]),
             "index queries and keys": m * (heads + 1) * d * e,
             "index weights": m * heads * (e if self.recompute else batch.statistic),
         }  # fmt: skip

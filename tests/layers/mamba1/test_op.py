@@ -5,12 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megafp8.layers.mamba1 import op
-from megafp8.layers.mamba1.reference import SelectiveTokens, SelectiveWeights, recurrence
+from megafp8.layers.mamba1.op import SelectiveTokens, SelectiveWeights
 from megafp8.layers.recurrent.scan import Scan
 
 B, N, D = 2, 3, 5
+
+
+def recurrence(
+    tokens: SelectiveTokens, weights: SelectiveWeights, state_bnd: Tensor, starts_sb: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence token by token.
+
+    Args:
+        tokens: Tensors of the tokens.
+        weights: Parameters.
+        state_bnd: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, n]`, and the state after the last token.
+    """
+    rate_nd, outputs = -weights.log_rate_nd.exp(), []
+    for i, (x, step, z, b, c) in enumerate(zip(*tokens, strict=True)):
+        if starts_sb is not None:
+            state_bnd = state_bnd * ~starts_sb[i][:, None, None]
+        step = F.softplus(step + weights.step_bias_n)
+        state_bnd = state_bnd * (rate_nd * step.unsqueeze(-1)).exp()
+        state_bnd = state_bnd + torch.einsum("bn,bd->bnd", step * x, b)
+        y = torch.einsum("bnd,bd->bn", state_bnd, c) + weights.skip_n * x
+        outputs.append(y * F.silu(z))
+    return torch.stack(outputs), state_bnd
 
 
 @pytest.mark.parametrize(("s", "documents"), [(150, False), (128, True), (37, True), (3, False), (1, True)])

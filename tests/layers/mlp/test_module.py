@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config.schema import ModelConfig
 from megafp8.fp8 import CurrentScaling, Fp8Manager
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import BuildContext
 from megafp8.layers.mlp.module import MLP
 from megafp8.linear.state import Quantizers
@@ -67,7 +68,7 @@ def _compare(tp: int, activation: str, bias: bool, fused: bool, grad_fused: bool
     group = initialize_model_parallel(tp).tensor.group
     manager = Fp8Manager(CurrentScaling(fp8_format="e4m3"), amax_group=group)
     context = BuildContext(group, manager, torch.float64, torch.device("cpu"), True)
-    mlp = MLP("mlp", config.spec.layers[0].ffn, config.spec, context, input=NORM)
+    mlp = MLP(PartBuild("mlp", config.spec.layers[0].ffn, config.spec, context, NORM))
     manager.materialize(torch.device("cpu"))
     w = randomize(mlp, lambda piece: 0.5 if piece.name.endswith("bias") else 1 / math.sqrt(piece.global_shape[-1]))
     up, down = spy(mlp.up), spy(mlp.down)

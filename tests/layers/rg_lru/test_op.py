@@ -7,18 +7,43 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megafp8.fp8.manager import Fp8Manager
+from megafp8.layers.build import PartBuild
 from megafp8.layers.context import planning_context
-from megafp8.layers.mixer import make_part
 from megafp8.layers.rg_lru.module import RgLru
 from megafp8.layers.rg_lru.op import gated_scan, log_decays
-from megafp8.layers.rg_lru.reference import recurrence
 from megafp8.parallel.tensor.random import initialize_parameters
 from megafp8.plan import Neighbor
 from tests.training.presets import Preset, config_of
 
 B, N = 2, 3
+
+
+def recurrence(
+    x_sbn: Tensor, input_sbn: Tensor, recurrence_sbn: Tensor, rate_n: Tensor, state_bn: Tensor, starts_sb: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence token by token.
+
+    Args:
+        x_sbn: Inputs.
+        input_sbn: Input gates before the sigmoid.
+        recurrence_sbn: Recurrence gates before the sigmoid.
+        rate_n: Parameters Λ.
+        state_bn: State before the first token.
+        starts_sb: Tokens that begin a document or sequence, bool.
+
+    Returns:
+        States after each token, `[s, b, n]`, which are the outputs, and the state after the last token.
+    """
+    outputs = []
+    for x, i, r, starts_b in zip(x_sbn, input_sbn, recurrence_sbn, starts_sb, strict=True):
+        a = torch.exp(-8 * F.softplus(rate_n) * r.sigmoid())
+        gated, starts = i.sigmoid() * x, starts_b.unsqueeze(-1)
+        state_bn = torch.where(starts, gated, a * state_bn + (1 - a * a).sqrt() * gated)
+        outputs.append(state_bn)
+    return torch.stack(outputs), state_bn
 
 
 @pytest.mark.parametrize("s", [600, 256, 37, 1])
@@ -61,7 +86,7 @@ def test_tokens_in_pieces_are_the_whole(pieces: list[int]) -> None:
     context = planning_context(config, Fp8Manager(None, amax_group=None))
     context = replace(context, device=torch.device("cpu"), dtype=torch.float64)
     layer = config.spec.layers[0].mixer
-    mixer: RgLru = make_part("layers.0.rg_lru", layer, config.spec, context, input=Neighbor("norm", "none", ""))
+    mixer = RgLru(PartBuild("layers.0.rg_lru", layer, config.spec, context, Neighbor("norm", "none", "")))
     initialize_parameters(mixer, seed=1)
     xs = tuple(torch.randn(2, 20, 2, 64, dtype=torch.float64))
     expected, after = mixer.advance(xs, mixer.zeros(2), None)

@@ -7,7 +7,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.layers.rwkv7.op import in_chunks, recurrence
+from megafp8.layers.rwkv7.op import in_chunks
+
+
+def recurrence(
+    r_sbad: Tensor, decay_sbad: Tensor, k_sbad: Tensor, v_sbad: Tensor, removal_sbad: Tensor, rate_sbad: Tensor,
+    state_badd: Tensor, starts_sb: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the recurrence token by token. This is the specification of `in_chunks`.
+
+    Args:
+        r_sbad: Receptances, which tokens use to read the state.
+        decay_sbad: Logarithms g of decays.
+        k_sbad: Keys.
+        v_sbad: Values.
+        removal_sbad: Removal keys κ of length 1.
+        rate_sbad: In-context learning rates a.
+        state_badd: State before the first token.
+        starts_sb: Tokens that begin a document, before which the state is set to zero, bool.
+
+    Returns:
+        Outputs `[s, b, a, d]`, and the state after the last token.
+    """
+    outputs = []
+    tokens = zip(r_sbad, decay_sbad, k_sbad, v_sbad, removal_sbad, rate_sbad, strict=True)
+    for i, (r, g, k, v, removal, rate) in enumerate(tokens):
+        if starts_sb is not None:
+            state_badd = state_badd * ~starts_sb[i][:, None, None, None]
+        removed = torch.einsum("badw,bad->baw", state_badd, removal)
+        state_badd = state_badd * g.exp().unsqueeze(-1) - torch.einsum("bad,baw->badw", rate * removal, removed)
+        state_badd = state_badd + torch.einsum("bad,baw->badw", k, v)
+        outputs.append(torch.einsum("badw,bad->baw", state_badd, r))
+    return torch.stack(outputs), state_badd
 
 
 @pytest.mark.parametrize(("s", "documents"), [(37, False), (32, True), (1, False)])

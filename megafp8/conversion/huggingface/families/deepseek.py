@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and V3, and Youtu-LLM with the same latent attention but without experts."""
+"""DeepSeek-V2 and V3, and models with the same latent attention.
+
+SK Telecom's A.X-K1 is DeepSeek-V3 with a norm after the experts. Youtu-LLM has no experts.
+"""
 
 from collections.abc import Mapping
 
@@ -6,9 +9,11 @@ from megafp8.config import LatentMixerConfig
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, like_llama, usual
+from megafp8.conversion.huggingface.layers import sparse_layers
+from megafp8.conversion.huggingface.names import MULTI_TOKEN_PREDICTION, Entries, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import REQUIRED, Fields, HfConfig, Keys, Trait, always, check, expect, only, same, unread
+from megafp8.spec import ModelSpec
 
 _DERIVED_WIDTHS = {
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
@@ -84,6 +89,22 @@ DEEPSEEK_KEYS = (
 )  # fmt: skip
 _DEEPSEEK = *LATENT_MODEL, *DEEPSEEK_KEYS
 _NAMES = like_llama(usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION)
+
+
+_AXK1_LAYERS = sparse_layers(1, "first_k_dense_replace")
+
+
+def _read_axk1_layers(hf: HfConfig) -> Fields:
+    kinds = _AXK1_LAYERS.read(hf)["ffn.kind"]
+    return {"ffn.kind": kinds, "layer.norm_position": ["mlp_both" if kind == "moe" else "pre" for kind in kinds]}
+
+
+def _axk1_stored(model: ModelSpec, entries: Entries) -> Entries:
+    """Return the tensors without the norms after MLPs, which published folders have and transformers does not use."""
+    dense = {f"model.layers.{i}.post_mlp_layernorm.weight" for i, x in enumerate(model.layers) if not x.has_experts}
+    return {name: entry for name, entry in entries.items() if name not in dense}
+
+
 FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", (
         *_DEEPSEEK, traits.num_experts("n_routed_experts", "num_experts"), traits.shared_experts(2),
@@ -113,5 +134,23 @@ FAMILIES = (
         only(rope_interleave=True), only(written=False, mlp_bias=False),
     ), like_llama(usual(LatentMixerConfig)), latent=True, rank=5,
         about="Youtu-LLM",
+    ),
+    Family("axk1", "AXK1ForCausalLM", (
+        *LATENT_LAYERS, LATENT_HEADS, rope(1e4), only(rope_interleave=True),
+        latent_widths(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        *latent_norms(1e-6), Trait(_AXK1_LAYERS.keys, _read_axk1_layers, _AXK1_LAYERS.write),
+        only(written=False, moe_layer_freq=1, scoring_func="sigmoid"),
+        traits.num_experts("n_routed_experts", "num_local_experts"), traits.shared_experts(1),
+        same(
+            "moe", top_k=("num_experts_per_tok", 8), ffn_hidden_size=("moe_intermediate_size", 2048),
+            normalize=("norm_topk_prob", True), scaling_factor=("routed_scaling_factor", 2.5),
+        ),
+        traits.expert_groups(8, 4), always("moe", score="sigmoid", selection_bias=True), traits.MULTI_TOKEN_PREDICTION,
+        unread("topk_method", "aux_loss_alpha", "seq_aux"),
+    ), like_llama(
+        usual(LatentMixerConfig), MULTI_TOKEN_PREDICTION, {"mlp_output_norm": "post_mlp_layernorm"},
+        zeros=r"model\.layers\.\d+\.mlp\.gate\.e_score_correction_bias", stored=_axk1_stored,
+    ), moe=True, latent=True, rank=4,
+        about="A.X-K1",
     ),
 )  # fmt: skip

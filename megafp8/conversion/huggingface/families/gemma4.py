@@ -8,15 +8,7 @@ from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.gemma import EMBEDDING_MULTIPLIER
 from megafp8.conversion.huggingface.layers import FULL, SLIDING, full_every, kv_sources, layer_types, windows
-from megafp8.conversion.huggingface.names import (
-    LLAMA,
-    OUTPUT_NORMS,
-    HfPlace,
-    TensorNames,
-    equal_parts,
-    fused,
-    in_layers,
-)  # fmt: skip
+from megafp8.conversion.huggingface.names import LLAMA, OUTPUT_NORMS, TensorNames, in_layers, stacked_experts
 from megafp8.conversion.huggingface.rope import ropes_of_types
 from megafp8.conversion.keys import ConfigKey, Fields, HfConfig, Keys, Trait, always, check, expect, flag, only, same
 
@@ -117,9 +109,7 @@ _NAMES = {
     **in_layers("model.layers.*", OUTPUT_NORMS, {
         "mlp_norm": "pre_feedforward_layernorm", "layer_scalar": "layer_scalar",
         **{f"mlp.shared.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-        **fused("experts.gate_up_proj", equal_parts(2), tuple(f"mlp.experts.*.{x}.weight" for x in ("gate", "up")),
-                stacked=True),
-        "mlp.experts.*.down.weight": HfPlace("experts.down_proj", stacked=True),
+        **stacked_experts("experts"),
         "mlp.shared_norm": "pre_feedforward_layernorm", "mlp.experts_norm": "pre_feedforward_layernorm_2",
         "mlp.shared_output_norm": "post_feedforward_layernorm_1",
         "mlp.experts_output_norm": "post_feedforward_layernorm_2", "mlp.router": "router.proj",

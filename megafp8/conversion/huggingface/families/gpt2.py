@@ -1,9 +1,11 @@
 """GPT-2 and OPT."""
 
+from typing import Any
+
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import QKV, HfPlace, TensorNames, after, equal_parts, fused, in_layers
+from megafp8.conversion.huggingface.names import QKV, HfPlace, Names, TensorNames, after, equal_parts, fused, in_layers
 from megafp8.conversion.keys import HfConfig, Trait, aliases, always, check, only, same
 
 
@@ -41,7 +43,18 @@ _OPT_LAYER = {
     "attention_norm": "self_attn_layer_norm", **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkv"},
     "attention.proj": "self_attn.out_proj", "mlp_norm": "final_layer_norm", "mlp.up": "fc1", "mlp.down": "fc2",
 }  # fmt: skip
-_LEARNED = (traits.TIED, always(position_embedding="learned", normalization="layernorm", linear_bias=True))
+LEARNED = (traits.TIED, always(position_embedding="learned", normalization="layernorm", linear_bias=True))
+_ENDS = {
+    "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe", "final_norm": "transformer.ln_f",
+    "output": "lm_head",
+}  # fmt: skip
+
+
+def gpt2_names(*layer: Names, **options: Any) -> TensorNames:
+    """Return the names of a model whose tensors outside the layers are named as in GPT-2."""
+    return TensorNames({**_ENDS, **in_layers("transformer.h.*", *layer)}, **options)
+
+
 FAMILIES = (
     Family("opt", "OPTForCausalLM", (
         same(
@@ -50,7 +63,7 @@ FAMILIES = (
             max_position_embeddings=("max_position_embeddings", 2048), init_std=("init_std", 0.02),
             activation=("activation_function", "relu", {"relu": "relu"}),
         ),
-        *_LEARNED, always(norm_eps=1e-5),
+        *LEARNED, always(norm_eps=1e-5),
         check(_check_embedding_width, word_embed_proj_dim=lambda ours: ours["hidden_size"]),
         only(do_layer_norm_before=True, enable_bias=True, layer_norm_elementwise_affine=True),
         only(written=False, _remove_final_layer_norm=False),
@@ -63,12 +76,9 @@ FAMILIES = (
         about="OPT, except OPT-350M",
     ),
     Family("gpt2", "GPT2LMHeadModel", (
-        *gpt2_like(1024, dropout=0.1), *_LEARNED,
+        *gpt2_like(1024, dropout=0.1), *LEARNED,
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
-    ), TensorNames({
-        "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
-        "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _GPT2_LAYER),
-    }), rank=2,
+    ), gpt2_names(_GPT2_LAYER), rank=2,
         about="GPT-2; `gelu_new` or `gelu`; scores scaled by 1/√d",
     ),
 )  # fmt: skip

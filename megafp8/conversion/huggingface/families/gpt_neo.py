@@ -1,10 +1,18 @@
-"""GPT-Neo, which is GPT-2 with windows in some layers, unscaled scores, and no biases of queries, keys and values."""
+"""GPT-Neo, GPT-J and CodeGen, which have GPT-2's names of tensors outside the layers.
+
+GPT-Neo is GPT-2 with windows in some layers, unscaled scores, and no biases of queries, keys and values. GPT-J and
+CodeGen have attention and MLP in parallel with one norm, and biases in MLPs and in the output layer.
+"""
+
+import torch
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.names import TensorNames, in_layers
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, same
+from megafp8.conversion.huggingface.families.gpt2 import gpt2_like, gpt2_names
+from megafp8.conversion.huggingface.names import Names, Rows, TensorNames, fused
+from megafp8.conversion.huggingface.rope import rotary_fraction
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, check, only, same
 
 _TYPES, _LAYERS, _WINDOW = "attention_types", "attention_layers", "window_size"
 
@@ -32,6 +40,43 @@ _LAYER = {
     "attention_norm": "ln_1", **{f"attention.{x}": f"attn.attention.{x}_proj" for x in "qkv"}, "mlp_norm": "ln_2",
     "attention.proj": "attn.attention.out_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
 }  # fmt: skip
+
+
+def _read_rotary(hf: HfConfig) -> Fields:
+    dim, width = hf.get("rotary_dim", 64), hf["n_embd"] // hf["n_head"]
+    if not isinstance(dim, int) or not 0 < dim <= width:
+        refuse("rotary_dim", dim, f"a number of channels of a head ({width})")
+    return {"partial_rotary_factor": rotary_fraction(dim, width)}
+
+
+def _check_width(hf: HfConfig) -> None:
+    if hf["n_embd"] % 4:
+        refuse("n_embd", hf["n_embd"], "a multiple of 4, the number of parts in which q, k and v are stored")
+
+
+def _by_quarter(part: int) -> Rows:
+    """Return the rows of a part, if each quarter of the queries is stored before a quarter of values and of keys."""
+    return lambda mixer, n: (torch.arange(3 * n).view(4, 3, -1)[:, part].flatten(), 3 * n)
+
+
+_GPTJ = (
+    *gpt2_like(2048, dropout=0.0), traits.UNTIED,
+    always(normalization="layernorm", parallel_block="shared_norm", linear_bias="mlp", output_bias=True),
+    Trait(
+        ("rotary_dim",), _read_rotary,
+        lambda ours: {"rotary_dim": round(ours["head_dim"] * ours["partial_rotary_factor"])},
+    ),
+    only(written=False, rotary=True, scale_attn_weights=True),
+)  # fmt: skip
+
+
+def _gptj_names(qkv: Names) -> TensorNames:
+    layer = {"attention.proj": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out", "shared_norm": "ln_1"}
+    return gpt2_names(qkv, layer, rotation="neighbors")
+
+
+_QVK = ("attention.q", "attention.v", "attention.k")
+
 FAMILIES = (
     Family("gpt_neo", "GPTNeoForCausalLM", (
         same(
@@ -46,10 +91,14 @@ FAMILIES = (
         traits.TIED, traits.INIT_STD, traits.activation("activation_function", "gelu_new", gated=False),
         always(position_embedding="learned", normalization="layernorm", attention_scale=1.0),
         always(linear_bias="mlp", proj_bias=True),
-    ), TensorNames({
-        "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
-        "final_norm": "transformer.ln_f", "output": "lm_head", **in_layers("transformer.h.*", _LAYER),
-    }), rank=5,
+    ), gpt2_names(_LAYER), rank=5,
         about="GPT-Neo",
+    ),
+    Family("gptj", "GPTJForCausalLM", _GPTJ, _gptj_names({f"attention.{x}": f"attn.{x}_proj" for x in "qkv"}),
+        about="GPT-J",
+    ),
+    Family("codegen", "CodeGenForCausalLM", (*_GPTJ, check(_check_width)),
+           _gptj_names(fused("attn.qkv_proj", _by_quarter, _QVK)),
+        about="CodeGen",
     ),
 )  # fmt: skip

@@ -3,18 +3,9 @@
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import full_every, windows
-from megafp8.conversion.huggingface.names import HfPlace, Names, alternating, fused, like_llama
+from megafp8.conversion.huggingface.names import like_llama, stacked_experts
 from megafp8.conversion.huggingface.rope import stated_rope
 from megafp8.conversion.keys import aliases, always, only, unread
-
-
-def _experts(parameter: str, suffix: str) -> Names:
-    places = {
-        **fused(f"mlp.experts.gate_up_proj{suffix}", alternating(2), ("gate", "up"), transposed=True, stacked=True),
-        "down": HfPlace(f"mlp.experts.down_proj{suffix}", transposed=True, stacked=True),
-    }
-    return {f"mlp.experts.*.{module}.{parameter}": place for module, place in places.items()}
-
 
 FAMILIES = (
     Family("gpt_oss", "GptOssForCausalLM", (
@@ -25,8 +16,9 @@ FAMILIES = (
         only(hidden_act="silu", swiglu_limit=7.0, attention_bias=True), only(written=False, swiglu_alpha=1.702),
         unread("initial_context_length"),  # original_max_position_embeddings under another name
     ), like_llama(
-        {"mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias"}, _experts("weight", ""),
-        _experts("bias", "_bias"),
+        {"mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias"},
+        stacked_experts("mlp.experts", transposed=True, alternate=True),
+        stacked_experts("mlp.experts", "bias", "_bias", transposed=True, alternate=True),
     ), moe=True,
         about="gpt-oss; written in bf16, not MXFP4",
     ),

@@ -1,13 +1,16 @@
-"""Granite, also with windows and sinks (granite_swa), with experts, or with Mamba-2 (Granite 4, granitemoehybrid)."""
+"""Granite, also with windows and sinks (granite_swa), with experts, or with Mamba-2 (Granite 4, granitemoehybrid).
+
+Bamba has Mamba-2 or attention, and an MLP, in each layer.
+"""
 
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import FULL, SLIDING, num_layers, windows
 from megafp8.conversion.huggingface.mamba import LINEAR, MAMBA_NAMES, bamba_like, kinds_of, mixers
-from megafp8.conversion.huggingface.names import HfPlace, equal_parts, fused, like_llama
+from megafp8.conversion.huggingface.names import LLAMA, HfPlace, TensorNames, equal_parts, fused, in_layers, like_llama
 from megafp8.conversion.huggingface.rope import ROPE_KEYS, read_rope, write_rope
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, same
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, same, unread
 
 _MULTIPLIERS = same(
     embedding_multiplier=("embedding_multiplier", 1.0), residual_multiplier=("residual_multiplier", 1.0),
@@ -95,7 +98,35 @@ _HYBRID = (
     Trait(("shared_intermediate_size", "num_local_experts"), _read_shared, _write_shared),
     only(written=False, attention_bias=False),
 )
+
+
+def _bamba_kinds(hf: HfConfig) -> list[str]:
+    full = hf.get("attn_layer_indices") or []
+    return [FULL if i in full else LINEAR for i in range(num_layers(hf))]
+
+
+def _read_bamba_rope(hf: HfConfig) -> Fields:
+    """Read the rotary embedding. It always rotates half of a head; partial_rotary_factor is ignored."""
+    return read_rope({key: x for key, x in hf.items() if key != "partial_rotary_factor"}, 1e4, 0.5)
+
+
+_BAMBA_LAYERS = Trait(
+    ("attn_layer_indices",),
+    lambda hf: mixers(_bamba_kinds(hf)),
+    lambda ours: {"attn_layer_indices": [i for i, kind in enumerate(ours["mixer.kind"]) if kind == "attention"]},
+)
+_BAMBA_NAMES = {f"mlp.{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")} | {"mlp_norm": "pre_ff_layernorm"}
+
 FAMILIES = (
+    Family("bamba", "BambaForCausalLM", (
+        *traits.llama_like(8, norm_eps=1e-5, rope=Trait(ROPE_KEYS, _read_bamba_rope, write_rope)), _BAMBA_LAYERS,
+        *bamba_like(_bamba_kinds), only(attention_bias=False, mlp_bias=False), traits.HEADS_DIVIDE, traits.NO_PADDING,
+        unread("num_logits_to_keep", "z_loss_coefficient"),
+    ), TensorNames({
+        **LLAMA, **in_layers("model.layers.*", MAMBA_NAMES, _BAMBA_NAMES), "final_norm": "model.final_layernorm",
+    }), rank=5,
+        about="Bamba",
+    ),
     Family("granite", "GraniteForCausalLM", (*_GRANITE, traits.LINEAR_BIASES),
         about="Granite 3; biases as in `llama`",
     ),

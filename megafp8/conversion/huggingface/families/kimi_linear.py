@@ -8,19 +8,7 @@ from megafp8.conversion.huggingface.families.deepseek import check_derived_width
 from megafp8.conversion.huggingface.families.llama import MIXTRAL_EXPERTS, MIXTRAL_ROUTER
 from megafp8.conversion.huggingface.layers import FULL, layer_list, num_layers, sparse_layers
 from megafp8.conversion.huggingface.names import HfPlace, like_llama, usual
-from megafp8.conversion.keys import (
-    Fields,
-    HfConfig,
-    Keys,
-    Trait,
-    aliases,
-    always,
-    check,
-    either,
-    only,
-    same,
-    unread,
-)
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, aliases, always, check, either, only, same, unread
 from megafp8.layers.kimi_delta_attention.record import KimiDeltaAttentionConfig
 
 _LINEAR, _KDA, _LATENT = "linear_attention", "kimi_delta_attention", "latent_attention"

@@ -4,7 +4,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.layers import FULL, layer_types, num_layers, without_rotary
-from megafp8.conversion.huggingface.names import HfPlace, Names, equal_parts, fused, like_llama
+from megafp8.conversion.huggingface.names import like_llama, stacked_experts
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, flag, only, same, unread
 
@@ -67,12 +67,6 @@ def _write_widths(ours: Fields) -> Keys:
     return {"intermediate_size": ours["moe.ffn_hidden_size"], "intermediate_size_mlp": ours["ffn_hidden_size"]}
 
 
-def _experts() -> Names:
-    gate_up = fused("feed_forward.experts.gate_up_proj", equal_parts(2), ("gate", "up"), transposed=True, stacked=True)
-    places = {**gate_up, "down": HfPlace("feed_forward.experts.down_proj", transposed=True, stacked=True)}
-    return {f"mlp.experts.*.{module}.weight": place for module, place in places.items()}
-
-
 _NAMES = {"mlp.router": "feed_forward.router"} | {
     f"mlp.{ours}{x}": f"feed_forward.{theirs}{x}_proj"
     for ours, theirs in (("", ""), ("shared.", "shared_expert."))
@@ -89,7 +83,9 @@ FAMILIES = (
         Trait(("intermediate_size", "intermediate_size_mlp"), _read_widths, _write_widths),
         always("moe", score="sigmoid", normalize=False, scale_inputs=True),
         traits.AUX_LOSS, unread("for_llm_compressor"),
-    ), like_llama(_NAMES, _experts(), rotation="neighbors"), moe=True, rank=4,
+    ), like_llama(
+        _NAMES, stacked_experts("feed_forward.experts", transposed=True), rotation="neighbors"
+    ), moe=True, rank=4,
         about="Llama 4's language model",
     ),
 )  # fmt: skip

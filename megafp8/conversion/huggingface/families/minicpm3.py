@@ -5,11 +5,11 @@ import math
 from megafp8.config import LatentMixerConfig
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.deepseek import LATENT_HEADS, LATENT_LAYERS, latent_widths
+from megafp8.conversion.huggingface.families.deepseek import LATENT_HEADS, LATENT_LAYERS, latent_norms, latent_widths
 from megafp8.conversion.huggingface.layers import num_layers
 from megafp8.conversion.huggingface.names import HfPlace, like_llama, rotated_last, usual
 from megafp8.conversion.huggingface.rope import rope
-from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, only, same
+from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, only, same
 
 
 def _read_scales(hf: HfConfig) -> Fields:
@@ -34,8 +34,7 @@ _HEADS, _LATENT = rotated_last(lambda mixer, n: mixer.channels), rotated_last(la
 FAMILIES = (
     Family("minicpm3", "MiniCPM3ForCausalLM", (
         *LATENT_LAYERS, traits.TIED, rope(1e4), only(mlp_bias=False), traits.HEADS_DIVIDE,
-        same(embedding_multiplier=("scale_emb", 12), norm_eps=("rms_norm_eps", 1e-5)),
-        always("latent_attention", norm_eps=1e-6),
+        same(embedding_multiplier=("scale_emb", 12)), *latent_norms(1e-5),
         latent_widths(q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=None),
         Trait(("scale_depth", "dim_model_base", "v_head_dim"), _read_scales, _write_scales),
         LATENT_HEADS,

@@ -7,7 +7,7 @@ from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
 from megafp8.conversion.huggingface.families.deepseek import LATENT_MODEL, check_derived_widths
-from megafp8.conversion.huggingface.names import HfPlace, Names, equal_parts, fused, like_llama, usual
+from megafp8.conversion.huggingface.names import like_llama, stacked_experts, usual
 from megafp8.conversion.huggingface.rope import ORIGINAL_LENGTH, ROPE_KEYS, read_rope, write_rope
 from megafp8.conversion.keys import Fields, HfConfig, Keys, Trait, always, check, expect, only, same
 
@@ -64,12 +64,6 @@ def _write_dense_rope(ours: Fields) -> Keys:
     return written
 
 
-def _experts() -> Names:
-    gate_up = fused("mlp.experts.gate_up_proj", equal_parts(2), ("gate", "up"), stacked=True)
-    places = {**gate_up, "down": HfPlace("mlp.experts.down_proj", stacked=True)}
-    return {f"mlp.experts.*.{module}.weight": place for module, place in places.items()}
-
-
 FAMILIES = (
     Family("ministral3", "Ministral3ForCausalLM", (
         *traits.llama_like(8, 128, 1e-5, Trait(ROPE_KEYS, _read_dense_rope, _write_dense_rope)),
@@ -87,7 +81,7 @@ FAMILIES = (
             scaling_factor=("routed_scaling_factor", 1.0),
         ),
         always("moe", score="softmax"), only(n_group=1, topk_group=1),
-    ), like_llama(usual(LatentMixerConfig), _experts()), moe=True, latent=True,
+    ), like_llama(usual(LatentMixerConfig), stacked_experts("mlp.experts")), moe=True, latent=True,
         about="Mistral 4",
     ),
 )  # fmt: skip

@@ -45,15 +45,22 @@ def _check_no_window(hf: HfConfig) -> None:
     traits.check_window(None, layer_types(hf))
 
 
-def _read_sparse_layers(hf: HfConfig) -> Fields:
-    """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
-    layers, step, dense = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if not isinstance(layers, int):
-        refuse("num_hidden_layers", layers, "a number of layers")
+def step_and_dense_layers(hf: HfConfig) -> tuple[int, list[int]]:
+    """Return decoder_sparse_step and mlp_only_layers."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(step, int) or step < 1:
         refuse("decoder_sparse_step", step, "a number of layers from 1 on")
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         refuse("mlp_only_layers", dense, "a list of layers")
+    return step, dense
+
+
+def _read_sparse_layers(hf: HfConfig) -> Fields:
+    """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
+    layers = hf["num_hidden_layers"]
+    if not isinstance(layers, int):
+        refuse("num_hidden_layers", layers, "a number of layers")
+    step, dense = step_and_dense_layers(hf)
     candidates = range(step - 1, layers, step)
     first = max((layer + 1 for layer in candidates if layer in dense), default=0)
     if any(layer < first and layer not in dense for layer in candidates):

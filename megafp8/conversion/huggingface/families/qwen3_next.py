@@ -7,7 +7,7 @@ from megafp8.config import GatedDeltaNetConfig
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.qwen import EXPERT_NAMES
+from megafp8.conversion.huggingface.families.qwen import EXPERT_NAMES, step_and_dense_layers
 from megafp8.conversion.huggingface.layers import FULL, layer_types, num_layers
 from megafp8.conversion.huggingface.names import HfPlace, Rows, alternating_blocks, consecutive, like_llama, usual
 from megafp8.conversion.huggingface.rope import rope
@@ -47,11 +47,7 @@ _LAYERS = Trait(
 
 def _read_experts(hf: HfConfig) -> Fields:
     """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if not isinstance(step, int) or step < 1:
-        refuse("decoder_sparse_step", step, "a number of layers from 1 on")
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        refuse("mlp_only_layers", dense, "a list of layers")
+    step, dense = step_and_dense_layers(hf)
     sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers(hf)))
     return {"ffn.kind": ["moe" if x else "mlp" for x in sparse]}
 

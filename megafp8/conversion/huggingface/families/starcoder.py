@@ -2,8 +2,8 @@
 
 from megafp8.conversion.huggingface import traits
 from megafp8.conversion.huggingface.families import Family
-from megafp8.conversion.huggingface.families.gpt2 import gpt2_like
-from megafp8.conversion.huggingface.names import QKV, TensorNames, fused, in_layers, like_llama, qkv_by_group
+from megafp8.conversion.huggingface.families.gpt2 import LEARNED, gpt2_like, gpt2_names
+from megafp8.conversion.huggingface.names import QKV, fused, like_llama, qkv_by_group
 from megafp8.conversion.huggingface.rope import rope
 from megafp8.conversion.keys import Fields, HfConfig, Trait, always, flag, only, same, switch, unread
 
@@ -16,19 +16,14 @@ _LINEARS = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _IN_FP32 = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
 FAMILIES = (
     Family("gpt_bigcode", "GPTBigCodeForCausalLM", (
-        *gpt2_like(1024, dropout=0.1), traits.TIED,
-        always(position_embedding="learned", normalization="layernorm", linear_bias=True),
+        *gpt2_like(1024, dropout=0.1), *LEARNED,
         Trait(("multi_query",), _read_groups, lambda ours: {"multi_query": ours["num_query_groups"] == 1}),
         only(scale_attn_weights=True, add_cross_attention=False),
         # The last ones are settings of the program that ran the first models.
         unread(*_IN_FP32, "num_key_value_heads", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache"),
         unread("max_batch_size", "pad_key_length"),
-    ), TensorNames({
-        "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe",
-        "final_norm": "transformer.ln_f", "output": "lm_head",
-        **in_layers("transformer.h.*", _LINEARS, fused("attn.c_attn", qkv_by_group, QKV), {
-            "attention_norm": "ln_1", "attention.proj": "attn.c_proj", "mlp_norm": "ln_2",
-        }),
+    ), gpt2_names(_LINEARS, fused("attn.c_attn", qkv_by_group, QKV), {
+        "attention_norm": "ln_1", "attention.proj": "attn.c_proj", "mlp_norm": "ln_2",
     }), rank=5,
         about="StarCoder, SantaCoder; one key-value head, or one for each head",
     ),
