@@ -9,8 +9,6 @@ Shapes: m rows, n columns, e experts.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megafp8.linear.autograd import once_differentiable
+from megafp8.numerics.implementations import triton_module
+
+_kernels = triton_module("megafp8.layers.experts.bias_kernel")
 
 
 def add_biases(y_mn: Tensor, bias_en: Tensor, ends_e: Tensor) -> None:
@@ -35,13 +36,6 @@ def sum_by_expert(dy_mn: Tensor, ends_e: Tensor) -> Tensor:
 def _experts(ends_e: Tensor, m: int) -> Tensor:
     """Return the expert of each row, and e for a row that belongs to none, int64 `[m]`."""
     return torch.searchsorted(ends_e, torch.arange(m, dtype=ends_e.dtype, device=ends_e.device), right=True)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from megafp8.layers.experts import bias_kernel  # needs Triton, which comes with torch's CUDA builds
-
-    return bias_kernel
 
 
 class _AddBiases(Function):
