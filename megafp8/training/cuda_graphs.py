@@ -72,9 +72,6 @@ from megafp8.training import fp8_config
 logger = logging.getLogger(__name__)
 MOST_BLOCKS = 512
 """Largest number of blocks, counted in each micro-batch, of a step that is recorded in one graph."""
-USED_MEMORY = 0.94
-"""Part of a GPU's memory that a step may use by prediction to have more room for the rows of experts. The rest is for
-CUDA's context, NCCL's buffers and errors of the prediction."""
 EAGER_STEPS = 2
 """Number of eager steps before a capture. Delayed scales, and the kernels that use them, exist from the second step."""
 
@@ -94,6 +91,16 @@ def why_not(config: Config, device: str) -> str:
 def describe(reason: str) -> str:
     """Return a log line for the result of `why_not`."""
     return f"CUDA graphs: not used: {reason}" if reason else "CUDA graphs: forward and backward passes are replayed"
+
+
+def usable_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that torch's allocator can use, less 3% for errors of a prediction.
+
+    CUDA's context, NCCL's buffers and other processes use the rest.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(0.97 * total) - others
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -49,7 +50,7 @@ from megafp8.planner.memory import expert_room
 from megafp8.planner.outline import model_outline
 from megafp8.training import cuda_graphs
 from megafp8.training.auto_filter import FilterChoice, choose
-from megafp8.training.cuda_graphs import EAGER_STEPS, USED_MEMORY, Graphs, Part, in_parts, why_not
+from megafp8.training.cuda_graphs import EAGER_STEPS, Graphs, Part, in_parts, why_not
 from megafp8.training.data_parallel import build_data_parallel, experts_are_whole
 from megafp8.training.expert_load import ExpertLoad, LoadCollector
 from megafp8.training.fp8_config import build_fp8
@@ -132,11 +133,7 @@ class RankTrainer:
         self.auto_filter = choose(config, self.fp8, parallel, dtype) if choice is None else choice
         self.fp8.leave_out(self.auto_filter.layers)
         self.fp8_records: list[Fp8Record] = []
-        self.why_no_graphs = why_not(config, parallel.device.type)
-        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
-        self.plan = plan_pipeline(config, self.num_microbatches)
-        self._plans = {self.num_microbatches: self.plan}
-        self.row_bound = RowBound(parallel.device, MARGIN if frozen else self._expert_room())
+        self.row_bound = RowBound(parallel.device)
         self.loss_scaler = LossScaler(parallel.device, **t.loss_scale.model_dump()) if t.precision == "fp16" else None
         self.auxiliary_loss_grad = torch.ones((), device=parallel.device)
         wgrads = WgradStore()
@@ -169,6 +166,9 @@ class RankTrainer:
             lora=lora_of(config),
             records_logits=config.optimizer.qk_clip is not None,
         )
+        self.num_microbatches = t.global_batch_size // (t.micro_batch_size * parallel.data.size)
+        self.plan = plan_pipeline(config, self.num_microbatches)
+        self._plans = {self.num_microbatches: self.plan}
         self.stages = [self._build(stage, context) for stage in self.plan.placement.stages[parallel.pipeline.rank]]
         self.model = nn.ModuleList(self.stages)
         if frozen:
@@ -211,6 +211,7 @@ class RankTrainer:
         )
         self.timeline: Timeline | None = None
         self._room = 0  # documents per sample that batches have room for
+        self.why_no_graphs = why_not(config, parallel.device.type)
         self.graphs: Graphs | None = None
         if not self.why_no_graphs:
             self.graphs = Graphs(parallel.device)
@@ -225,22 +226,29 @@ class RankTrainer:
             self.compared = config if self.frozen is None else self.frozen.config
         self.known_reference: Callable[[Batch], Tensor] | None = None
 
+    @cached_property
     def _expert_room(self) -> float:
-        """Return the room for the rows of experts in CUDA graphs, as a multiple of an even load.
+        """Room for the rows of experts in CUDA graphs, as a multiple of an even load.
 
-        Memory that the rest of a step does not need becomes room, because a step with more rows than room is computed
-        twice. A frozen model's memory is not known here, so there is no more room than necessary beside one.
+        A step with more rows than room is computed twice, so memory that nothing else needs becomes room. A frozen
+        model's memory is not known here: beside one, there is no more room than necessary. Call this after eager steps,
+        which create communicators and their buffers.
         """
-        config, parallel = self.config, self.parallel
-        if self.why_no_graphs or parallel.expert.size == 1 or frozen_config(config) is not None:
+        if self.parallel.device.type != "cuda" or self.parallel.expert.size == 1 or self.frozen is not None:
             return MARGIN
-        fp8 = build_fp8(config, None)
+        fp8 = build_fp8(self.config, None)
         fp8.leave_out(self.auto_filter.layers)
-        memory = int(USED_MEMORY * torch.cuda.get_device_properties(parallel.device).total_memory)
-        outline, plan = model_outline(config, fp8), self.plan
-        room = expert_room(outline, parallel.world_size, plan.placement, plan.train, memory)
+        outline, memory = model_outline(self.config, fp8), cuda_graphs.usable_memory(self.parallel.device)
+        room = expert_room(outline, self.parallel.world_size, self.plan.placement, self.plan.train, memory)
         logger.info(f"CUDA graphs: room for the rows of experts: {room:.3g} times an even load")
         return room
+
+    @contextmanager
+    def _fixed_rows(self) -> Iterator[None]:
+        """Fix the numbers of rows of experts inside the context, in which a graph is recorded."""
+        self.row_bound.least = self._expert_room
+        with self.row_bound.fixed():
+            yield
 
     def _fills_exchanges(self) -> bool:
         """Return whether backward computes weight gradients while gradients travel between tokens and experts.
@@ -501,7 +509,7 @@ class RankTrainer:
             self._parts(batches, self.run_passes),
             eager_runs=1 if sampled else EAGER_STEPS,
             before_capture=before_capture,
-            capturing=self.row_bound.fixed,
+            capturing=self._fixed_rows,
         ):
             results.append(passes._replace(report=self._kept(passes.report, batches)))
         return results[0]._replace(report=_sum_of([passes.report for passes in results]))
@@ -668,7 +676,7 @@ class RankTrainer:
             self.fp8.forget_weights()  # a graph makes its own FP8 copies and leaves them in its memory
             batches = self._with_room(batches)
             reports = self.graphs.run_parts(
-                "evaluation", self._parts(batches, self._forward_only), capturing=self.row_bound.fixed
+                "evaluation", self._parts(batches, self._forward_only), capturing=self._fixed_rows
             )
             report = _sum_of([self._kept(report, batches) for report in reports])
             self.fp8.forget_weights()

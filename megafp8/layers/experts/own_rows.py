@@ -41,16 +41,15 @@ class RowBound:
 
     A layer has one count of rows, or one for each pair of ranks that exchange rows.
 
-    Args:
-        device: Device of the counts.
+    Attributes:
         least: Least room in a graph of a layer with one count, as a multiple of its rows if the load is even.
     """
 
-    def __init__(self, device: torch.device, least: float = MARGIN) -> None:
-        self.least = least
+    def __init__(self, device: torch.device) -> None:
+        self.least = MARGIN
         self._largest: dict[str, list[int]] = {}  # most rows so far, by layer
         self._limits: dict[str, int] = {}  # largest possible number of rows of a count, by layer
-        self._least: dict[str, int] = {}  # least room of a count, by layer
+        self._even: dict[str, float] = {}  # rows of a count if the load is even, by layer; 0 for pairs of ranks
         self._rooms: dict[str, Rooms] = {}  # room in the newest graph, by layer
         self._kept: list[Tensor] = []  # rooms that graphs read
         self._is_fixed = False
@@ -73,23 +72,23 @@ class RowBound:
         """Set the room of a layer. This copies it to the device, which a capture cannot do."""
         largest, limit = self._largest[layer], self._limits[layer]
         multiple = _MULTIPLE if len(largest) == 1 else _PART
-        rooms = [max(int(MARGIN * x), self._least[layer]) for x in largest]
+        rooms = [int(max(MARGIN * x, self.least * self._even[layer])) for x in largest]
         counts = [min(limit, -(-x // multiple) * multiple) for x in rooms]
         if layer not in self._rooms or self._rooms[layer].counts != counts:
             self._rooms[layer] = Rooms(counts, torch.tensor(counts, device=self.surplus.device))
             self._kept.append(self._rooms[layer].on_device)
 
-    def rooms(self, layer: str, rows_x: Tensor, limit: int, least: int = 0) -> Rooms:
+    def rooms(self, layer: str, rows_x: Tensor, limit: int, even: float = 0.0) -> Rooms:
         """Return the number of rows to allocate for each count of a layer.
 
         Args:
             layer: Name of the layer.
             rows_x: Numbers of rows that the layer has, integers `[x]` on the device.
             limit: Largest possible number of rows of a count.
-            least: Least room of a count in a graph, in rows.
+            even: Rows of the layer's only count if the load is even; 0 if there are several counts.
         """
         self._limits[layer] = max(limit, self._limits.get(layer, 0))  # evaluations may have fewer tokens
-        self._least[layer] = max(least, self._least.get(layer, 0))
+        self._even[layer] = max(even, self._even.get(layer, 0.0))
         if not self._is_fixed:
             counts = rows_x.tolist()
             self._largest[layer] = [max(pair) for pair in zip(self._largest.get(layer, counts), counts, strict=True)]
@@ -101,11 +100,8 @@ class RowBound:
         return rooms
 
     def room(self, layer: str, rows: Tensor, limit: int, even: float = 0.0) -> int:
-        """Return the number of rows to allocate for a layer with one count, int32 `[1]`.
-
-        `even` is the count if the load is even.
-        """
-        return self.rooms(layer, rows, limit, int(self.least * even)).counts[0]
+        """Return the number of rows to allocate for a layer with one count, int32 `[1]`."""
+        return self.rooms(layer, rows, limit, even).counts[0]
 
     def grow(self) -> None:
         """Enlarge the rooms after a surplus. Waits for the device.
