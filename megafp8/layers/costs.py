@@ -151,7 +151,7 @@ class AttentionWork(NamedTuple):
         value_width: Channels of a head's value.
         queries: Queries of a whole sequence.
         pairs: Pairs of a query and a key of a whole sequence.
-        modified: Whether scores are changed by more than a mask (biases, soft cap, sinks), which needs another kernel.
+        modified: Whether scores are changed by more than a mask (biases, soft cap), which needs another kernel.
     """
 
     heads: int

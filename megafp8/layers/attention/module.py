@@ -295,7 +295,13 @@ class Attention(Mixer):
         }
 
     def work(self, batch: MicroBatch) -> KernelWork:
-        """Return the traffic of norms and rotation of queries and keys, norms of values, and the output gate."""
+        """Return the traffic of norms and rotation of queries and keys, norms of values, sinks, and the output gate."""
+        m, e, d = batch.tokens, batch.element, self.d
+        outputs = m * self.heads * d * self.record.attention_sinks
+        sinks = KernelWork(2 * outputs * e, outputs * (2 * e + 16))  # backward multiplies and adds in fp32
+        return sinks + self._work_on_heads(batch)
+
+    def _work_on_heads(self, batch: MicroBatch) -> KernelWork:
         m, e, d = batch.tokens, batch.element, self.d
         channels = m * (self.heads + (0 if self.reads_keys else self.groups)) * d
         scaled = 2 * m * self.heads * d * e * (self.record.query_scaling is not None)
@@ -318,8 +324,7 @@ class Attention(Mixer):
         """Return the sizes of the layer's softmax attention."""
         record = self.record
         pairs = pairs_of(batch.length, record.sliding_window, causal=self.causal, chunk=record.attention_chunk)
-        modified = record.attention_softcap is not None or record.attention_sinks
-        modified = modified or record.position_embedding == "alibi"
+        modified = record.attention_softcap is not None or record.position_embedding == "alibi"
         return [AttentionWork(self.heads, self.d, self.d, batch.length, pairs, modified)]
 
     def keys_and_values(self, batch: MicroBatch) -> int:
