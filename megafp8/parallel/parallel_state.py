@@ -10,8 +10,7 @@ only the members make. Start-up cost therefore does not grow with the world. tor
 rank enumerate the groups of all others, some 40,000 on 16,384 ranks, so the `DeviceMesh` for torch's libraries is made
 from our groups instead.
 
-The result is a `ParallelState`, and modules are passed the groups they need. The accessors with Megatron-LM's names at
-the end of this file are for scripts and notebooks; the package does not call them.
+The result is a `ParallelState`, and modules are passed the groups they need.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ _JOINT_GROUPS = {
 
 _QUEUES, _REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_DESTROYED = False  # whether this process has destroyed groups
 
 
 def rank_groups(
@@ -197,7 +198,6 @@ class ParallelState:
             `expert` hold several micro-batches, this is `expert_tensor`.
         expert_shard, expert_shard_backward: Counterparts of `fsdp_shard` and `fsdp_shard_backward` for experts.
         embedding: First and last stage of the pipeline; None on stages in between.
-        virtual_pipeline_size: Number of stages per rank.
     """
 
     mesh: DeviceMesh
@@ -226,20 +226,6 @@ class ParallelState:
     expert_shard: Group
     expert_shard_backward: Group
     embedding: Group | None
-    virtual_pipeline_size: int
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this is the first rank of the pipeline.
-
-        The stages that a rank holds depend on the schedule's placement.
-        """
-        return self.pipeline.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last rank of the pipeline."""
-        return self.pipeline.is_last
 
 
 def set_cuda_environment() -> None:
@@ -330,7 +316,6 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
     *,
     expert_model_parallel_size: int = 1,
@@ -339,14 +324,12 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
     backend: str | None = None,
-    default: bool = True,
 ) -> ParallelState:
     """Build the groups of the running job. Call this on every rank, after `torch.distributed` is initialized.
 
     Args:
         tensor_model_parallel_size: Number of tensor-parallel ranks.
         pipeline_model_parallel_size: Number of pipeline-parallel ranks.
-        virtual_pipeline_model_parallel_size: Number of stages per rank; None means 1.
         context_parallel_size: Number of context-parallel ranks.
         expert_model_parallel_size: Number of ranks of data × context × tensor over which the experts of a layer are
             divided.
@@ -355,12 +338,10 @@ def initialize_model_parallel(
         device: Device of this rank; CPU by default.
         timeout_seconds: Timeout of the groups' collectives.
         backend: Backend of the groups; None means gloo on CPU and NCCL on CUDA.
-        default: Let the accessors at the end of this file return these groups. False for a second model of a job.
 
     Raises:
         ValueError: On every rank, before any group is built, if the sizes do not fit the world.
     """
-    global _STATE
     if _DESTROYED:
         _forget_meshes()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -396,7 +377,7 @@ def initialize_model_parallel(
     expert_data = joint("expert_data", data_context, amax)
     fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
     expert_shard = joint("expert_shard", fsdp_shard, expert_data)
-    state = ParallelState(
+    return ParallelState(
         mesh=mesh,
         device=device,
         rank=rank,
@@ -421,11 +402,7 @@ def initialize_model_parallel(
         expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
         # This group comes last: torch numbers a rank's groups in their names, and not every rank has this group.
         embedding=group("embedding") if mine["embedding"] else None,
-        virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )
-    if default:
-        _STATE = state
-    return state
 
 
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
@@ -452,8 +429,7 @@ def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
 
 def destroy_model_parallel() -> None:
     """Destroy the groups and leave the job."""
-    global _STATE, _DESTROYED
-    _STATE = None
+    global _DESTROYED
     if dist.is_initialized():
         dist.destroy_process_group()
         _DESTROYED = True
@@ -467,155 +443,3 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported here: it takes a second
 
     _clear_sharding_prop_cache()
-
-
-# --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
-
-_STATE: ParallelState | None = None
-_DESTROYED = False  # whether this process has destroyed groups
-
-
-def model_parallel_is_initialized() -> bool:
-    """Return whether the model-parallel groups are initialized."""
-    return _STATE is not None
-
-
-def get_parallel_state() -> ParallelState:
-    """Return the state that the last `initialize_model_parallel` built."""
-    if _STATE is None:
-        raise ValueError("model parallel groups are not initialized: call initialize_model_parallel(...) first")
-    return _STATE
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup:
-    """Return the tensor-parallel group."""
-    return get_parallel_state().tensor.group
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index in the tensor-parallel group."""
-    return get_parallel_state().tensor.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of tensor-parallel ranks."""
-    return get_parallel_state().tensor.size
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup:
-    """Return the pipeline-parallel group."""
-    return get_parallel_state().pipeline.group
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's index in the pipeline."""
-    return get_parallel_state().pipeline.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline-parallel ranks."""
-    return get_parallel_state().pipeline.size
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline stages per rank."""
-    return get_parallel_state().virtual_pipeline_size
-
-
-def is_pipeline_first_stage() -> bool:
-    """Return whether this is the first rank of the pipeline."""
-    return get_parallel_state().is_first_stage
-
-
-def is_pipeline_last_stage() -> bool:
-    """Return whether this is the last rank of the pipeline."""
-    return get_parallel_state().is_last_stage
-
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
-    """Return the data-parallel group, or the group of data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).group
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Return this rank's index in the data-parallel group, or in data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).rank
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """Return the number of data-parallel ranks, or of ranks of data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).size
-
-
-def get_context_parallel_group() -> ProcessGroup:
-    """Return the context-parallel group."""
-    return get_parallel_state().context.group
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's index in the context-parallel group."""
-    return get_parallel_state().context.rank
-
-
-def get_context_parallel_world_size() -> int:
-    """Return the number of context-parallel ranks."""
-    return get_parallel_state().context.size
-
-
-def get_expert_model_parallel_group() -> ProcessGroup:
-    """Return the group over which the experts of a layer are divided."""
-    return get_parallel_state().expert_model.group
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's index in the expert-parallel group."""
-    return get_parallel_state().expert_model.rank
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of expert-parallel ranks."""
-    return get_parallel_state().expert_model.size
-
-
-def get_expert_tensor_parallel_group() -> ProcessGroup:
-    """Return the group over which each expert is divided."""
-    return get_parallel_state().expert_tensor.group
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Return this rank's index in the group over which each expert is divided."""
-    return get_parallel_state().expert_tensor.rank
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Return the number of ranks over which each expert is divided."""
-    return get_parallel_state().expert_tensor.size
-
-
-def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
-    """Return the group of expert-parallel × expert-tensor-parallel ranks."""
-    return get_parallel_state().expert.group
-
-
-def get_expert_data_parallel_group() -> ProcessGroup:
-    """Return the group of ranks that hold the same parts of experts."""
-    return get_parallel_state().expert_data.group
-
-
-def get_model_parallel_group() -> ProcessGroup:
-    """Return the group of pipeline × tensor ranks, which together hold one whole model."""
-    return get_parallel_state().model.group
-
-
-def get_embedding_group() -> ProcessGroup | None:
-    """Return the group of the first and last stage, or None on stages in between."""
-    embedding = get_parallel_state().embedding
-    return None if embedding is None else embedding.group
-
-
-def get_amax_reduction_group() -> ProcessGroup:
-    """Return the group of data × context × tensor ranks, over which amaxes are reduced."""
-    return get_parallel_state().amax.group
