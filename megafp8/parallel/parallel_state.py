@@ -6,9 +6,8 @@ farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" in reverse notation.
 
 `rank_groups` computes all groups as lists of ranks, without process groups, so the layout of 16,384 GPUs can be checked
 on a laptop. `initialize_model_parallel` builds the process groups of this rank, with one `new_group` call each that
-only the members make. Start-up cost therefore does not grow with the world. torch's own `init_device_mesh` makes every
-rank enumerate the groups of all others, some 40,000 on 16,384 ranks, so the `DeviceMesh` for torch's libraries is made
-from our groups instead.
+only the members make. Start-up cost therefore does not grow with the world. torch's own `init_device_mesh` would make
+every rank enumerate the groups of all others, some 40,000 on 16,384 ranks.
 
 The result is a `ParallelState`, and modules are passed the groups they need.
 """
@@ -24,7 +23,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafp8.host.error_causes import lost_connection
 from megafp8.host.launched import launched_ranks, unset_advice
@@ -165,18 +163,12 @@ class Group:
         """Whether this rank is the first of the group."""
         return self.rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the last of the group."""
-        return self.rank == self.size - 1
-
 
 @dataclass(frozen=True)
 class ParallelState:
     """Place of this rank in the grid, and the groups of this rank.
 
     Attributes:
-        mesh: torch's `DeviceMesh` over the four axes.
         device: Device of this rank.
         rank, world_size: Global rank, and number of ranks of the job.
         world: Group of all ranks.
@@ -190,7 +182,6 @@ class ParallelState:
         fsdp_shard_backward: Ranks of `fsdp_shard` with a second communicator, for gradients that are reduced while
             weights are gathered.
         expert: Ranks over which the experts of a layer are divided and between which tokens are exchanged.
-        expert_model: Ranks of `expert` that hold different experts.
         expert_tensor: Ranks of `expert` that hold different parts of the same experts.
         expert_data: Ranks that hold the same parts of experts. Together with `expert` they are data × context × tensor.
         expert_amax: Ranks that hold the same experts, whole or in parts.
@@ -200,7 +191,6 @@ class ParallelState:
         embedding: First and last stage of the pipeline; None on stages in between.
     """
 
-    mesh: DeviceMesh
     device: torch.device
     rank: int
     world_size: int
@@ -218,7 +208,6 @@ class ParallelState:
     tensor_context: Group
     amax: Group
     expert: Group
-    expert_model: Group
     expert_tensor: Group
     expert_data: Group
     expert_amax: Group
@@ -363,9 +352,6 @@ def initialize_model_parallel(
         return Group(process_group, ranks, ranks.index(rank))
 
     axes = {axis: group(axis) for axis in AXES}
-    mesh = DeviceMesh.from_group(
-        [axes[axis].group for axis in AXES], device.type, torch.from_numpy(grid), mesh_dim_names=AXES
-    )
 
     def joint(name: str, *more: Group) -> Group:
         """Return a group of an axis or of `more` with the same ranks, or build a new group."""
@@ -378,7 +364,6 @@ def initialize_model_parallel(
     fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
     expert_shard = joint("expert_shard", fsdp_shard, expert_data)
     return ParallelState(
-        mesh=mesh,
         device=device,
         rank=rank,
         world_size=world_size,
@@ -393,7 +378,6 @@ def initialize_model_parallel(
         tensor_context=tensor_context,
         amax=amax,
         expert=expert,
-        expert_model=joint("expert_model", expert),
         expert_tensor=joint("expert_tensor", expert),
         expert_data=expert_data,
         expert_amax=joint("expert_amax", data_context, amax, expert_data),
