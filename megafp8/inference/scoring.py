@@ -76,11 +76,6 @@ class _Group(NamedTuple):
     context: list[int]
     continuations: list[list[int]]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the model reads; the last token of a continuation is only scored."""
-        return len(self.context) + sum(len(x) - 1 for x in self.continuations)
-
 
 @dataclass(frozen=True)
 class _Step:
