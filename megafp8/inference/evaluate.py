@@ -63,9 +63,9 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
             if not documents:
                 raise ValueError(f"--split {arguments.split}: {prefix} has no documents for validation")
         documents = documents[:most]
-        of_data_set = partial(documents_of_data_set, dataset, documents, vocab_size, tokenizer)
+        read = partial(documents_of_data_set, dataset, documents, vocab_size, tokenizer)
         tokens = int(dataset.document_lengths[documents.start : documents.stop].sum())
-        texts.append(_Texts(prefix, of_data_set, tokens))
+        texts.append(_Texts(prefix, read, tokens))
     return texts
 
 
