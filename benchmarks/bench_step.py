@@ -36,7 +36,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,7 @@ class Groups:
         sizes = (p.tensor, p.pipeline, p.context, p.expert, p.expert_tensor, p.fsdp_replicas)
         if sizes not in self._built:
             self._built[sizes] = build_parallel(config, self._device)
-        return replace(self._built[sizes], virtual_pipeline_size=p.virtual_pipeline)
+        return self._built[sizes]
 
 
 COLUMNS = {  # heading: key of a row, format

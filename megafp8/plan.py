@@ -98,8 +98,6 @@ class LinearSite:
         tokens: Tokens of a micro-batch on this rank outside the layer; None if the number varies (slices are then
             assumed to be aligned).
         adds_bias: Whether the layer adds its bias itself.
-        gathers_output: Whether the output of a column-parallel layer is gathered.
-        scatters_input: Whether the layer scatters a replicated input.
         before, after: Operations before and after the layer.
         recompute_input: Whether the input that wgrad reads is recomputed in backward.
         weight_storage: Where the weight is stored between steps.
@@ -119,8 +117,6 @@ class LinearSite:
     sequence_parallel: bool = False
     tokens: int | None = None
     adds_bias: bool = False
-    gathers_output: bool = False
-    scatters_input: bool = False
     before: Neighbor = UNKNOWN
     after: Neighbor = UNKNOWN
     recompute_input: bool = False
@@ -229,8 +225,6 @@ def plan_linear(
         reasons.append(f"{', '.join(names)} in high precision: override_linear_precision")
 
     why_not = values_needed or _cannot_quantize(site.before, precision.input)
-    if site.scatters_input:
-        why_not = why_not or "the layer scatters a replicated input"
     gather: Literal["fp8", "high"] | None = None
     if gathers_input:
         misfit = _not_gatherable(precision.input, site.tokens)
@@ -253,7 +247,6 @@ def plan_linear(
         grad_why_not = (
             grad_why_not
             or ("the bias gradient needs the high-precision values" if site.adds_bias else "")
-            or ("the output is gathered" if site.gathers_output else "")
             or _cannot_quantize(site.after, precision.grad_output)
         )
         grad_output = "layer" if grad_why_not else "fused"

@@ -68,8 +68,6 @@ def test_everything_is_fused_where_it_can_be() -> None:
         (replace(QKV, before=Neighbor("attention", "none", "it is bf16")), of_(PER_TENSOR),
          {"input": "layer", "gather": "high"}, "gathered in high precision: it is bf16"),
         (replace(QKV, adds_bias=True), of_(PER_TENSOR), {"grad_output": "layer", "input": "fused"}, "bias gradient"),
-        (replace(QKV, gathers_output=True), of_(PER_TENSOR), {"grad_output": "layer"}, "the output is gathered"),
-        (replace(DOWN, scatters_input=True), of_(PER_TENSOR), {"input": "layer"}, "scatters a replicated input"),
         (QKV, of_(PER_TENSOR, PerGemm(False, False, True)),
          {"input": "layer", "grad_output": "layer", "saved": "high", "gemms": ("fp8 fast", "fp8", "high")}, "wgrad"),
         (QKV, of_(PER_TENSOR, PerGemm(False, True, True)), {"grad_output": "high"}, "override_linear_precision"),

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +35,7 @@ class LimitedRun(NamedTuple):
     stderr: bytes
 
 
-def run_limited(
-    command: Sequence[str], given: bytes, *, seconds: float, most: int, environment: Mapping[str, str] | None = None
-) -> LimitedRun:
+def run_limited(command: Sequence[str], given: bytes, *, seconds: float, most: int) -> LimitedRun:
     """Run a program, and end it with all its children when it exceeds a limit.
 
     Children that outlive the program are ended, too. Raises OSError if the program cannot be started.
@@ -47,16 +45,14 @@ def run_limited(
         given: Content of its standard input.
         seconds: Time limit.
         most: Limit of its output, in bytes.
-        environment: Environment variables of the program. Default: the variables of this process.
     """
     deadline, written, errors = time.monotonic() + seconds, bytearray(), bytearray()
     with tempfile.TemporaryFile() as stdin, selectors.DefaultSelector() as selector:
         stdin.write(given)
         stdin.seek(0)
         pipe = subprocess.PIPE
-        child = subprocess.Popen(
-            command, stdin=stdin, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )  # a new session is a new process group
+        # A new session is a new process group.
+        child = subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True)
         try:
             for stream, kept in ((child.stdout, written), (child.stderr, errors)):
                 assert stream is not None

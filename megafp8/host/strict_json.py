@@ -1,10 +1,10 @@
-"""Strict parser for JSON files from others: only plain JSON of moderate depth is accepted."""
+"""Strict JSON: a parser for files from others, of moderate depth, and values without NaN and infinities to write."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
@@ -33,6 +33,15 @@ def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = Non
         if not level:
             return parsed
     raise ValueError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities, which JSON does not have, replaced by text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(x) for key, x in value.items()}
+    return [finite(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def _refuse(text: str) -> NoReturn:

@@ -56,6 +56,24 @@ class JsonLines:
             self._file = None
 
 
+def last_integer(path: Path, key: str, most_bytes: int = 1 << 20) -> int:
+    """Return the integer under `key` in the last JSON object of a file that has one, or 0 without such an object.
+
+    The file has one object per line. Other lines are ignored, such as a line truncated by a kill, and so are lines
+    before the last `most_bytes` of the file.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            return int(json.loads(line)[key])
+    return 0
+
+
 class DiskErrorsLogged:
     """Context manager that turns file system errors, such as a full disk, into warnings, so that they do not end a run.
 

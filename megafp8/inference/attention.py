@@ -169,8 +169,17 @@ class DecodeInputs:
         self._table_nm.copy_(self._host_nm, non_blocking=True)
 
 
+class AttentionWithoutBackward:
+    """Base of the attention of a layer in generation and scoring."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors that a backward pass would read in addition to the arguments; none."""
+        return []
+
+
 @dataclass(frozen=True)
-class PagedAttention:
+class PagedAttention(AttentionWithoutBackward):
     """Core attention of a layer (`layers.attention.op.CoreAttention`) with cached keys and values.
 
     It stores the keys and values of the step, and attends to the pages.
@@ -235,14 +244,9 @@ class PagedAttention:
         positions_b1 = self.step.positions_1n[:, : len(self.step.table_bm)].transpose(0, 1)
         return AttentionMask(window=self.window, chunk=self.chunk, positions_bs=positions_b1)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that a backward pass would read in addition to the arguments; none in generation."""
-        return []
-
 
 @dataclass(frozen=True)
-class PagedKeys:
+class PagedKeys(AttentionWithoutBackward):
     """Attention of a layer to cached keys without values (`megafp8.layers.mixer.AttendToKeys`).
 
     It stores the keys of the step and attends to the keys in the pages. The first of the two key tensors is stored as
@@ -281,11 +285,6 @@ class PagedKeys:
         """Return both key tensors in these pages, `[t, b, ...]`; the second has one entry for every few tokens."""
         first, second = self.cache.read(self.layer, table_bp)
         return first.squeeze(2), second.squeeze(2)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that a backward pass would read in addition to the arguments; none in generation."""
-        return []
 
 
 def scores_of_length(scores: Scores, t: int) -> Scores:

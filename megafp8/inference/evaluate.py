@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -62,14 +63,9 @@ def open_texts(arguments: argparse.Namespace, opened: Opened) -> list[_Texts]:
             if not documents:
                 raise ValueError(f"--split {arguments.split}: {prefix} has no documents for validation")
         documents = documents[:most]
-
-        def of_data_set(
-            dataset: IndexedDataset = dataset, documents: range = documents
-        ) -> Iterable[EvaluationDocument]:
-            return documents_of_data_set(dataset, documents, vocab_size, tokenizer)
-
+        read = partial(documents_of_data_set, dataset, documents, vocab_size, tokenizer)
         tokens = int(dataset.document_lengths[documents.start : documents.stop].sum())
-        texts.append(_Texts(prefix, of_data_set, tokens))
+        texts.append(_Texts(prefix, read, tokens))
     return texts
 
 
@@ -84,11 +80,7 @@ class EvaluationRun:
             import_package("lm_eval", "--tasks")
         bind_to_cores(arguments)
         layout = InferenceLayout(arguments.tensor, arguments.pipeline, arguments.expert)
-        self.opened = open_checkpoint(
-            arguments.checkpoint,
-            layout,
-            **model_options(arguments),
-        )
+        self.opened = open_checkpoint(arguments.checkpoint, layout, **model_options(arguments))
         if arguments.tasks and self.opened.tokenizer is None:
             raise ValueError(f"{arguments.checkpoint} has no tokenizer, which tasks need")
         self.max_length = self.opened.max_length(arguments.max_length)

@@ -200,18 +200,11 @@ def _read_tensors(source: CheckpointSource, tensors: Mapping[str, Rectangles]) -
     load_scales(source, {name: x.parts[0].view for name, x in scales.items()}, advice)
 
 
-def build_model(
-    config: Config, left_out: Sequence[str] = (), trained_length: int = 0, *, default: bool = True
-) -> Model:
-    """Join the job and build this rank's stages, with uninitialized weights. Collective.
-
-    `default` is an argument of `initialize_model_parallel`.
-    """
+def build_model(config: Config, left_out: Sequence[str] = (), trained_length: int = 0) -> Model:
+    """Join the job and build this rank's stages, with uninitialized weights. Collective."""
     p = config.parallel
     device = initialize_distributed("cpu" if config.device == "cpu" else "cuda")
-    parallel = initialize_model_parallel(
-        p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device, default=default
-    )
+    parallel = initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, device=device)
     fp8 = build_fp8(config, parallel)
     fp8.leave_out(left_out)
     context = BuildContext(
@@ -279,7 +272,7 @@ def live_model(
     live_config = config_of(described, layout, config.fp8, dtype, cuda=cuda, batch_invariant=invariant)
     live_config = live_config.model_copy(update={"lora": config.lora})
     check_layout(live_config, ranks, "the generator's layout")
-    model = build_model(live_config, trainer.auto_filter.layers, length, default=False)
+    model = build_model(live_config, trainer.auto_filter.layers, length)
     return (live := replace(model, in_training=True, own_texts=own_texts)), LiveWeights(trainer, live)
 
 

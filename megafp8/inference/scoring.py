@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megafp8.data.samples import room_for
-from megafp8.inference.attention import scores_of_length
+from megafp8.inference.attention import AttentionWithoutBackward, scores_of_length
 from megafp8.inference.model import Model, PackedModel, RunTokens
 from megafp8.inference.sampling import VocabShard
 from megafp8.layers.attention.mask import AttentionMask, causal_mask, key_ranges
@@ -75,11 +75,6 @@ class _Group(NamedTuple):
 
     context: list[int]
     continuations: list[list[int]]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the model reads; the last token of a continuation is only scored."""
-        return len(self.context) + sum(len(x) - 1 for x in self.continuations)
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,7 @@ class _Packing:
 
 
 @dataclass(frozen=True)
-class _PackedAttention:
+class _PackedAttention(AttentionWithoutBackward):
     """Core attention of a layer within the segments of a step (`layers.attention.op.CoreAttention`)."""
 
     step: _Step
@@ -237,14 +232,9 @@ class _PackedAttention:
             y_sbad[step.tokens :] = y_sbad[step.tokens - 1]
         return y_sbad
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that a backward pass would read in addition to the arguments; none in scoring."""
-        return []
-
 
 @dataclass(frozen=True)
-class _PackedKeys:
+class _PackedKeys(AttentionWithoutBackward):
     """Attention of a layer to keys without values, within segments (`megafp8.layers.mixer.AttendToKeys`)."""
 
     step: _Step
@@ -260,11 +250,6 @@ class _PackedKeys:
         single_queries = tuple(x[:count] for x in queries)
         y_n1 = attend(single_queries, whole, self.first_1n[:, :count], self.stop_1n[:, :count])
         return torch.cat([y_n1, y_n1[-1:].expand(len(queries[0]) - count, *y_n1.shape[1:])])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that a backward pass would read in addition to the arguments; none in scoring."""
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,6 @@ class TransformerLayer(Composite):
             mask_type(self, kind) for kind in (self_attn_mask_type, enc_dec_attn_mask_type)
         )
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
-        self.post_norm_residual = apply_residual_connection_post_layernorm
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
 
         named = partial(part_name, name)

@@ -6,12 +6,10 @@ farthest apart. This is Megatron-LM's order "tp-cp-dp-pp" in reverse notation.
 
 `rank_groups` computes all groups as lists of ranks, without process groups, so the layout of 16,384 GPUs can be checked
 on a laptop. `initialize_model_parallel` builds the process groups of this rank, with one `new_group` call each that
-only the members make. Start-up cost therefore does not grow with the world. torch's own `init_device_mesh` makes every
-rank enumerate the groups of all others, some 40,000 on 16,384 ranks, so the `DeviceMesh` for torch's libraries is made
-from our groups instead.
+only the members make. Start-up cost therefore does not grow with the world. torch's own `init_device_mesh` would make
+every rank enumerate the groups of all others, some 40,000 on 16,384 ranks.
 
-The result is a `ParallelState`, and modules are passed the groups they need. The accessors with Megatron-LM's names at
-the end of this file are for scripts and notebooks; the package does not call them.
+The result is a `ParallelState`, and modules are passed the groups they need.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafp8.host.error_causes import lost_connection
 from megafp8.host.launched import launched_ranks, unset_advice
@@ -45,6 +42,8 @@ _JOINT_GROUPS = {
 
 _QUEUES, _REGISTER = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_DESTROYED = False  # whether this process has destroyed groups
 
 
 def rank_groups(
@@ -164,18 +163,12 @@ class Group:
         """Whether this rank is the first of the group."""
         return self.rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the last of the group."""
-        return self.rank == self.size - 1
-
 
 @dataclass(frozen=True)
 class ParallelState:
     """Place of this rank in the grid, and the groups of this rank.
 
     Attributes:
-        mesh: torch's `DeviceMesh` over the four axes.
         device: Device of this rank.
         rank, world_size: Global rank, and number of ranks of the job.
         world: Group of all ranks.
@@ -189,7 +182,6 @@ class ParallelState:
         fsdp_shard_backward: Ranks of `fsdp_shard` with a second communicator, for gradients that are reduced while
             weights are gathered.
         expert: Ranks over which the experts of a layer are divided and between which tokens are exchanged.
-        expert_model: Ranks of `expert` that hold different experts.
         expert_tensor: Ranks of `expert` that hold different parts of the same experts.
         expert_data: Ranks that hold the same parts of experts. Together with `expert` they are data × context × tensor.
         expert_amax: Ranks that hold the same experts, whole or in parts.
@@ -197,10 +189,8 @@ class ParallelState:
             `expert` hold several micro-batches, this is `expert_tensor`.
         expert_shard, expert_shard_backward: Counterparts of `fsdp_shard` and `fsdp_shard_backward` for experts.
         embedding: First and last stage of the pipeline; None on stages in between.
-        virtual_pipeline_size: Number of stages per rank.
     """
 
-    mesh: DeviceMesh
     device: torch.device
     rank: int
     world_size: int
@@ -218,7 +208,6 @@ class ParallelState:
     tensor_context: Group
     amax: Group
     expert: Group
-    expert_model: Group
     expert_tensor: Group
     expert_data: Group
     expert_amax: Group
@@ -226,20 +215,6 @@ class ParallelState:
     expert_shard: Group
     expert_shard_backward: Group
     embedding: Group | None
-    virtual_pipeline_size: int
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this is the first rank of the pipeline.
-
-        The stages that a rank holds depend on the schedule's placement.
-        """
-        return self.pipeline.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last rank of the pipeline."""
-        return self.pipeline.is_last
 
 
 def set_cuda_environment() -> None:
@@ -330,7 +305,6 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
     *,
     expert_model_parallel_size: int = 1,
@@ -339,14 +313,12 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     timeout_seconds: float = 600.0,
     backend: str | None = None,
-    default: bool = True,
 ) -> ParallelState:
     """Build the groups of the running job. Call this on every rank, after `torch.distributed` is initialized.
 
     Args:
         tensor_model_parallel_size: Number of tensor-parallel ranks.
         pipeline_model_parallel_size: Number of pipeline-parallel ranks.
-        virtual_pipeline_model_parallel_size: Number of stages per rank; None means 1.
         context_parallel_size: Number of context-parallel ranks.
         expert_model_parallel_size: Number of ranks of data × context × tensor over which the experts of a layer are
             divided.
@@ -355,12 +327,10 @@ def initialize_model_parallel(
         device: Device of this rank; CPU by default.
         timeout_seconds: Timeout of the groups' collectives.
         backend: Backend of the groups; None means gloo on CPU and NCCL on CUDA.
-        default: Let the accessors at the end of this file return these groups. False for a second model of a job.
 
     Raises:
         ValueError: On every rank, before any group is built, if the sizes do not fit the world.
     """
-    global _STATE
     if _DESTROYED:
         _forget_meshes()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -382,9 +352,6 @@ def initialize_model_parallel(
         return Group(process_group, ranks, ranks.index(rank))
 
     axes = {axis: group(axis) for axis in AXES}
-    mesh = DeviceMesh.from_group(
-        [axes[axis].group for axis in AXES], device.type, torch.from_numpy(grid), mesh_dim_names=AXES
-    )
 
     def joint(name: str, *more: Group) -> Group:
         """Return a group of an axis or of `more` with the same ranks, or build a new group."""
@@ -396,8 +363,7 @@ def initialize_model_parallel(
     expert_data = joint("expert_data", data_context, amax)
     fsdp_shard, fsdp_shard_backward = joint("fsdp_shard", data_context), group("fsdp_shard")
     expert_shard = joint("expert_shard", fsdp_shard, expert_data)
-    state = ParallelState(
-        mesh=mesh,
+    return ParallelState(
         device=device,
         rank=rank,
         world_size=world_size,
@@ -412,7 +378,6 @@ def initialize_model_parallel(
         tensor_context=tensor_context,
         amax=amax,
         expert=expert,
-        expert_model=joint("expert_model", expert),
         expert_tensor=joint("expert_tensor", expert),
         expert_data=expert_data,
         expert_amax=joint("expert_amax", data_context, amax, expert_data),
@@ -421,11 +386,7 @@ def initialize_model_parallel(
         expert_shard_backward=fsdp_shard_backward if expert_shard is fsdp_shard else group("expert_shard"),
         # This group comes last: torch numbers a rank's groups in their names, and not every rank has this group.
         embedding=group("embedding") if mine["embedding"] else None,
-        virtual_pipeline_size=virtual_pipeline_model_parallel_size or 1,
     )
-    if default:
-        _STATE = state
-    return state
 
 
 def host_group(timeout_seconds: float = 600.0) -> ProcessGroup:
@@ -452,8 +413,7 @@ def rejoin(device_type: str, timeout_seconds: float = 600.0) -> None:
 
 def destroy_model_parallel() -> None:
     """Destroy the groups and leave the job."""
-    global _STATE, _DESTROYED
-    _STATE = None
+    global _DESTROYED
     if dist.is_initialized():
         dist.destroy_process_group()
         _DESTROYED = True
@@ -467,155 +427,3 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported here: it takes a second
 
     _clear_sharding_prop_cache()
-
-
-# --- Megatron-LM's accessor names, for scripts ---------------------------------------------------------------------
-
-_STATE: ParallelState | None = None
-_DESTROYED = False  # whether this process has destroyed groups
-
-
-def model_parallel_is_initialized() -> bool:
-    """Return whether the model-parallel groups are initialized."""
-    return _STATE is not None
-
-
-def get_parallel_state() -> ParallelState:
-    """Return the state that the last `initialize_model_parallel` built."""
-    if _STATE is None:
-        raise ValueError("model parallel groups are not initialized: call initialize_model_parallel(...) first")
-    return _STATE
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup:
-    """Return the tensor-parallel group."""
-    return get_parallel_state().tensor.group
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index in the tensor-parallel group."""
-    return get_parallel_state().tensor.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of tensor-parallel ranks."""
-    return get_parallel_state().tensor.size
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup:
-    """Return the pipeline-parallel group."""
-    return get_parallel_state().pipeline.group
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's index in the pipeline."""
-    return get_parallel_state().pipeline.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline-parallel ranks."""
-    return get_parallel_state().pipeline.size
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline stages per rank."""
-    return get_parallel_state().virtual_pipeline_size
-
-
-def is_pipeline_first_stage() -> bool:
-    """Return whether this is the first rank of the pipeline."""
-    return get_parallel_state().is_first_stage
-
-
-def is_pipeline_last_stage() -> bool:
-    """Return whether this is the last rank of the pipeline."""
-    return get_parallel_state().is_last_stage
-
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
-    """Return the data-parallel group, or the group of data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).group
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Return this rank's index in the data-parallel group, or in data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).rank
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """Return the number of data-parallel ranks, or of ranks of data × context parallelism."""
-    state = get_parallel_state()
-    return (state.data_context if with_context_parallel else state.data).size
-
-
-def get_context_parallel_group() -> ProcessGroup:
-    """Return the context-parallel group."""
-    return get_parallel_state().context.group
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's index in the context-parallel group."""
-    return get_parallel_state().context.rank
-
-
-def get_context_parallel_world_size() -> int:
-    """Return the number of context-parallel ranks."""
-    return get_parallel_state().context.size
-
-
-def get_expert_model_parallel_group() -> ProcessGroup:
-    """Return the group over which the experts of a layer are divided."""
-    return get_parallel_state().expert_model.group
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's index in the expert-parallel group."""
-    return get_parallel_state().expert_model.rank
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of expert-parallel ranks."""
-    return get_parallel_state().expert_model.size
-
-
-def get_expert_tensor_parallel_group() -> ProcessGroup:
-    """Return the group over which each expert is divided."""
-    return get_parallel_state().expert_tensor.group
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Return this rank's index in the group over which each expert is divided."""
-    return get_parallel_state().expert_tensor.rank
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Return the number of ranks over which each expert is divided."""
-    return get_parallel_state().expert_tensor.size
-
-
-def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
-    """Return the group of expert-parallel × expert-tensor-parallel ranks."""
-    return get_parallel_state().expert.group
-
-
-def get_expert_data_parallel_group() -> ProcessGroup:
-    """Return the group of ranks that hold the same parts of experts."""
-    return get_parallel_state().expert_data.group
-
-
-def get_model_parallel_group() -> ProcessGroup:
-    """Return the group of pipeline × tensor ranks, which together hold one whole model."""
-    return get_parallel_state().model.group
-
-
-def get_embedding_group() -> ProcessGroup | None:
-    """Return the group of the first and last stage, or None on stages in between."""
-    embedding = get_parallel_state().embedding
-    return None if embedding is None else embedding.group
-
-
-def get_amax_reduction_group() -> ProcessGroup:
-    """Return the group of data × context × tensor ranks, over which amaxes are reduced."""
-    return get_parallel_state().amax.group

@@ -86,13 +86,12 @@ class AllGatherHandle:
 class RingStep(NamedTuple):
     """Step of a ring that handles the chunk of neighboring `ranks`.
 
-    In an all-gather, this rank receives from each rank of `recv_from` in order, and at the same time sends to the rank
-    at the same place of `send_to`. A reduction goes the opposite way: partial sums are sent to `recv_from`.
+    In an all-gather, this rank receives from each rank of `recv_from` in order. A reduction goes the opposite way:
+    partial sums are sent to `recv_from`.
     """
 
     ranks: range
     recv_from: tuple[int, ...]
-    send_to: tuple[int, ...]
 
     def rows(self, m: int, t: int) -> slice:
         """Return the chunk's slice of m rows that are sharded over t ranks."""
@@ -108,14 +107,9 @@ def ring_steps(rank: int, t: int, max_chunks: int) -> tuple[RingStep, ...]:
     count = max(n for n in range(1, max_chunks + 1) if t % n == 0)
     g = t // count
     ring, place = divmod(rank, g)
-
-    def ranks(chunk: int, direction: int) -> tuple[int, ...]:
-        return tuple(chunk % count * g + (place + direction * i) % g for i in range(g))
-
     starts = [(ring + step) % count * g for step in range(count)]
     return tuple(
-        RingStep(range(start, start + g), ranks(ring + step, 1), ranks(ring - step, -1))
-        for step, start in enumerate(starts)
+        RingStep(range(start, start + g), tuple(start + (place + i) % g for i in range(g))) for start in starts
     )
 
 

@@ -88,6 +88,7 @@ class InterruptionRates:
 
 
 LLAMA3 = InterruptionRates(gpus=16384, days=54, node=357, job=56, silent=6, planned=47)
+_FAULTS = 4000  # failures that a forecast simulates
 
 
 @dataclass(frozen=True)
@@ -431,8 +432,8 @@ def best_interval(job: SimulatedJob, rates: Mapping[str, float], detection: floa
     return max(range(least, most + 1), key=goodput)
 
 
-def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
-    """Return the number of spare nodes that suffice for the fraction `part` of the time.
+def spares_needed(rate: float, repair: float) -> int:
+    """Return the number of spare nodes that suffice for 99.9% of the time.
 
     The number of nodes in repair is Poisson-distributed.
     """
@@ -441,7 +442,7 @@ def spares_needed(rate: float, repair: float, part: float = 0.999) -> int:
         return math.ceil(mean + 3.1 * math.sqrt(mean))
     count, probability = 0, math.exp(-mean)
     total = probability
-    while total < part:
+    while total < 0.999:
         count += 1
         probability *= mean / count
         total += probability
@@ -496,9 +497,6 @@ def forecasts(
     state: int,
     replicas: tuple[int, int],
     mtbf_gpu_hours: float | None = None,
-    assumed: Assumptions = Assumptions(),
-    *,
-    faults: int = 4000,
 ) -> list[Forecast]:
     """Return the goodput of `config` with restarts from disk, with restarts from memory, and with replicas.
 
@@ -509,10 +507,8 @@ def forecasts(
         state: Bytes of a checkpoint.
         replicas: Number of replicas, and the minimum that train.
         mtbf_gpu_hours: Mean time between unplanned failures. Default: the rate of Llama 3.
-        assumed: Assumptions that the config does not state.
-        faults: Number of failures to simulate.
     """
-    gpus, rank_bytes = cluster.gpus, state / cluster.gpus
+    assumed, gpus, rank_bytes = Assumptions(), cluster.gpus, state / cluster.gpus
     rates = LLAMA3.per_second(gpus, mtbf_gpu_hours)
     unplanned = sum(rates.values()) - rates["planned"]
     hang = hang_detection(config)
@@ -551,7 +547,7 @@ def forecasts(
         configured = expected_goodput(job, rates, detection) if set_interval else None
         steps = best_interval(job, rates, detection)
         best = replace(job, saves=replace(saves, interval=steps * step))
-        seconds = faults / (unplanned + rates["planned"])
+        seconds = _FAULTS / (unplanned + rates["planned"])
         drawn = random_faults(rates, seconds, 0, detection=assumed.detection, hangs=assumed.hangs, hang=hang)
         outcome = simulate(best, drawn, seconds)
         young, expected = young_interval(job, rates) / step, expected_goodput(best, rates, detection)

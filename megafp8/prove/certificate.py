@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Literal, cast
 from megafp8 import __version__
 from megafp8.checkpoint import config_hash
 from megafp8.config.files import file_of, read_tree
-from megafp8.host.strict_json import parse_json
+from megafp8.host.strict_json import finite, parse_json
 from megafp8.prove.shrink import Change
 from megafp8.training.run_log import source_commit
 
@@ -94,16 +93,7 @@ class Certificate:
         """Return the certificate as JSON. Its `config` is the small one."""
         versions = {"format_version": FORMAT_VERSION, "megafp8_version": __version__}
         content = {**versions, "passed": self.passed, **asdict(self)}
-        return json.dumps(_finite(content), indent=2) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Return `value` with every number that JSON does not support replaced by text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+        return json.dumps(finite(content), indent=2) + "\n"
 
 
 def is_certificate(content: Any) -> bool:

@@ -26,7 +26,6 @@ from megafp8.data.preprocess import check_boundaries
 from megafp8.data.progress import (
     Conflict,
     DataSource,
-    Identity,
     ListedFiles,
     Progress,
     RecordedSource,
@@ -96,11 +95,6 @@ class DataSet:
         """Weight of the data set if `data.train` is a list, so that all data sets finish an epoch at the same time."""
         return self.train.samples_per_epoch if isinstance(self.train.packing, BestFit) else self.train.num_tokens
 
-    @property
-    def identity(self) -> Identity:
-        """Identity of the data set in the record of the run's progress."""
-        return self.source(1.0).identity
-
 
 @dataclass(frozen=True)
 class TextSet:
@@ -128,11 +122,6 @@ class TextSet:
         """Return the same text, read in `count` canonical streams."""
         return replace(self, train=self.train.in_streams(count))
 
-    @property
-    def identity(self) -> Identity:
-        """Identity of the text in the record of the run's progress."""
-        return self.source(1.0).identity
-
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -146,11 +135,6 @@ class PromptSet:
         """Return the entry of these prompts, with their `weight`, for the record of the run's progress."""
         contents, length = self.train.fingerprint, self.train.seq_length
         return DataSource(self.prefix, contents, range(0), 0, weight, "best_fit", length)
-
-    @property
-    def identity(self) -> Identity:
-        """Identity of the prompts in the record of the run's progress."""
-        return self.source(1.0).identity
 
 
 AnySet = DataSet | TextSet | PromptSet
@@ -586,7 +570,7 @@ def _sources(
 
 def _active(data_sets: Sequence[AnySet], progress: Progress) -> list[AnySet]:
     """Return the data sets that `progress` mixes, in its order. If several have the same files, use the first."""
-    by_identity = {x.identity: x for x in reversed(data_sets)}
+    by_identity = {x.source(1.0).identity: x for x in reversed(data_sets)}  # the same with any weight
     return [by_identity[entry.identity] for entry in progress.active]
 
 

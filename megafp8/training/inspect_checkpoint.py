@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megafp8.checkpoint import CheckpointReader, latest
 from megafp8.conversion.formats import FORMATS, open_source, recognize
 from megafp8.host.object_store import AnyPath
+from megafp8.host.strict_json import finite
 from megafp8.training.state import changed_keys
 
 _BLOCK = 1 << 22  # elements
@@ -228,16 +229,7 @@ def print_difference(found: Record, here: AnyPath, there: AnyPath) -> None:
 
 def print_json(content: Record) -> None:
     """Print `content` as JSON."""
-    print(json.dumps(_finite(content), indent=2))
-
-
-def _finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities converted to text, because JSON does not have them."""
-    if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(finite(content), indent=2))
 
 
 def inspect(arguments: argparse.Namespace) -> int:

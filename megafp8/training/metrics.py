@@ -32,7 +32,7 @@ from tqdm import tqdm
 from megafp8.config import LoggingConfig
 from megafp8.fp8.health import OPERANDS, Fp8Record, ReportWriter
 from megafp8.host.redaction import redact_tree
-from megafp8.host.text_file import DiskErrorsLogged, JsonLines, replace_text
+from megafp8.host.text_file import DiskErrorsLogged, JsonLines, last_integer, replace_text
 from megafp8.training.observer import Observer, StepMetrics
 from megafp8.training.run_log import STEPS
 
@@ -75,12 +75,8 @@ def read_records(path: Path, *required: str) -> list[dict[str, Any]]:
 
     Other lines are ignored, such as a line truncated by a kill.
     """
-    return _parsed(path.read_text(encoding="utf-8", errors="replace"), required)
-
-
-def _parsed(text: str, required: Sequence[str]) -> list[dict[str, Any]]:
     records = []
-    for line in text.splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -88,16 +84,6 @@ def _parsed(text: str, required: Sequence[str]) -> list[dict[str, Any]]:
         if isinstance(record, dict) and all(key in record for key in required):
             records.append(record)
     return records
-
-
-def last_step(path: Path, most_bytes: int = 1 << 20) -> int:
-    """Return the step of the last record in a metrics.jsonl file, read from its end, or 0 without records."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - most_bytes))
-        steps = [x["step"] for x in _parsed(file.read().decode(errors="replace"), ("step",))]
-    return steps[-1] if steps and isinstance(steps[-1], int) else 0
 
 
 def counting(steps: Sequence[int]) -> list[bool]:
@@ -264,7 +250,7 @@ class WandbWriter(Observer):
 
         begin = partial(wandb.init, project=project, name=name, dir=str(folder), config=config)
         run_id = wandb_id(folder, name)
-        if last_step(folder / METRICS) <= step:
+        if last_integer(folder / METRICS, "step") <= step:
             self.run = begin(id=run_id, resume="allow")
         else:
             try:

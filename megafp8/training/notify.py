@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.host.redaction import redact
-from megafp8.host.text_file import replace_text
+from megafp8.host.text_file import last_integer, replace_text
 
 if TYPE_CHECKING:  # the agent does not read configs
     from megafp8.config import Config
@@ -38,7 +38,7 @@ AGENT_FILE = "MEGAFP8_NOTIFY_FILE"
 _OF_PROCESS = "MEGAFP8_NOTIFY"
 """Environment variable that holds the subscription of rank 0 if there is no such agent."""
 SECONDS = 30.0
-_LONGEST_REASON, _TAIL = 4000, 1 << 16
+_LONGEST_REASON = 4000
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,9 @@ def ended(subscription: Subscription | None, code: int, reason: str = "") -> Non
     """Report the end of a job with exit code `code`: a failure, a finish, or a stop if steps are left."""
     if subscription is None:
         return
-    step = last_step(Path(subscription.folder) / "metrics.jsonl")
+    step = last_integer(Path(subscription.folder) / "metrics.jsonl", "step")
     event = "failure" if code else "finish" if step >= subscription.steps else "stop"
     tell(subscription, event, step, reason, code)
-
-
-def last_step(path: Path) -> int:
-    """Return the last step in metrics.jsonl, or 0 without steps."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            return int(json.loads(line)["step"])
-    return 0
 
 
 def tell(

@@ -14,7 +14,6 @@ def build_parallel(config: Config, device: torch.device) -> ParallelState:
     return initialize_model_parallel(
         p.tensor,
         p.pipeline,
-        p.virtual_pipeline,
         context_parallel_size=p.context,
         expert_model_parallel_size=p.expert,
         expert_tensor_parallel_size=p.expert_tensor,

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megafp8.host.tool import pyplot
+
 
 def _curves(
     records: Sequence[Mapping[str, Any]],
@@ -40,11 +42,7 @@ def draw_learning_rate(
 
 def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Write a PNG of training and validation loss over steps, with the learning rate below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
     draw_loss(top, records)
     top.set_title(title)

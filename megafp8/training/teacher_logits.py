@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megafp8.batch import Batch
 from megafp8.checkpoint.errors import on_all_ranks, on_rank0
+from megafp8.checkpoint.files import allocate
 from megafp8.config import Config, ConfigError, check_layout
 from megafp8.conversion.formats import open_source
 from megafp8.data.samples import PackedDataset
@@ -204,9 +205,7 @@ def _compute(
 
     def create() -> NDArray[Any]:
         file: NDArray[Any] = np.lib.format.open_memmap(temporary, "w+", stored.row, (members[0].dataset.num_tokens,))
-        if hasattr(os, "posix_fallocate"):  # otherwise a full disk would kill this process with a signal later
-            with temporary.open("r+b") as opened:
-                os.posix_fallocate(opened.fileno(), 0, temporary.stat().st_size)
+        allocate(temporary, temporary.stat().st_size)  # a full disk would kill this process with a signal later
         return file
 
     def finish() -> None:

@@ -663,7 +663,7 @@ class RankTrainer:
         if not (parallel.tensor.is_first and parallel.data_context.is_first):
             return []
         stages = all_gather_objects(own_records, parallel.pipeline.group)
-        return [record for stage in stages for record in stage] if parallel.is_first_stage else []
+        return [record for stage in stages for record in stage] if parallel.pipeline.is_first else []
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> BatchLoss:

@@ -32,13 +32,11 @@ RECIPES = ("fp32", "bf16", "delayed", "current", "rowwise", "blockwise", "mxfp8"
 NEW = 8
 
 
-def built(model: ModelSpec, recipe: str, *, default: bool) -> Model:
+def built(model: ModelSpec, recipe: str) -> Model:
     """With random weights, the same each time, and amaxes as after training."""
     fp8 = Fp8Config() if recipe in ("fp32", "bf16") else Fp8Config(recipe=recipe)  # type: ignore[arg-type]
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-    made = build_model(
-        config_of(model, InferenceLayout(), fp8, dtype, cuda=True, batch_invariant=True), default=default
-    )
+    made = build_model(config_of(model, InferenceLayout(), fp8, dtype, cuda=True, batch_invariant=True))
     initialize_parameters(made.stages[0], seed=0)
     for history in made.fp8.state_dict().values():
         history.fill_(4.0)
@@ -54,7 +52,7 @@ def test_logprobs_are_those_of_training(name: str, recipe: str) -> None:
     model = run_of(preset, model=WIDTHS).spec
     if model.has_experts:
         model = with_keys(model, moe=model.keys["moe"] | {"ffn_hidden_size": 128})
-    generating, trained = built(model, recipe, default=True), built(model, recipe, default=False)
+    generating, trained = built(model, recipe), built(model, recipe)
     (stage,) = trained.stages
     own = random.Random(0)
     prompts = [[own.randrange(1, 90) for _ in range(own.randint(1, 90))] for _ in range(max(BATCHES))]

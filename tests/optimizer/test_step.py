@@ -197,7 +197,7 @@ def _stage() -> tuple[ParallelState, dict[str, nn.Parameter], OptimizerStep]:
     assert state.embedding is not None
     t = state.tensor.rank
     rows, columns = slice(4 * t, 4 * t + 4), slice(3 * t, 3 * t + 3)
-    if state.is_first_stage:
+    if state.pipeline.is_first:
         parts = {
             "embedding": (_PARTS["look_up"][rows], {"replicated_over_tp": False}),
             "norm": (_PARTS["norm"][t], {"reduce_over_tp": True}),

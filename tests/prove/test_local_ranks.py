@@ -14,11 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megafp8.parallel.parallel_state import (
-    initialize_distributed,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
+from megafp8.parallel.parallel_state import initialize_distributed, initialize_model_parallel
 from tests.world import Ranks, World
 
 
@@ -31,7 +27,7 @@ def own_world() -> Iterator[World]:
 
 def _state() -> tuple[object, ...]:
     return (
-        dist.get_rank(), dist.get_world_size(), model_parallel_is_initialized(), os.environ.get("LEFT_BEHIND"),
+        dist.get_rank(), dist.get_world_size(), os.environ.get("LEFT_BEHIND"),
         torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
         torch.get_num_threads(), torch.initial_seed(),
     )  # fmt: skip
@@ -50,7 +46,7 @@ def _leave_state() -> int:
 
 def test_a_case_finds_a_rank_as_new(own_world: World) -> None:
     before = own_world.run(_state, ranks=2)
-    assert before == [(rank, 2, False, None, torch.float32, False, True, 1, 0) for rank in range(2)]
+    assert before == [(rank, 2, None, torch.float32, False, True, 1, 0) for rank in range(2)]
     processes = own_world.run(_leave_state, ranks=2)
     assert own_world.run(_state, ranks=2) == before
     assert own_world.run(os.getpid, ranks=2) == processes

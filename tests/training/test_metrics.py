@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megafp8.config import load_config
 from megafp8.fp8.health import Fp8Record, read_report
+from megafp8.host.text_file import last_integer
 from megafp8.optimizer.layer_norms import KINDS
 from megafp8.planner.flops import flops_per_token, matmul_parameters
 from megafp8.training.errors import TrainingError
@@ -32,7 +33,6 @@ from megafp8.training.metrics import (
     ReopenedToRepeat,
     TensorBoardWriter,
     WandbWriter,
-    last_step,
     read_metrics,
     short_number,
     wandb_id,
@@ -78,10 +78,10 @@ def test_a_torn_line_and_a_repeated_step(tmp_path: Path) -> None:
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 5.0), (2, 6.0)], (
         "what the crash undid is left out"
     )
-    assert last_step(path) == last_step(path, 2000) == 2
+    assert last_integer(path, "step") == last_integer(path, "step", 2000) == 2
     path.write_bytes(b"")
     assert read_metrics(path) == []
-    assert last_step(path) == last_step(tmp_path / "none") == 0
+    assert last_integer(path, "step") == last_integer(tmp_path / "none", "step") == 0
 
 
 def test_a_step_that_ran_again_after_a_crash_is_once_in_tensorboard(tmp_path: Path) -> None:

@@ -63,13 +63,6 @@ def test_what_cannot_even_start_is_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert "ValueError: embedded null byte" in caplog.text
 
 
-def test_the_last_step_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert notify.last_step(path) == 0
-    path.write_text("".join(json.dumps({"step": i, "fill": "x" * 1000}) + "\n" for i in range(1, 200)) + '{"step": 2')
-    assert notify.last_step(path) == 199
-
-
 def test_without_an_agent_rank_0_tells_of_its_end_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "events"
     section = {"notify": f"echo $MEGAFP8_EVENT $MEGAFP8_STEP $MEGAFP8_EXIT_CODE >>{log}"}

@@ -35,10 +35,6 @@ from megafp8.linear.quantized_gather import TPComm
 from megafp8.linear.state import QuantizedGradHandoff
 from megafp8.parallel.sharding import Init, empty_parameter, shard_dim, unsharded
 from megafp8.parallel.tensor.lora import READS_VALUES, AdapterPlacement, ColumnLora, Lora, RowLora
-from megafp8.parallel.tensor.mappings import (
-    gather_from_tensor_parallel,
-    scatter_to_tensor_parallel,
-)
 from megafp8.parallel.tp_overlap import TPOverlap, default_overlap
 from megafp8.plan import LinearSite
 
@@ -53,8 +49,7 @@ def _adapted(site: LinearSite) -> LinearSite:
 class ColumnParallelLinear(nn.Module):
     """Linear layer `y = x Wᵀ + b` with W `[n, k]` sharded along n.
 
-    x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`, or `[s, b, n]` with
-    `gather_output`.
+    x is `[s, b, k]`, or `[s/t, b, k]` with `sequence_parallel`; y is `[s, b, n/t]`.
 
     Args:
         name: Global name of the layer.
@@ -64,7 +59,6 @@ class ColumnParallelLinear(nn.Module):
         init: Distribution of the weight's initial values.
         dtype, device: Dtype and device of the parameters.
         bias: Whether the layer has a bias.
-        gather_output: Gather y over the ranks.
         sequence_parallel: x is sharded along s.
         skip_bias_add: Return `(y, bias)` instead of adding the bias.
         parts: Names and sizes of the projections stacked in the output; by default one part called `name`. With tensor
@@ -89,7 +83,6 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
-        gather_output: bool = False,
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         parts: dict[str, int] | None = None,
@@ -104,7 +97,7 @@ class ColumnParallelLinear(nn.Module):
         parts = parts or {name: output_size}
         assert sum(parts.values()) == output_size, f"{name}: parts {parts} do not add up to {output_size}"
         t, rank = group.size(), group.rank()
-        self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
+        self.skip_bias_add = skip_bias_add
         self.comm = TPComm(input=tp_overlap or default_overlap(group, sequence_parallel=sequence_parallel))
         site = replace(
             site or LinearSite(),
@@ -115,7 +108,6 @@ class ColumnParallelLinear(nn.Module):
             tensor_parallel=t,
             sequence_parallel=sequence_parallel,
             adds_bias=bias and not skip_bias_add,
-            gathers_output=gather_output,
             high_precision=high_precision,
         )
         lora = lora if lora is not None and lora.adapted(parts) else None
@@ -146,17 +138,15 @@ class ColumnParallelLinear(nn.Module):
         if self.lora is not None and self.lora.adds:
             assert isinstance(x, Tensor)
             y = y + self.lora(x)
-        if self.gather_output:
-            y = gather_from_tensor_parallel(y, self.group)
         return (y, self.bias) if self.skip_bias_add else y
 
 
 class RowParallelLinear(nn.Module):
     """Linear layer `y = x Wᵀ + b` with W `[n, k]` sharded along k.
 
-    x is this rank's `[s, b, k/t]`, or the whole `[s, b, k]` with `input_is_parallel=False`; y is `[s, b, n]`, or `[s/t,
-    b, n]` with `sequence_parallel`. The bias is replicated and added after the sum. Under sequence parallelism each
-    rank sees only its slice of s, so the bias gradient is summed over the group once per step (`reduce_over_tp`).
+    x is this rank's `[s, b, k/t]`; y is `[s, b, n]`, or `[s/t, b, n]` with `sequence_parallel`. The bias is replicated
+    and added after the sum. Under sequence parallelism each rank sees only its slice of s, so the bias gradient is
+    summed over the group once per step (`reduce_over_tp`).
 
     `tp_overlap` reduces y and gathers dy; by default with one collective each. The other arguments have the same
     meaning as in `ColumnParallelLinear`.
@@ -174,9 +164,7 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
-        input_is_parallel: bool = True,
         sequence_parallel: bool = False,
-        skip_bias_add: bool = False,
         high_precision: str = "",
         tp_overlap: TPOverlap | None = None,
         site: LinearSite | None = None,
@@ -184,7 +172,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         t, rank = group.size(), group.rank()
-        self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
+        self.group = group
         self.comm = TPComm(output=tp_overlap or default_overlap(group, sequence_parallel=sequence_parallel))
         site = replace(
             site or LinearSite(),
@@ -194,7 +182,6 @@ class RowParallelLinear(nn.Module):
             parallel="row",
             tensor_parallel=t,
             sequence_parallel=sequence_parallel,
-            scatters_input=not input_is_parallel,
             high_precision=high_precision,
         )
         lora = lora if lora is not None and lora.adapted([name]) else None
@@ -213,13 +200,10 @@ class RowParallelLinear(nn.Module):
             place = AdapterPlacement(group, dtype, device, sequence_parallel)
             self.lora = RowLora(lora, name, input_size, output_size, place)
 
-    def forward(self, x: Tensor | LinearInput) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return y, or `(y, bias)` with `skip_bias_add`."""
-        if not self.input_is_parallel:
-            assert isinstance(x, Tensor)
-            x = scatter_to_tensor_parallel(x, self.group)
-        y = linear(x, self.weight, self.state, bias=None if self.skip_bias_add else self.bias, comm=self.comm)
+    def forward(self, x: Tensor | LinearInput) -> Tensor:
+        """Return y."""
+        y = linear(x, self.weight, self.state, bias=self.bias, comm=self.comm)
         if self.lora is not None and self.lora.adds:
             assert isinstance(x, Tensor)
             y = y + self.lora(x)
-        return (y, self.bias) if self.skip_bias_add else y
+        return y

@@ -9,8 +9,6 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198):
     gather_from_sequence_parallel         all-gather s      reduce-scatter s  ranks have slices of s
     reduce_scatter_to_sequence_parallel   reduce-scatter s  all-gather s      ranks will have slices of s
     scatter_to_sequence_parallel          slice of s        all-gather s      every rank has the whole tensor
-    gather_from_tensor_parallel           all-gather last   slice of last     ranks have slices of the last dim
-    scatter_to_tensor_parallel            slice of last     all-gather last   every rank has the whole tensor
 
 The layers of `megafp8.parallel.tensor.layers` overlap the first four with their GEMMs (`megafp8.parallel.tp_overlap`);
 these functions are for all other modules. Functions named `start_...` return a function that waits for the result.
@@ -58,20 +56,10 @@ def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.all_reduce(x.contiguous().clone(), group)
 
 
-def _slice(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Return this rank's slice of `x` along `dim`."""
-    assert x.shape[dim] % group.size() == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
-    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
-
-
-def _slice_last(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's slice `[..., n/t]` of `[..., n]`."""
-    return _slice(x, group, -1)
-
-
-def _gather_last(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather `[..., n/t]` to `[..., n]`."""
-    return collectives.all_gather(x.contiguous().unsqueeze(0), group).movedim(0, -2).flatten(-2)
+def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's slice `[s/t, ...]` of `[s, ...]`."""
+    assert len(x) % group.size() == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {group.size()} ranks"
+    return x.chunk(group.size())[group.rank()].contiguous()
 
 
 class _Mapping(Function):
@@ -210,13 +198,3 @@ def reduce_scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> T
 def scatter_to_sequence_parallel(x_sbh: Tensor, group: ProcessGroup) -> Tensor:
     """Keep this rank's `[s/t, b, h]` of a tensor that every rank has whole; backward gathers."""
     return _map(x_sbh, group, _slice, collectives.all_gather)
-
-
-def gather_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather `[..., n/t]` to `[..., n]`; backward keeps this rank's slice."""
-    return _map(x, group, _gather_last, _slice_last)
-
-
-def scatter_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Keep this rank's slice `[..., n/t]` of `[..., n]`; backward gathers."""
-    return _map(x, group, _slice_last, _gather_last)

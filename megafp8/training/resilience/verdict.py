@@ -94,7 +94,7 @@ def decide(reports: Mapping[int, Report], places: Sequence[ProcessLocation], fol
         places: Locations of all ranks.
         folder: Folder with the stacks, for the message.
     """
-    waited = {rank: _waited_for(report, reports, len(places)) for rank, report in reports.items()}
+    waited = {rank: _waited_for(report, reports) for rank, report in reports.items()}
     waiting = {rank for rank, others in waited.items() if others}
     silent = [rank for rank in range(len(places)) if rank not in reports]
     free = sorted({other for others in waited.values() for other in others} - waiting - set(silent))
@@ -120,7 +120,7 @@ def decide(reports: Mapping[int, Report], places: Sequence[ProcessLocation], fol
     return Verdict(at_fault, "\n".join(lines))
 
 
-def _waited_for(report: Report, reports: Mapping[int, Report], ranks: int) -> set[int]:
+def _waited_for(report: Report, reports: Mapping[int, Report]) -> set[int]:
     """Return the ranks that the rank of `report` waits for."""
 
     def begun(rank: int, key: str) -> int:

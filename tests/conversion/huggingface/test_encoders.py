@@ -23,8 +23,8 @@ from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext
 from megafp8.layers.norm.module import normalized
 from megafp8.models.gpt import GPTStage
+from megafp8.parallel.collectives import all_gather
 from megafp8.parallel.parallel_state import initialize_model_parallel
-from megafp8.parallel.tensor.mappings import gather_from_tensor_parallel
 from megafp8.spec import ModelSpec
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import RandomSource, S, V, randomize
@@ -79,7 +79,8 @@ def our_logits(source: CheckpointSource, tp: int) -> tuple[Tensor, Tensor | None
     x_sbh, branch_sbh = stage.run_blocks(stage.embedding(tokens(), None, token_types_bs=types), inputs)
     hidden_sbh = x_sbh if stage.head.norm is None else normalized(stage.head.norm, x_sbh, branch_sbh)
     binary = None if stage.head.binary is None else stage.head.binary.logits(hidden_sbh)
-    logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
+    logits_sbv = stage.head.logits(x_sbh, branch_sbh)
+    logits_sbv = torch.cat(list(all_gather(logits_sbv.unsqueeze(0), state.tensor.group)), -1)
     return logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous(), binary
 
 

@@ -29,8 +29,8 @@ from megafp8.conversion.load import load_weights
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext
 from megafp8.models.gpt import GPTStage
+from megafp8.parallel.collectives import all_gather
 from megafp8.parallel.parallel_state import initialize_model_parallel
-from megafp8.parallel.tensor.mappings import gather_from_tensor_parallel
 from megafp8.parallel.tp_overlap import default_overlap
 from megafp8.spec import ModelSpec
 from tests.conversion.checkpoints import convert
@@ -84,7 +84,8 @@ def _our_logits(
     if stage.head is None:
         dist.send(x_sbh if branch_sbh is None else x_sbh + branch_sbh, 1)
         return stage, None
-    logits_sbv = gather_from_tensor_parallel(stage.head.logits(x_sbh, branch_sbh), state.tensor.group)
+    logits_sbv = stage.head.logits(x_sbh, branch_sbh)
+    logits_sbv = torch.cat(list(all_gather(logits_sbv.unsqueeze(0), state.tensor.group)), -1)
     return stage, logits_sbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 

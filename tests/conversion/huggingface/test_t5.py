@@ -20,8 +20,8 @@ from megafp8.conversion.load import load_weights
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext
 from megafp8.models.build import build_stage
+from megafp8.parallel.collectives import all_gather
 from megafp8.parallel.parallel_state import initialize_model_parallel
-from megafp8.parallel.tensor.mappings import gather_from_tensor_parallel
 from megafp8.spec import ModelSpec
 from tests.conversion.checkpoints import convert
 from tests.conversion.families import B, RandomSource, V, randomize
@@ -63,9 +63,8 @@ def our_logits(source: CheckpointSource, tp: int) -> Tensor:
     )
     load_weights(source, collect(stages.parameters(), lambda param: param.detach(), "model."))
     batch = Batch(tokens(S), tokens(D), decoder_tokens=tokens(D))
-    logits_dbv = gather_from_tensor_parallel(
-        stages[1](stages[0](None, batch), batch, read=lambda x, _: x), state.tensor.group
-    )
+    logits_dbv = stages[1](stages[0](None, batch), batch, read=lambda x, _: x)
+    logits_dbv = torch.cat(list(all_gather(logits_dbv.unsqueeze(0), state.tensor.group)), -1)
     return logits_dbv.transpose(0, 1)[..., : model.stem.vocab_size].contiguous()
 
 

@@ -119,7 +119,7 @@ def _assert_sums(sharded: ShardedStages, parallel: ParallelState, rtol: float = 
         torch.testing.assert_close(gradient_of(shard), sums, rtol=rtol, atol=atol)
     updated = torch.tensor(sum(len(shard) for shard in sharded.shards))
     # Every element once, of all inner units.
-    assert collectives.all_reduce(updated, parallel.amax.group) == WIDTH**2 * (3 + parallel.expert_model.size)
+    assert collectives.all_reduce(updated, parallel.amax.group) == WIDTH**2 * (3 + parallel.expert.size)
 
 
 def _sums(overlap: bool) -> list[bool]:

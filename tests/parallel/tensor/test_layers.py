@@ -56,14 +56,13 @@ def assert_gradient(param: nn.Parameter, expected: Tensor, tp: Group) -> None:
     torch.testing.assert_close(grad, torch.cat(slices), **CLOSE)
 
 
-def _column(tp_size: int, sequence_parallel: bool, gather: bool, skip: bool, chunked: bool = False) -> None:
+def _column(tp_size: int, sequence_parallel: bool, skip: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
     common["tp_overlap"] = InChunks(tp.group) if chunked else None
     fp8 = Fp8Manager(None, amax_group=None)
     layer = ColumnParallelLinear(
-        "lin", K, N, fp8=fp8, init=INIT, bias=True, gather_output=gather, sequence_parallel=sequence_parallel,
-        skip_bias_add=skip, **common,
-    )  # fmt: skip
+        "lin", K, N, fp8=fp8, init=INIT, bias=True, sequence_parallel=sequence_parallel, skip_bias_add=skip, **common
+    )
     initialize_parameters(layer, seed=7)
     weight, bias = truth("lin.weight", (N, K)), torch.randn(N, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
@@ -76,26 +75,24 @@ def _column(tp_size: int, sequence_parallel: bool, gather: bool, skip: bool, chu
     own_x = (part(x, tp, 0) if sequence_parallel else x).clone().requires_grad_()
     out = layer(own_x)
     if skip:
-        out = out[0] + out[1] if not gather else out[0] + bias.detach()
-    torch.testing.assert_close(out, y if gather else part(y, tp, 2), **CLOSE)
-    out.backward(dy if gather else part(dy, tp, 2))
+        out = out[0] + out[1]
+    torch.testing.assert_close(out, part(y, tp, 2), **CLOSE)
+    out.backward(part(dy, tp, 2))
     torch.testing.assert_close(own_x.grad, part(whole_x.grad, tp, 0) if sequence_parallel else whole_x.grad, **CLOSE)
     assert torch.equal(layer.weight, part(weight, tp, 0))
     assert_gradient(layer.weight, weight.grad, tp)
-    if not (skip and gather):
-        assert_gradient(layer.bias, bias.grad, tp)
+    assert_gradient(layer.bias, bias.grad, tp)
 
 
-@pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
-def test_column_parallel(world4: World, tp: int, sequence_parallel: bool, gather: bool, skip: bool) -> None:
-    world4.run(_column, tp, sequence_parallel, gather, skip, ranks=tp)
+def test_column_parallel(world4: World, tp: int, sequence_parallel: bool, skip: bool) -> None:
+    world4.run(_column, tp, sequence_parallel, skip, ranks=tp)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_a_column_parallel_product(world4: World, tp: int) -> None:
-    world4.run(_column, tp, True, gather=False, skip=False, chunked=True, ranks=tp)
+    world4.run(_column, tp, True, skip=False, chunked=True, ranks=tp)
 
 
 def _fused(tp_size: int) -> None:
@@ -123,12 +120,12 @@ def test_fused_projections(world4: World, tp: int) -> None:
     world4.run(_fused, tp, ranks=tp)
 
 
-def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool, chunked: bool = False) -> None:
+def _row(tp_size: int, sequence_parallel: bool, chunked: bool = False) -> None:
     tp, common = setup_module_case(tp_size)
     common["tp_overlap"] = InChunks(tp.group) if chunked else None
     layer = RowParallelLinear(
-        "row", K, N, fp8=Fp8Manager(None, amax_group=None), init=INIT, bias=True, skip_bias_add=skip,
-        input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel, **common,
+        "row", K, N, fp8=Fp8Manager(None, amax_group=None), init=INIT, bias=True, sequence_parallel=sequence_parallel,
+        **common,
     )  # fmt: skip
     initialize_parameters(layer, seed=7)
     weight, bias = truth("row.weight", (N, K)), torch.randn(N, dtype=torch.float64, requires_grad=True)
@@ -139,28 +136,24 @@ def _row(tp_size: int, sequence_parallel: bool, input_is_parallel: bool, skip: b
     y = F.linear(whole_x, weight, bias)
     y.backward(dy)
 
-    own_x = (part(x, tp, 2) if input_is_parallel else x).clone().requires_grad_()
+    own_x = part(x, tp, 2).clone().requires_grad_()
     out = layer(own_x)
-    if skip:
-        out = out[0] + out[1]
     torch.testing.assert_close(out, part(y, tp, 0) if sequence_parallel else y, **CLOSE)
     out.backward(part(dy, tp, 0) if sequence_parallel else dy)
-    torch.testing.assert_close(own_x.grad, part(whole_x.grad, tp, 2) if input_is_parallel else whole_x.grad, **CLOSE)
+    torch.testing.assert_close(own_x.grad, part(whole_x.grad, tp, 2), **CLOSE)
     assert torch.equal(layer.weight, part(weight, tp, 1))
     assert_gradient(layer.weight, weight.grad, tp)
     assert_gradient(layer.bias, bias.grad, tp)
 
 
-@pytest.mark.parametrize("input_is_parallel", [False, True])
-@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
-def test_row_parallel(world4: World, tp: int, sequence_parallel: bool, input_is_parallel: bool, skip: bool) -> None:
-    world4.run(_row, tp, sequence_parallel, input_is_parallel, skip, ranks=tp)
+def test_row_parallel(world4: World, tp: int, sequence_parallel: bool) -> None:
+    world4.run(_row, tp, sequence_parallel, ranks=tp)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_a_row_parallel_product(world4: World, tp: int) -> None:
-    world4.run(_row, tp, True, input_is_parallel=True, skip=False, chunked=True, ranks=tp)
+    world4.run(_row, tp, True, chunked=True, ranks=tp)
 
 
 def _embedding(tp_size: int, sequence_parallel: bool) -> None:
