@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megafp8.conversion.base import CheckpointSource, MasterWeights, is_weight
+from megafp8.conversion.base import CheckpointSource, MasterWeights, RenamedSource, is_weight
 from megafp8.conversion.native import NativeSource
 from megafp8.parallel.tensor.lora import A, B, Lora, is_lora
 
@@ -73,21 +73,15 @@ class AdaptedNative(MasterWeights, AdaptedSource):
         self.base = config.get("checkpoint", {}).get("init_from")
 
 
-class AdaptersAlone(CheckpointSource):
+class AdaptersAlone(RenamedSource):
     """Tensors A and B of an `AdaptedSource`; `about` has their `Lora` under "adapters", and "base".
 
     Raises ValueError if projections differ in rank or scale.
     """
 
     def __init__(self, adapted: AdaptedSource) -> None:
-        self._adapted = adapted
-        self.path, self.model, self.tokenizer_files = adapted.path, adapted.model, adapted.tokenizer_files
-        self.tensors = {name: info for name, info in adapted.tensors.items() if is_lora(name)}
+        super().__init__(adapted, {name: name for name in adapted.tensors if is_lora(name)})
         self.about = {**adapted.about, "adapters": lora_of(adapted), "base": adapted.base}
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor `name`, which is A or B of a projection."""
-        return self._adapted.read(name)
 
 
 def open_native(path: str | Path) -> CheckpointSource:
