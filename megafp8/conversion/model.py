@@ -16,6 +16,7 @@ from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.models.build import build_stage
+from megafp8.models.gpt import GPTStage
 from megafp8.parallel.sharding import Shape, spec_of
 from megafp8.spec import ModelSpec
 
@@ -90,24 +91,30 @@ def _positions(source: CheckpointSource) -> int | None:
 def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorInfo]:
     """Return the global shape of each weight, and its dtype in a run in `precision`, by name.
 
-    The model is built on torch's meta device. It must have `vocab_size`, and `max_position_embeddings` if positions are
-    learned.
+    The model must have `vocab_size`, and `max_position_embeddings` if positions are learned.
     """
-    positions = model.stem.max_position_embeddings
-    assert positions is not None or model.stem.position_embedding != "learned"
-    context = BuildContext(
-        tensor=cast(ProcessGroup, PlannedGroup()),
-        fp8=Fp8Manager(None, amax_group=None),
-        dtype=precision,
-        device=torch.device("meta"),
-        sequence_parallel=False,
-    )
-    stage = build_stage(model, context, layers=range(len(model.layers)), positions=positions or 1)
+    assert model.stem.max_position_embeddings is not None or model.stem.position_embedding != "learned"
+    stage = build_on_meta(model, Fp8Manager(None, amax_group=None), precision)
     weights = {
         shard.name: TensorInfo(shard.global_shape, x.dtype) for x in stage.parameters() for shard in spec_of(x).shards
     }
     weights |= {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in stage.constants.items()}
     return {f"model.{name}": info for name, info in weights.items()}
+
+
+def build_on_meta(
+    model: ModelSpec, fp8: Fp8Manager, dtype: torch.dtype, tensor: int = 1, expert_tensor: int = 1
+) -> GPTStage:
+    """Build a model on torch's meta device, as the first of `tensor` tensor-parallel ranks has it.
+
+    All experts are on this rank, or their slices for `expert_tensor` ranks.
+    """
+    ranks, experts = (cast(ProcessGroup, PlannedGroup(size)) for size in (tensor, expert_tensor))
+    context = BuildContext(
+        ranks, fp8, dtype, torch.device("meta"), sequence_parallel=False, expert=experts, expert_tensor=experts
+    )
+    positions = model.stem.max_position_embeddings or 1
+    return build_stage(model, context, layers=range(len(model.layers)), positions=positions)
 
 
 def seq_length(source: CheckpointSource) -> int | None:
