@@ -33,7 +33,6 @@ from megafp8.conversion.huggingface.weight_casts import (
     LinearMatrix,
     WeightCast,
     amax_cast,
-    casts_of,
     rows_at_a_time,
 )
 from megafp8.numerics.formats import E4M3
@@ -118,7 +117,8 @@ class QuantizedExport:
     ) -> None:
         self.form = form
         self.granularity, self._scale = _FORMS[form]
-        self._source, self._layers = source, casts_of(layers)
+        self._source = source
+        self._layers = {name: layer for layer in layers for name in layer.matrix.weights}
         if not layers:
             raise ValueError(f"{form}: no layer of {source.path} would be FP8: fp8.include and exclude leave none")
         self.activations = self._activations(layers, activations)
@@ -160,7 +160,7 @@ class QuantizedExport:
             self._check(theirs, parts, fp8)
             self.weights[theirs] = weight = self._weight(theirs, parts)
             infos[theirs] = TensorInfo(weight.shape, E4M3.dtype)
-            infos[self._scale_name(theirs)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
+            infos[_of_module(theirs, self._scale)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
             if self.activations == "static":
                 infos[_of_module(theirs, _INPUT_SCALE)] = TensorInfo((1,), torch.float32)
         self.kv_cache_scales = list(self._plan_kv_cache(locations))
@@ -205,26 +205,17 @@ class QuantizedExport:
         """Plan the cast of an HF tensor: as in training, by the rule for each part, or by the rule as a whole."""
         layers = [self._layers[name] for name, _ in parts]
         input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
-        one_layer = all(layer is layers[0] for layer in layers)
         static = torch.stack(input_scales).amax() if input_scales else None
-        shape, why_not, trained = parts[0][1].shape, "", []
-        for (_, location), layer in zip(parts, layers):
-            if isinstance(layer.trained, str):
-                why_not = why_not or layer.trained
-            else:
-                trained.append(layer.trained)
-                why_not = why_not or self._misfit(trained[-1], location)
-        if not why_not:
-            why_not = self._overlap(trained, parts, one_layer)
-        if not why_not:
-            pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, trained))
-            return ExportedWeight(theirs, shape, pieces, "", static)
-        casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
-        misfit = next(filter(None, (self._misfit(cast, location) for cast, (_, location) in zip(casts, parts))), "")
-        if misfit or self._overlap(casts, parts, one_layer):
-            return ExportedWeight(theirs, shape, tuple(WeightSlice(n, x.rows, None) for n, x in parts), why_not, static)
-        pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, casts))
-        return ExportedWeight(theirs, shape, pieces, why_not, static)
+        casts: Sequence[WeightCast | str] = [layer.trained for layer in layers]
+        if why_not := self._why_not(casts, parts):
+            casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
+            if reason := self._why_not(casts, parts):
+                casts = [reason] * len(parts)
+        pieces = [
+            WeightSlice(name, location.rows, None if isinstance(cast, str) else cast)
+            for (name, location), cast in zip(parts, casts)
+        ]
+        return ExportedWeight(theirs, parts[0][1].shape, tuple(pieces), why_not, static)
 
     def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
         matrix = layer.matrix
@@ -251,20 +242,25 @@ class QuantizedExport:
             return "its rows are in another order in the folder"
         return ""
 
-    def _overlap(self, casts: Sequence[WeightCast], parts: list[tuple[str, Location]], one_layer: bool) -> str:
-        """Return why the parts of an HF tensor cannot have separate scales; an empty string if they can."""
+    def _why_not(self, casts: Sequence[WeightCast | str], parts: list[tuple[str, Location]]) -> str:
+        """Return why an HF tensor cannot have the data and scales of these casts; an empty string if it can.
+
+        A reason, instead of a cast, is returned as it is.
+        """
+        for cast, (_, location) in zip(casts, parts):
+            if reason := cast if isinstance(cast, str) else self._misfit(cast, location):
+                return reason
         if len(parts) == 1 or self.granularity is ROW:
             return ""
-        if one_layer and all(cast.granularity is TENSOR for cast in casts):
+        scaled_whole = all(isinstance(cast, WeightCast) and cast.granularity is TENSOR for cast in casts)
+        weights_of_layer = self._layers[parts[0][0]].matrix.weights
+        if scaled_whole and all(name in weights_of_layer for name, _ in parts):
             return ""
         if self.granularity is BLOCK_128X128:
             blocks = [(location.rows // _BLOCK).unique() for _, location in parts]
             if len(torch.cat(blocks).unique()) == sum(map(len, blocks)):
                 return ""
         return "it holds several of the run's matrices, which would share a scale in the folder"
-
-    def _scale_name(self, theirs: str) -> str:
-        return _of_module(theirs, self._scale)
 
     def _scale_shape(self, shape: Shape) -> Shape:
         n, k = shape
@@ -285,7 +281,8 @@ class QuantizedExport:
             if first:
                 whole = self._whole(weight)
                 yield Write(theirs, torch.arange(weight.shape[0]), whole.data)
-                yield Write(self._scale_name(theirs), None, whole.scale_inv.view(self._scale_shape(weight.shape)))
+                scale_inv = whole.scale_inv.view(self._scale_shape(weight.shape))
+                yield Write(_of_module(theirs, self._scale), None, scale_inv)
             return
         (piece,) = (piece for piece in weight.pieces if piece.name == name)
         for rows, part in self._cast(piece, w_nk):
@@ -301,7 +298,7 @@ class QuantizedExport:
             yield piece.rows[first : first + len(part)], piece.cast(part)
 
     def _scales(self, theirs: str, rows: Tensor, part: ScaledTensor, columns: int) -> Write:
-        name, scale_inv = self._scale_name(theirs), part.scale_inv
+        name, scale_inv = _of_module(theirs, self._scale), part.scale_inv
         if self.granularity is TENSOR:
             return Write(name, None, scale_inv.view(1))
         if self.granularity is ROW:
