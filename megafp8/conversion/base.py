@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.host.messages import value_text
+from megafp8.parallel.sharding import Shape
 from megafp8.spec import ModelSpec
 
 
@@ -104,7 +105,7 @@ def is_weight(name: str) -> bool:
     return name.startswith("model.")
 
 
-def is_vocabulary(name: str) -> bool:
-    """Return whether each row of the tensor `name` belongs to a token, so that the last rows are padding."""
+def without_padding(model: ModelSpec, name: str, shape: Shape) -> Shape:
+    """Return the shape of the tensor `name` of `shape` without padding, if each of its rows belongs to a token."""
     tables = ("embedding.word.weight", "per_layer_embedding.word.weight", "output.weight", "output.bias")
-    return name.removeprefix("model.") in tables
+    return (model.stem.known_vocab_size, *shape[1:]) if name.removeprefix("model.") in tables else shape
