@@ -74,12 +74,15 @@ class AdaptedNative(MasterWeights, AdaptedSource):
 
 
 class AdaptersAlone(RenamedSource):
-    """Tensors A and B of an `AdaptedSource`; `about` has their `Lora` under "adapters", and "base".
+    """Tensors A and B of the adapters that `source` merges; `about` has their `Lora` under "adapters", and "base".
 
-    Raises ValueError if projections differ in rank or scale.
+    Raises ValueError if `source` has no adapters, or if projections differ in rank or scale.
     """
 
-    def __init__(self, adapted: AdaptedSource) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
+        adapted = adapted_of(source)
+        if adapted is None:
+            raise ValueError(f"{source.path} has no adapters; only checkpoints of runs with the section lora have them")
         super().__init__(adapted, {name: name for name in adapted.tensors if is_lora(name)})
         self.about = {**adapted.about, "adapters": lora_of(adapted), "base": adapted.base}
 
@@ -94,14 +97,6 @@ def open_native(path: str | Path) -> CheckpointSource:
 def adapted_of(source: CheckpointSource) -> AdaptedSource | None:
     """Return the weights and adapters that `source` merges, or None if it merges none."""
     return source.adapted if isinstance(source, MergedSource) else None
-
-
-def adapters_alone(source: CheckpointSource) -> AdaptersAlone:
-    """Return the adapters that `source` merges. Raises ValueError if it has none."""
-    adapted = adapted_of(source)
-    if adapted is None:
-        raise ValueError(f"{source.path} has no adapters; only checkpoints of runs with the section lora have them")
-    return AdaptersAlone(adapted)
 
 
 def lora_of(adapted: AdaptedSource) -> Lora:

@@ -92,9 +92,9 @@ def fixed(**values: Any) -> Function:
     return lambda value, source: {key.replace("__", "."): x for key, x in values.items()} if value else {}
 
 
-def when(switch: str, rule: Rule) -> Function:
-    """Return a rule that counts only if the foreign key `switch` is true."""
-    return lambda value, source: apply(rule, value, source) if source.get(switch) else {}
+def when(switches: str, rule: Rule) -> Function:
+    """Return a rule that counts only if one of the foreign keys `switches`, which spaces separate, is true."""
+    return lambda value, source: apply(rule, value, source) if any(map(source.get, switches.split())) else {}
 
 
 def word(key: str, **words: Any) -> Function:

@@ -286,10 +286,6 @@ class TensorNames(NamedTuple):
         """Name of the output layer's weight. Files of a tied model may lack this weight."""
         return self._place("output", "weight").name
 
-    def is_of_head(self, name: str) -> bool:
-        """Return whether an HF tensor belongs to the module that contains the output layer."""
-        return name.partition(".")[0] == self.output.partition(".")[0]
-
     def constants_of(self, model: ModelSpec) -> dict[str, float]:
         """Return the value of each constant that a folder of `model` stores, by name."""
         layers = range(model.num_layers)
@@ -354,7 +350,5 @@ def is_copy(name: str) -> bool:
 def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
     """Return whether an HF tensor projects keys or values for a layer that reads the keys of another layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-    layers = (
-        [] if match is None else model.layers[int(match[1]) :][:1]
-    )  # empty if the folder has more layers than the config
+    layers = model.layers[int(match[1]) :][:1] if match else ()  # empty if the folder has more layers than the config
     return any(getattr(layer.mixer, "kv_layer", None) is not None for layer in layers)

@@ -56,12 +56,10 @@ class WeightSlice(NamedTuple):
     """Location of one of our weights in an HF tensor.
 
     Attributes:
-        name: Name of our weight.
         rows: Rows of the HF tensor that hold the weight, int64.
         cast: Cast of the weight to FP8, or None if it shares scales with other weights in the HF tensor.
     """
 
-    name: str
     rows: Tensor
     cast: WeightCast | None
 
@@ -72,14 +70,14 @@ class ExportedWeight(NamedTuple):
     Attributes:
         name: Name of the HF tensor.
         shape: Shape of the HF tensor.
-        pieces: Our weights in the HF tensor.
+        pieces: Our weights in the HF tensor, by name.
         why_not: Reason why the data and scales differ from training; empty if they are the same.
         input_scale_inv: Static scale of the layer's input, or None.
     """
 
     name: str
     shape: Shape
-    pieces: tuple[WeightSlice, ...]
+    pieces: Mapping[str, WeightSlice]
     why_not: str
     input_scale_inv: Tensor | None
 
@@ -154,8 +152,9 @@ class QuantizedExport:
         for theirs, parts in pieces.items():
             fp8 = [name for name, _ in parts if name in self._layers]
             if not fp8:
-                if parts[0][1].shape[1:] and len(parts[0][1].shape) == 2 and theirs.endswith(".weight"):
-                    self._ignored += [] if _is_table(parts[0][0]) else [theirs.removesuffix(".weight")]
+                is_table = ".embedding." in f".{parts[0][0].removeprefix('model.')}"  # its rows are looked up
+                if len(parts[0][1].shape) == 2 and theirs.endswith(".weight") and not is_table:
+                    self._ignored.append(theirs.removesuffix(".weight"))
                 continue
             self._check(theirs, parts, fp8)
             self.weights[theirs] = weight = self._weight(theirs, parts)
@@ -211,11 +210,11 @@ class QuantizedExport:
             casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
             if reason := self._why_not(casts, parts):
                 casts = [reason] * len(parts)
-        pieces = [
-            WeightSlice(name, location.rows, None if isinstance(cast, str) else cast)
+        pieces = {
+            name: WeightSlice(location.rows, None if isinstance(cast, str) else cast)
             for (name, location), cast in zip(parts, casts)
-        ]
-        return ExportedWeight(theirs, parts[0][1].shape, tuple(pieces), why_not, static)
+        }
+        return ExportedWeight(theirs, parts[0][1].shape, pieces, why_not, static)
 
     def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
         matrix = layer.matrix
@@ -273,18 +272,17 @@ class QuantizedExport:
     def writes(self, theirs: str, name: str, w_nk: Tensor) -> Iterator[Write]:
         """Yield the values to write for our weight `name` `w_nk`, which is stored in the HF tensor `theirs`."""
         weight = self.weights[theirs]
-        first = name == weight.pieces[0].name
+        piece, first = weight.pieces[name], name == next(iter(weight.pieces))
         if first and self.activations == "static":
             assert weight.input_scale_inv is not None
             yield Write(_of_module(theirs, _INPUT_SCALE), None, weight.input_scale_inv.view(1))
-        if weight.pieces[0].cast is None:
+        if piece.cast is None:
             if first:
                 whole = self._whole(weight)
                 yield Write(theirs, torch.arange(weight.shape[0]), whole.data)
                 scale_inv = whole.scale_inv.view(self._scale_shape(weight.shape))
                 yield Write(_of_module(theirs, self._scale), None, scale_inv)
             return
-        (piece,) = (piece for piece in weight.pieces if piece.name == name)
         for rows, part in self._cast(piece, w_nk):
             yield Write(theirs, rows, part.data)
             yield self._scales(theirs, rows, part, w_nk.shape[1])
@@ -312,7 +310,7 @@ class QuantizedExport:
 
     def _whole(self, weight: ExportedWeight) -> ScaledTensor:
         """Read all parts of an HF tensor, and cast it as a whole by the rule `amax`."""
-        parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
+        parts = [(piece.rows, self._source.read(name)) for name, piece in weight.pieces.items()]
         w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
         for rows, values in parts:
             w_nk[rows] = values
@@ -322,7 +320,7 @@ class QuantizedExport:
     def dequantized(self, theirs: str, name: str) -> Tensor:
         """Return the values that our weight `name` has in the folder, in fp32."""
         weight = self.weights[theirs]
-        (piece,) = (piece for piece in weight.pieces if piece.name == name)
+        piece = weight.pieces[name]
         if piece.cast is None:
             return self._whole(weight).dequantize()[piece.rows]
         w_nk = self._source.read(name)
@@ -373,7 +371,7 @@ class Expected(CheckpointSource):
         self._source, self._export = source, export
         self.path, self.model, self.about = source.path, source.model, source.about
         self.tokenizer_files = source.tokenizer_files
-        self._theirs = {piece.name: name for name, weight in export.weights.items() for piece in weight.pieces}
+        self._theirs = {name: theirs for theirs, weight in export.weights.items() for name in weight.pieces}
         self.tensors = {
             name: TensorInfo(info.shape, torch.float32) if name in self._theirs else info
             for name, info in source.tensors.items()
@@ -387,8 +385,3 @@ class Expected(CheckpointSource):
 
 def _of_module(theirs: str, suffix: str) -> str:
     return f"{theirs.removesuffix('.weight')}.{suffix}"
-
-
-def _is_table(name: str) -> bool:
-    """Return whether the rows of our weight `name` are looked up, not multiplied."""
-    return name.startswith("model.") and ".embedding." in f".{name.removeprefix('model.')}"

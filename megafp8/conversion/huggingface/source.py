@@ -105,9 +105,9 @@ class HfSource(CheckpointSource):
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Return the entries with the prefix of models with an output layer, without constants."""
-        prefix, is_of_head = self._names.prefix, self._names.is_of_head
+        prefix, head = self._names.prefix, self._names.output.partition(".")[0]
         has_it = any(name.startswith(prefix) for name in entries)
-        full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
+        full = {present_name(n if has_it or n.split(".")[0] == head else prefix + n): e for n, e in entries.items()}
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:

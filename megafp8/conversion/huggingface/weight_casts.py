@@ -152,7 +152,8 @@ def weight_casts(
     casts = []
     for matrix, state in layers:
         if state.precision is not None:
-            cast_or_reason = trained or _why_unknown(state) or _trained(source, matrix, state)
+            quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
+            cast_or_reason = trained or _why_unknown(state) or _cast(source.read, matrix, quantizer)
             casts.append(LayerCasts(matrix, cast_or_reason, _input_scale_inv(state, trained)))
     return casts
 
@@ -197,14 +198,9 @@ def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
     return None if known is None else known[1].clone()
 
 
-def _trained(source: CheckpointSource, matrix: LinearMatrix, state: LinearState) -> WeightCast:
-    quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
-    # This process has the whole tensor.
-    quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))
-    return _cast(source.read, matrix, quantizer)
-
-
 def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: RecipeQuantizer) -> WeightCast:
+    quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))  # this process has the whole tensor
+
     @cache
     def scale() -> Tensor:
         if quantizer.known_scale is not None:
