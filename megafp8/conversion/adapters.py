@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -33,24 +33,22 @@ class AdaptedSource(CheckpointSource, Protocol):
     base: str | None
 
 
-class MergedSource(CheckpointSource):
+class MergedSource(RenamedSource):
     """Model of an `AdaptedSource`, with the products of the adapters added to the weights."""
 
     def __init__(self, adapted: AdaptedSource) -> None:
+        super().__init__(adapted, {name: name for name in adapted.tensors if not is_lora(name)})
         self.adapted = adapted
-        self.path, self.model, self.tokenizer_files = adapted.path, adapted.model, adapted.tokenizer_files
-        self.about: Mapping[str, Any] = adapted.about
         if "config" in self.about:
             self.about = {**self.about, "config": {**self.about["config"], "lora": None}}
-        self.tensors = {name: info for name, info in adapted.tensors.items() if not is_lora(name)}
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`; a weight with adapters includes their product."""
-        return self._merged(name, self.adapted.read(name), slice(None))
+        return self._merged(name, super().read(name), slice(None))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows `[first, last)` of `read(name)`."""
-        return self._merged(name, self.adapted.read_rows(name, first, last), slice(first, last))
+        return self._merged(name, super().read_rows(name, first, last), slice(first, last))
 
     def _merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
         """Add the adapters' product to `weight`, which holds `rows` of the tensor `name`."""

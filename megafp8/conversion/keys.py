@@ -175,16 +175,7 @@ def with_second_names(names: Mapping[str, str], *traits: Trait) -> tuple[Trait, 
 
 def either(field: str, key: str, other: str) -> Trait:
     """Return a trait for a field with two names, `key` and `other`, in transformers. `key` is written."""
-
-    def read(hf: HfConfig) -> Fields:
-        present = [name for name in (key, other) if name in hf]
-        if not present:
-            raise ValueError(f"has no key {key}")
-        if hf[present[0]] != hf[present[-1]]:
-            refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), which is the same key")
-        return {field: hf[present[0]]}
-
-    return Trait((key, other), read, lambda ours: {key: ours[field]})
+    return with_second_names({other: key}, same(**{field: key}))[0]
 
 
 def switch(field: str, key: str, on: Any = True, off: Any = False, *, default: bool = False) -> Trait:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import cast
 
@@ -121,6 +122,11 @@ def seq_length(source: CheckpointSource) -> int | None:
     """Return the sequence length of the run that saved `source`, or None if it is unknown."""
     length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
     return length
+
+
+def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
+    """Return the most common dtype of the tensors `names`."""
+    return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
 def check_source(source: CheckpointSource) -> tuple[ModelSpec, dict[str, Shape]]:

@@ -12,8 +12,8 @@ AutoTokenizer loads it (`tokenizer`).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from megafp8.conversion.huggingface.quantized_export import QuantizedExport, Wri
 from megafp8.conversion.huggingface.quantized_folder import KEY as QUANTIZATION
 from megafp8.conversion.huggingface.source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.huggingface.tokenizer import TokenizerExport, export_tokenizer
-from megafp8.conversion.model import check_source
+from megafp8.conversion.model import check_source, common_dtype
 from megafp8.conversion.safetensors_format import header
 from megafp8.conversion.target import Sink
 from megafp8.data.tokenizer_files import GENERATION_FILE
@@ -67,8 +67,7 @@ class HfSink(Sink):
         Raises ValueError if no Hugging Face family has the model.
         """
         model, shapes = check_source(source)
-        dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
-        dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+        dtype = common_dtype(source, shapes)
         self._config = _config(model, source.about, dtype)
         self._tokenizer = export_tokenizer(source, self._config["model_type"])
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
@@ -189,15 +188,8 @@ def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
 def _config(model: ModelSpec, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the config.json of `model`. Raises ValueError if no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
-    theirs = about.get("huggingface")
-    if theirs is not None and _describes(theirs, model):
-        return {key: value for key, value in theirs.items() if key not in ("dtype", "torch_dtype")} | named
+    if (original := about.get("huggingface")) is not None:
+        with suppress(ValueError):  # an earlier release, which knew fewer keys, converted the model
+            if not differences(model, read_config(original)[1]):
+                return {key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")} | named
     return write_config(choose(model), model) | named
-
-
-def _describes(config: Mapping[str, Any], model: ModelSpec) -> bool:
-    """Return whether the config.json from which the model was converted still describes it."""
-    try:
-        return not differences(model, read_config(config)[1])
-    except ValueError:  # an earlier release, which knew fewer keys, converted the model
-        return False

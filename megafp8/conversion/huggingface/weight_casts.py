@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from megafp8.linear.state import LinearState
 from megafp8.numerics import reference
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import amax
+from megafp8.numerics.quantizers import Quantizer
 from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
@@ -152,9 +153,9 @@ def weight_casts(
     casts = []
     for matrix, state in layers:
         if state.precision is not None:
-            quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
-            cast_or_reason = trained or _why_unknown(state) or _cast(source.read, matrix, quantizer)
-            casts.append(LayerCasts(matrix, cast_or_reason, _input_scale_inv(state, trained)))
+            reason = trained or _why_unknown(state)
+            cast = reason or _cast(source.read, matrix, state.own_quantizers.weight)
+            casts.append(LayerCasts(matrix, cast, _input_scale_inv(state, trained)))
     return casts
 
 
@@ -198,7 +199,8 @@ def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
     return None if known is None else known[1].clone()
 
 
-def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: RecipeQuantizer) -> WeightCast:
+def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: Quantizer) -> WeightCast:
+    assert isinstance(quantizer, RecipeQuantizer)
     quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))  # this process has the whole tensor
 
     @cache
