@@ -161,9 +161,7 @@ def with_second_names(names: Mapping[str, str], *traits: Trait) -> tuple[Trait, 
     """
 
     def first_names(hf: HfConfig) -> HfConfig:
-        for second, first in names.items():
-            if second in hf:
-                expect(hf, first, hf[second], f"the value of {second} ({hf[second]!r}), which is the same key")
+        aliases(**{second: first for second, first in names.items() if first in hf}).read(hf)
         return {names.get(key, key): value for key, value in hf.items()}
 
     def accepting(trait: Trait) -> Trait:
