@@ -64,7 +64,7 @@ def optimizer_key(key: str, weight: str) -> str:
 
 
 class RenamedSource(CheckpointSource):
-    """Source that provides tensors of another source under other names.
+    """Source that provides tensors of another source, some of them under other names.
 
     Args:
         source: Source of the tensors.
@@ -78,7 +78,7 @@ class RenamedSource(CheckpointSource):
         self.tensors = {name: source.tensors[stored] for name, stored in stored_names.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name`, which has another name in the source."""
+        """Return the tensor `name`, which may have another name in the source."""
         return self._source.read(self._stored_names[name])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
