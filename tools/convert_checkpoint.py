@@ -109,12 +109,12 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
 
 def opened(format: CheckpointFormat, path: Path, to: CheckpointFormat, **options: Any) -> CheckpointSource:
     """Open the source at `path`, restricted to the contents that the format `to` can hold."""
-    from megafp8.conversion.adapters import adapters_alone
+    from megafp8.conversion.adapters import AdaptersAlone
     from megafp8.conversion.model import check_size_of
 
     source = format.source(path, **options)
     check_size_of(source)
-    return adapters_alone(source) if to.adapters else source
+    return AdaptersAlone(source) if to.adapters else source
 
 
 def run(arguments: argparse.Namespace) -> None:

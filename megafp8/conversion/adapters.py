@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from megafp8.conversion.base import CheckpointSource, MasterWeights, is_weight
+from megafp8.conversion.base import CheckpointSource, MasterWeights, RenamedSource, is_weight
 from megafp8.conversion.native import NativeSource
 from megafp8.parallel.tensor.lora import A, B, Lora, is_lora
 
@@ -33,24 +33,22 @@ class AdaptedSource(CheckpointSource, Protocol):
     base: str | None
 
 
-class MergedSource(CheckpointSource):
+class MergedSource(RenamedSource):
     """Model of an `AdaptedSource`, with the products of the adapters added to the weights."""
 
     def __init__(self, adapted: AdaptedSource) -> None:
+        super().__init__(adapted, {name: name for name in adapted.tensors if not is_lora(name)})
         self.adapted = adapted
-        self.path, self.model, self.tokenizer_files = adapted.path, adapted.model, adapted.tokenizer_files
-        self.about: Mapping[str, Any] = adapted.about
         if "config" in self.about:
             self.about = {**self.about, "config": {**self.about["config"], "lora": None}}
-        self.tensors = {name: info for name, info in adapted.tensors.items() if not is_lora(name)}
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`; a weight with adapters includes their product."""
-        return self._merged(name, self.adapted.read(name), slice(None))
+        return self._merged(name, super().read(name), slice(None))
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows `[first, last)` of `read(name)`."""
-        return self._merged(name, self.adapted.read_rows(name, first, last), slice(first, last))
+        return self._merged(name, super().read_rows(name, first, last), slice(first, last))
 
     def _merged(self, name: str, weight: Tensor, rows: slice) -> Tensor:
         """Add the adapters' product to `weight`, which holds `rows` of the tensor `name`."""
@@ -73,21 +71,18 @@ class AdaptedNative(MasterWeights, AdaptedSource):
         self.base = config.get("checkpoint", {}).get("init_from")
 
 
-class AdaptersAlone(CheckpointSource):
-    """Tensors A and B of an `AdaptedSource`; `about` has their `Lora` under "adapters", and "base".
+class AdaptersAlone(RenamedSource):
+    """Tensors A and B of the adapters that `source` merges; `about` has their `Lora` under "adapters", and "base".
 
-    Raises ValueError if projections differ in rank or scale.
+    Raises ValueError if `source` has no adapters, or if projections differ in rank or scale.
     """
 
-    def __init__(self, adapted: AdaptedSource) -> None:
-        self._adapted = adapted
-        self.path, self.model, self.tokenizer_files = adapted.path, adapted.model, adapted.tokenizer_files
-        self.tensors = {name: info for name, info in adapted.tensors.items() if is_lora(name)}
+    def __init__(self, source: CheckpointSource) -> None:
+        adapted = adapted_of(source)
+        if adapted is None:
+            raise ValueError(f"{source.path} has no adapters; only checkpoints of runs with the section lora have them")
+        super().__init__(adapted, {name: name for name in adapted.tensors if is_lora(name)})
         self.about = {**adapted.about, "adapters": lora_of(adapted), "base": adapted.base}
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor `name`, which is A or B of a projection."""
-        return self._adapted.read(name)
 
 
 def open_native(path: str | Path) -> CheckpointSource:
@@ -100,14 +95,6 @@ def open_native(path: str | Path) -> CheckpointSource:
 def adapted_of(source: CheckpointSource) -> AdaptedSource | None:
     """Return the weights and adapters that `source` merges, or None if it merges none."""
     return source.adapted if isinstance(source, MergedSource) else None
-
-
-def adapters_alone(source: CheckpointSource) -> AdaptersAlone:
-    """Return the adapters that `source` merges. Raises ValueError if it has none."""
-    adapted = adapted_of(source)
-    if adapted is None:
-        raise ValueError(f"{source.path} has no adapters; only checkpoints of runs with the section lora have them")
-    return AdaptersAlone(adapted)
 
 
 def lora_of(adapted: AdaptedSource) -> Lora:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.host.messages import value_text
+from megafp8.parallel.sharding import Shape
 from megafp8.spec import ModelSpec
 
 
@@ -62,27 +63,36 @@ def optimizer_key(key: str, weight: str) -> str:
     return f"optimizer.{key}.{weight.removeprefix('model.')}"
 
 
-class MasterWeights(CheckpointSource):
-    """Source that returns the fp32 masters as weights, if they are saved, for the tensors for which `where` is true."""
+class RenamedSource(CheckpointSource):
+    """Source that provides tensors of another source, some of them under other names.
 
-    def __init__(self, source: CheckpointSource, where: Callable[[str], bool] = lambda name: True) -> None:
-        self._source, self._where = source, where
+    Args:
+        source: Source of the tensors.
+        stored_names: Name of each tensor in `source`, by its name here.
+    """
+
+    def __init__(self, source: CheckpointSource, stored_names: Mapping[str, str]) -> None:
+        self._source, self._stored_names = source, stored_names
         self.path, self.model, self.about = source.path, source.model, source.about
         self.tokenizer_files = source.tokenizer_files
-        self.tensors = {name: source.tensors[self._most_precise(name)] for name in source.tensors}
-
-    def _most_precise(self, name: str) -> str:
-        master = optimizer_key("master", name)
-        is_saved = is_weight(name) and master in self._source.tensors
-        return master if is_saved and self._where(name) else name
+        self.tensors = {name: source.tensors[stored] for name, stored in stored_names.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return the master of the weight `name` if it is saved, otherwise the tensor itself."""
-        return self._source.read(self._most_precise(name))
+        """Return the tensor `name`, which may have another name in the source."""
+        return self._source.read(self._stored_names[name])
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows `[first, last)` of `read(name)`."""
-        return self._source.read_rows(self._most_precise(name), first, last)
+        return self._source.read_rows(self._stored_names[name], first, last)
+
+
+class MasterWeights(RenamedSource):
+    """Source that returns the fp32 masters as weights, if they are saved, for the tensors for which `where` is true."""
+
+    def __init__(self, source: CheckpointSource, where: Callable[[str], bool] = lambda name: True) -> None:
+        masters = {name: optimizer_key("master", name) for name in source.tensors if is_weight(name) and where(name)}
+        saved = {name: master for name, master in masters.items() if master in source.tensors}
+        super().__init__(source, {name: saved.get(name, name) for name in source.tensors})
 
 
 def refuse(key: str, value: object, supported: str) -> NoReturn:
@@ -95,7 +105,7 @@ def is_weight(name: str) -> bool:
     return name.startswith("model.")
 
 
-def is_vocabulary(name: str) -> bool:
-    """Return whether each row of the tensor `name` belongs to a token, so that the last rows are padding."""
+def without_padding(model: ModelSpec, name: str, shape: Shape) -> Shape:
+    """Return the shape of the tensor `name` of `shape` without padding, if each of its rows belongs to a token."""
     tables = ("embedding.word.weight", "per_layer_embedding.word.weight", "output.weight", "output.bias")
-    return name.removeprefix("model.") in tables
+    return (model.stem.known_vocab_size, *shape[1:]) if name.removeprefix("model.") in tables else shape

@@ -161,9 +161,7 @@ def with_second_names(names: Mapping[str, str], *traits: Trait) -> tuple[Trait, 
     """
 
     def first_names(hf: HfConfig) -> HfConfig:
-        for second, first in names.items():
-            if second in hf:
-                expect(hf, first, hf[second], f"the value of {second} ({hf[second]!r}), which is the same key")
+        aliases(**{second: first for second, first in names.items() if first in hf}).read(hf)
         return {names.get(key, key): value for key, value in hf.items()}
 
     def accepting(trait: Trait) -> Trait:
@@ -175,16 +173,7 @@ def with_second_names(names: Mapping[str, str], *traits: Trait) -> tuple[Trait, 
 
 def either(field: str, key: str, other: str) -> Trait:
     """Return a trait for a field with two names, `key` and `other`, in transformers. `key` is written."""
-
-    def read(hf: HfConfig) -> Fields:
-        present = [name for name in (key, other) if name in hf]
-        if not present:
-            raise ValueError(f"has no key {key}")
-        if hf[present[0]] != hf[present[-1]]:
-            refuse(other, hf[other], f"the value of {key} ({hf[key]!r}), which is the same key")
-        return {field: hf[present[0]]}
-
-    return Trait((key, other), read, lambda ours: {key: ours[field]})
+    return with_second_names({other: key}, same(**{field: key}))[0]
 
 
 def switch(field: str, key: str, on: Any = True, off: Any = False, *, default: bool = False) -> Trait:

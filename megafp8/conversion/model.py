@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import cast
 
@@ -16,6 +17,7 @@ from megafp8.conversion.base import CheckpointSource, TensorInfo
 from megafp8.fp8 import Fp8Manager
 from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.models.build import build_stage
+from megafp8.models.gpt import GPTStage
 from megafp8.parallel.sharding import Shape, spec_of
 from megafp8.spec import ModelSpec
 
@@ -90,19 +92,10 @@ def _positions(source: CheckpointSource) -> int | None:
 def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorInfo]:
     """Return the global shape of each weight, and its dtype in a run in `precision`, by name.
 
-    The model is built on torch's meta device. It must have `vocab_size`, and `max_position_embeddings` if positions are
-    learned.
+    The model must have `vocab_size`, and `max_position_embeddings` if positions are learned.
     """
-    positions = model.stem.max_position_embeddings
-    assert positions is not None or model.stem.position_embedding != "learned"
-    context = BuildContext(
-        tensor=cast(ProcessGroup, PlannedGroup()),
-        fp8=Fp8Manager(None, amax_group=None),
-        dtype=precision,
-        device=torch.device("meta"),
-        sequence_parallel=False,
-    )
-    stage = build_stage(model, context, layers=range(len(model.layers)), positions=positions or 1)
+    assert model.stem.max_position_embeddings is not None or model.stem.position_embedding != "learned"
+    stage = build_on_meta(model, Fp8Manager(None, amax_group=None), precision)
     weights = {
         shard.name: TensorInfo(shard.global_shape, x.dtype) for x in stage.parameters() for shard in spec_of(x).shards
     }
@@ -110,10 +103,30 @@ def _tensor_infos(model: ModelSpec, precision: torch.dtype) -> dict[str, TensorI
     return {f"model.{name}": info for name, info in weights.items()}
 
 
+def build_on_meta(
+    model: ModelSpec, fp8: Fp8Manager, dtype: torch.dtype, tensor: int = 1, expert_tensor: int = 1
+) -> GPTStage:
+    """Build a model on torch's meta device, as the first of `tensor` tensor-parallel ranks has it.
+
+    All experts are on this rank, or their slices for `expert_tensor` ranks.
+    """
+    ranks, experts = (cast(ProcessGroup, PlannedGroup(size)) for size in (tensor, expert_tensor))
+    context = BuildContext(
+        ranks, fp8, dtype, torch.device("meta"), sequence_parallel=False, expert=experts, expert_tensor=experts
+    )
+    positions = model.stem.max_position_embeddings or 1
+    return build_stage(model, context, layers=range(len(model.layers)), positions=positions)
+
+
 def seq_length(source: CheckpointSource) -> int | None:
     """Return the sequence length of the run that saved `source`, or None if it is unknown."""
     length: int | None = source.about.get("config", {}).get("training", {}).get("seq_length")
     return length
+
+
+def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
+    """Return the most common dtype of the tensors `names`."""
+    return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
 def check_source(source: CheckpointSource) -> tuple[ModelSpec, dict[str, Shape]]:

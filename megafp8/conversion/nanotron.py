@@ -35,9 +35,10 @@ from torch import Tensor
 from megafp8.checkpoint.files import parse_object, read_file
 from megafp8.conversion.base import refuse
 from megafp8.conversion.huggingface.config import build_model
+from megafp8.conversion.huggingface.layers import num_layers
 from megafp8.conversion.huggingface.names import FUSED_GATE_UP, NORMS, QKV, TensorNames, fused, in_layers, qkv
 from megafp8.conversion.huggingface.source import HfSource
-from megafp8.conversion.keys import MOST_LAYERS, Fields, only, same, unread
+from megafp8.conversion.keys import Fields, only, same, unread
 from megafp8.conversion.safetensors_format import Entry, read_header, read_metadata, read_rows
 from megafp8.host.messages import value_text
 from megafp8.spec import ModelSpec
@@ -127,9 +128,7 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
     known = {key for trait in _TRAITS for key in trait.keys}
     if unknown := sorted(key for key in config.keys() - known if config[key] not in (None, False)):
         refuse(unknown[0], config[unknown[0]], "null or false")
-    layers = config.get("num_hidden_layers")
-    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
-        refuse("num_hidden_layers", layers, f"numbers from 1 to {MOST_LAYERS:,}")
+    layers = num_layers(config)
     fields: Fields = {"linear_bias": False}
     for trait in _TRAITS:
         fields |= trait.read(config)

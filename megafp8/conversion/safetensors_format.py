@@ -127,8 +127,7 @@ def _entry(file: Path, name: str, about: Any, data: int, size: int) -> Entry:
     try:
         dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
         valid = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, end))
-        valid = valid and start <= end
-        valid = valid and name.isprintable()
+        valid = valid and start <= end and name.isprintable()
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid or not isinstance(dtype, str):

@@ -8,19 +8,12 @@ routers. They are initialized randomly, and the copies diverge because they get 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from megafp8.checkpoint.rectangles import TensorInfo
 from megafp8.config import Problem
-from megafp8.conversion.base import CheckpointSource
+from megafp8.conversion.base import CheckpointSource, RenamedSource
 from megafp8.conversion.flat import flat_keys
 from megafp8.spec import ModelSpec
-
-_EXPERT = re.compile(r"(\.mlp)\.experts\.\d+\.")
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
@@ -45,28 +38,16 @@ def is_router(name: str) -> bool:
     return ".mlp.router." in name
 
 
-class UpcycledSource(CheckpointSource):
+class UpcycledSource(RenamedSource):
     """Source that provides the MLPs of `dense` as the experts of `model`. It has no routers."""
 
     def __init__(self, dense: CheckpointSource, model: ModelSpec) -> None:
-        self._dense = dense
-        self.path: Path = dense.path
-        self.model = model
-        self.about: Mapping[str, Any] = dense.about
-        self.tokenizer_files: Collection[Path] = dense.tokenizer_files
-        tensors: dict[str, TensorInfo] = {}
-        for name, info in dense.tensors.items():
+        dense_names: dict[str, str] = {}
+        for name in dense.tensors:
             copies = [name]
             if (number := re.search(r"\.layers\.(\d+)\.mlp\.", name)) and model.layers[int(number[1])].has_experts:
                 count = model.layers[int(number[1])].ffn.num_experts
                 copies = [name.replace(".mlp.", f".mlp.experts.{e}.") for e in range(count)]
-            tensors |= dict.fromkeys(copies, info)
-        self.tensors: Mapping[str, TensorInfo] = tensors
-
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor; for a weight of an expert, the weight of the dense MLP."""
-        return self._dense.read(_EXPERT.sub(r"\1.", name))
-
-    def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Return rows `[first, last)` of `read(name)`."""
-        return self._dense.read_rows(_EXPERT.sub(r"\1.", name), first, last)
+            dense_names |= dict.fromkeys(copies, name)
+        super().__init__(dense, dense_names)
+        self.model = model

@@ -140,7 +140,8 @@ def _element_scales(stored: dict[str, Tensor], name: str) -> Tensor:
 def _compare(export: QuantizedExport, folder: Path, shards: list[Trained]) -> set[str]:
     """Compare all that is said to be training's; the weights that were compared."""
     stored, compared = _stored(folder), set()
-    ours = {p.name: (name, p.rows) for name, x in export.weights.items() if not x.why_not for p in x.pieces}
+    exported = {name: x.pieces for name, x in export.weights.items() if not x.why_not}
+    ours = {name: (theirs, piece.rows) for theirs, pieces in exported.items() for name, piece in pieces.items()}
     for name, offset, data, scale_inv in shards:
         if name not in ours:
             continue

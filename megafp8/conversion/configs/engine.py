@@ -32,14 +32,6 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _FOLDER_MODEL = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
 
 
-class Left(NamedTuple):
-    """Foreign key without a counterpart."""
-
-    key: str
-    value: Any
-    reason: str
-
-
 @dataclass(frozen=True)
 class Foreign:
     """Config of another project: its values by key, with names in the file where these differ, and its table.
@@ -57,12 +49,15 @@ class Foreign:
 
 
 class Imported(NamedTuple):
-    """Config of megafp8, with the number of converted keys, the others, and the required keys to fill in."""
+    """Config of megafp8, with the number of converted keys, the others, and the required keys to fill in.
+
+    The others are the keys without a counterpart, each with its value and the reason.
+    """
 
     project: str
     tree: Keys
     converted: int
-    left: list[Left]
+    left: list[tuple[str, Any, str]]
     missing: list[str]
     notes: Sequence[str]
 
@@ -92,9 +87,9 @@ def fixed(**values: Any) -> Function:
     return lambda value, source: {key.replace("__", "."): x for key, x in values.items()} if value else {}
 
 
-def when(switch: str, rule: Rule) -> Function:
-    """Return a rule that counts only if the foreign key `switch` is true."""
-    return lambda value, source: apply(rule, value, source) if source.get(switch) else {}
+def when(switches: str, rule: Rule) -> Function:
+    """Return a rule that counts only if one of the foreign keys `switches`, which spaces separate, is true."""
+    return lambda value, source: apply(rule, value, source) if any(map(source.get, switches.split())) else {}
 
 
 def word(key: str, **words: Any) -> Function:
@@ -162,7 +157,7 @@ def convert(foreign: Foreign, name: str) -> Imported:
     refused, missing = _make_valid(keys)
     left |= {origins.get(ours, ours): reason for ours, reason in refused.items()}
     values = {**foreign.added, **foreign.defaults, **foreign.values}
-    shown = [Left(foreign.names.get(key, key), values[key], reason) for key, reason in left.items()]
+    shown = [(foreign.names.get(key, key), values[key], reason) for key, reason in left.items()]
     converted = len(foreign.values.keys() - left.keys())
     return Imported(foreign.project, _nested(keys), converted, shown, missing, foreign.notes)
 

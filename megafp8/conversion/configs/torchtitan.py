@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -30,8 +30,7 @@ _MODELS = {
 }  # fmt: skip
 """Shipped configs with the network of a model and flavor."""
 _FLOAT8 = ("float8", "quantize.dense.float8", "quantize.linear.float8")
-_CHECKPOINT = ("checkpoint.enable", "checkpoint.enable_checkpoint")
-_VALIDATION = ("validation.enable", "validation.enabled")
+_CHECKPOINT, _VALIDATION = "checkpoint.enable checkpoint.enable_checkpoint", "validation.enable validation.enabled"
 """Switches of sections, in older and newer releases."""
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -58,11 +57,6 @@ def _float8(value: Any, source: Source) -> Keys:
     keys = word("fp8.recipe", tensorwise="current", rowwise="rowwise", rowwise_with_gw_hp="rowwise")(recipe, source)
     wgrad = {"fp8.override_linear_precision": [False, False, True]} if recipe == "rowwise_with_gw_hp" else {}
     return keys | wgrad if names else {}
-
-
-def _enabled(switches: Sequence[str], key: str) -> Rule:
-    """Return a rule that counts only if one of the switches is on."""
-    return lambda value, source: {key: value} if any(source.get(name) for name in switches) else {}
 
 
 RULES: Mapping[str, Rule] = {
@@ -93,12 +87,12 @@ RULES: Mapping[str, Rule] = {
             "1f1b": "1f1b", "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipev",
         })(value, source),
     "activation_checkpoint.mode": word("parallel.recompute", none="none", full="full"),
-    **dict.fromkeys((*_CHECKPOINT, *_VALIDATION), implied),
-    "checkpoint.interval": _enabled(_CHECKPOINT, "checkpoint.interval"),
-    "checkpoint.keep_latest_k": _enabled(_CHECKPOINT, TORCHTITAN["keep_latest_k"]),
+    **dict.fromkeys((*_CHECKPOINT.split(), *_VALIDATION.split()), implied),
+    "checkpoint.interval": when(_CHECKPOINT, "checkpoint.interval"),
+    "checkpoint.keep_latest_k": when(_CHECKPOINT, TORCHTITAN["keep_latest_k"]),
     "checkpoint.async_mode": lambda value, source: {TORCHTITAN["async_mode"]: value != "disabled"},
-    "validation.freq": _enabled(_VALIDATION, "training.eval_interval"),
-    "validation.steps": _enabled(_VALIDATION, "training.eval_steps"),
+    "validation.freq": when(_VALIDATION, "training.eval_interval"),
+    "validation.steps": when(_VALIDATION, "training.eval_steps"),
     **dict.fromkeys(("model.hf_assets_path", "model.tokenizer_path"), lambda value, source: {
         "data.tokenizer.kind": "huggingface", "data.tokenizer.path": value}),
     **without({

@@ -68,8 +68,8 @@ def _counted(names: Sequence[str]) -> Iterator[str]:
 def num_layers(hf: HfConfig) -> int:
     """Return the number of layers. Raises ValueError if it is not a valid number."""
     layers = hf.get("num_hidden_layers")
-    if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
-        refuse("num_hidden_layers", layers, "a number of layers")
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+        refuse("num_hidden_layers", layers, f"numbers from 1 to {MOST_LAYERS:,}")
     return layers
 
 

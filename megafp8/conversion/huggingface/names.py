@@ -219,8 +219,8 @@ class TensorNames(NamedTuple):
             or `backwards` (half a head apart, rotated backwards).
         copies: Tensors that a folder may have in addition, with the names of the tensors that they must equal.
         other_heads: Pattern of tensors of the pooler and binary head, which a folder may have although its model does
-            not use them.
-        zeros: Pattern of tensors that a folder may lack, which are then zero.
+            not use them; empty if there are none.
+        zeros: Pattern of tensors that a folder may lack, which are then zero; empty if there are none.
         constants: Numbers, by name, that a folder stores for each layer as tensors without dims, although no model of
             the family has other values. `*` stands for the number of the layer.
         stored: Function that renames the tensors of a folder to these names, if folders of the family differ.
@@ -230,8 +230,8 @@ class TensorNames(NamedTuple):
     ungated: Mapping[str, str | HfPlace] = {}
     rotation: Literal["halves", "neighbors", "backwards"] = "halves"
     copies: Mapping[str, str] = {}
-    other_heads: str | None = None
-    zeros: str | None = None
+    other_heads: str = ""
+    zeros: str = ""
     constants: Mapping[str, float] = {}
     stored: Callable[[ModelSpec, Entries], Entries] = lambda model, entries: entries
 
@@ -286,22 +286,10 @@ class TensorNames(NamedTuple):
         """Name of the output layer's weight. Files of a tied model may lack this weight."""
         return self._place("output", "weight").name
 
-    def is_of_head(self, name: str) -> bool:
-        """Return whether an HF tensor belongs to the module that contains the output layer."""
-        return name.partition(".")[0] == self.output.partition(".")[0]
-
-    def is_of_other_head(self, name: str) -> bool:
-        """Return whether an HF tensor belongs to a head that a folder may have although its model does not use it."""
-        return self.other_heads is not None and re.fullmatch(self.other_heads, name) is not None
-
     def constants_of(self, model: ModelSpec) -> dict[str, float]:
         """Return the value of each constant that a folder of `model` stores, by name."""
         layers = range(model.num_layers)
         return {name.replace("*", str(i)): value for name, value in self.constants.items() for i in layers}
-
-    def is_zero(self, name: str) -> bool:
-        """Return whether an HF tensor is zero in a folder that lacks it."""
-        return self.zeros is not None and re.fullmatch(self.zeros, name) is not None
 
 
 def like_llama(*parts: Names, **options: Any) -> TensorNames:
@@ -362,7 +350,5 @@ def is_copy(name: str) -> bool:
 def is_of_shared_keys(model: ModelSpec, name: str) -> bool:
     """Return whether an HF tensor projects keys or values for a layer that reads the keys of another layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-    layers = (
-        [] if match is None else model.layers[int(match[1]) :][:1]
-    )  # empty if the folder has more layers than the config
+    layers = model.layers[int(match[1]) :][:1] if match else ()  # empty if the folder has more layers than the config
     return any(getattr(layer.mixer, "kv_layer", None) is not None for layer in layers)

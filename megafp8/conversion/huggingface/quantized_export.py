@@ -33,7 +33,6 @@ from megafp8.conversion.huggingface.weight_casts import (
     LinearMatrix,
     WeightCast,
     amax_cast,
-    casts_of,
     rows_at_a_time,
 )
 from megafp8.numerics.formats import E4M3
@@ -57,12 +56,10 @@ class WeightSlice(NamedTuple):
     """Location of one of our weights in an HF tensor.
 
     Attributes:
-        name: Name of our weight.
         rows: Rows of the HF tensor that hold the weight, int64.
         cast: Cast of the weight to FP8, or None if it shares scales with other weights in the HF tensor.
     """
 
-    name: str
     rows: Tensor
     cast: WeightCast | None
 
@@ -73,14 +70,14 @@ class ExportedWeight(NamedTuple):
     Attributes:
         name: Name of the HF tensor.
         shape: Shape of the HF tensor.
-        pieces: Our weights in the HF tensor.
+        pieces: Our weights in the HF tensor, by name.
         why_not: Reason why the data and scales differ from training; empty if they are the same.
         input_scale_inv: Static scale of the layer's input, or None.
     """
 
     name: str
     shape: Shape
-    pieces: tuple[WeightSlice, ...]
+    pieces: Mapping[str, WeightSlice]
     why_not: str
     input_scale_inv: Tensor | None
 
@@ -118,7 +115,8 @@ class QuantizedExport:
     ) -> None:
         self.form = form
         self.granularity, self._scale = _FORMS[form]
-        self._source, self._layers = source, casts_of(layers)
+        self._source = source
+        self._layers = {name: layer for layer in layers for name in layer.matrix.weights}
         if not layers:
             raise ValueError(f"{form}: no layer of {source.path} would be FP8: fp8.include and exclude leave none")
         self.activations = self._activations(layers, activations)
@@ -154,13 +152,14 @@ class QuantizedExport:
         for theirs, parts in pieces.items():
             fp8 = [name for name, _ in parts if name in self._layers]
             if not fp8:
-                if parts[0][1].shape[1:] and len(parts[0][1].shape) == 2 and theirs.endswith(".weight"):
-                    self._ignored += [] if _is_table(parts[0][0]) else [theirs.removesuffix(".weight")]
+                is_table = ".embedding." in f".{parts[0][0].removeprefix('model.')}"  # its rows are looked up
+                if len(parts[0][1].shape) == 2 and theirs.endswith(".weight") and not is_table:
+                    self._ignored.append(theirs.removesuffix(".weight"))
                 continue
             self._check(theirs, parts, fp8)
             self.weights[theirs] = weight = self._weight(theirs, parts)
             infos[theirs] = TensorInfo(weight.shape, E4M3.dtype)
-            infos[self._scale_name(theirs)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
+            infos[_of_module(theirs, self._scale)] = TensorInfo(self._scale_shape(weight.shape), torch.float32)
             if self.activations == "static":
                 infos[_of_module(theirs, _INPUT_SCALE)] = TensorInfo((1,), torch.float32)
         self.kv_cache_scales = list(self._plan_kv_cache(locations))
@@ -205,26 +204,17 @@ class QuantizedExport:
         """Plan the cast of an HF tensor: as in training, by the rule for each part, or by the rule as a whole."""
         layers = [self._layers[name] for name, _ in parts]
         input_scales = [x for layer in layers if (x := layer.input_scale_inv) is not None]
-        one_layer = all(layer is layers[0] for layer in layers)
         static = torch.stack(input_scales).amax() if input_scales else None
-        shape, why_not, trained = parts[0][1].shape, "", []
-        for (_, location), layer in zip(parts, layers):
-            if isinstance(layer.trained, str):
-                why_not = why_not or layer.trained
-            else:
-                trained.append(layer.trained)
-                why_not = why_not or self._misfit(trained[-1], location)
-        if not why_not:
-            why_not = self._overlap(trained, parts, one_layer)
-        if not why_not:
-            pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, trained))
-            return ExportedWeight(theirs, shape, pieces, "", static)
-        casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
-        misfit = next(filter(None, (self._misfit(cast, location) for cast, (_, location) in zip(casts, parts))), "")
-        if misfit or self._overlap(casts, parts, one_layer):
-            return ExportedWeight(theirs, shape, tuple(WeightSlice(n, x.rows, None) for n, x in parts), why_not, static)
-        pieces = tuple(WeightSlice(name, location.rows, cast) for (name, location), cast in zip(parts, casts))
-        return ExportedWeight(theirs, shape, pieces, why_not, static)
+        casts: Sequence[WeightCast | str] = [layer.trained for layer in layers]
+        if why_not := self._why_not(casts, parts):
+            casts = [self._by_amax(name, location, layer) for (name, location), layer in zip(parts, layers)]
+            if reason := self._why_not(casts, parts):
+                casts = [reason] * len(parts)
+        pieces = {
+            name: WeightSlice(location.rows, None if isinstance(cast, str) else cast)
+            for (name, location), cast in zip(parts, casts)
+        }
+        return ExportedWeight(theirs, parts[0][1].shape, pieces, why_not, static)
 
     def _by_amax(self, name: str, location: Location, layer: LayerCasts) -> WeightCast:
         matrix = layer.matrix
@@ -251,20 +241,25 @@ class QuantizedExport:
             return "its rows are in another order in the folder"
         return ""
 
-    def _overlap(self, casts: Sequence[WeightCast], parts: list[tuple[str, Location]], one_layer: bool) -> str:
-        """Return why the parts of an HF tensor cannot have separate scales; an empty string if they can."""
+    def _why_not(self, casts: Sequence[WeightCast | str], parts: list[tuple[str, Location]]) -> str:
+        """Return why an HF tensor cannot have the data and scales of these casts; an empty string if it can.
+
+        A reason, instead of a cast, is returned as it is.
+        """
+        for cast, (_, location) in zip(casts, parts):
+            if reason := cast if isinstance(cast, str) else self._misfit(cast, location):
+                return reason
         if len(parts) == 1 or self.granularity is ROW:
             return ""
-        if one_layer and all(cast.granularity is TENSOR for cast in casts):
+        scaled_whole = all(isinstance(cast, WeightCast) and cast.granularity is TENSOR for cast in casts)
+        weights_of_layer = self._layers[parts[0][0]].matrix.weights
+        if scaled_whole and all(name in weights_of_layer for name, _ in parts):
             return ""
         if self.granularity is BLOCK_128X128:
             blocks = [(location.rows // _BLOCK).unique() for _, location in parts]
             if len(torch.cat(blocks).unique()) == sum(map(len, blocks)):
                 return ""
         return "it holds several of the run's matrices, which would share a scale in the folder"
-
-    def _scale_name(self, theirs: str) -> str:
-        return _of_module(theirs, self._scale)
 
     def _scale_shape(self, shape: Shape) -> Shape:
         n, k = shape
@@ -277,17 +272,17 @@ class QuantizedExport:
     def writes(self, theirs: str, name: str, w_nk: Tensor) -> Iterator[Write]:
         """Yield the values to write for our weight `name` `w_nk`, which is stored in the HF tensor `theirs`."""
         weight = self.weights[theirs]
-        first = name == weight.pieces[0].name
+        piece, first = weight.pieces[name], name == next(iter(weight.pieces))
         if first and self.activations == "static":
             assert weight.input_scale_inv is not None
             yield Write(_of_module(theirs, _INPUT_SCALE), None, weight.input_scale_inv.view(1))
-        if weight.pieces[0].cast is None:
+        if piece.cast is None:
             if first:
                 whole = self._whole(weight)
                 yield Write(theirs, torch.arange(weight.shape[0]), whole.data)
-                yield Write(self._scale_name(theirs), None, whole.scale_inv.view(self._scale_shape(weight.shape)))
+                scale_inv = whole.scale_inv.view(self._scale_shape(weight.shape))
+                yield Write(_of_module(theirs, self._scale), None, scale_inv)
             return
-        (piece,) = (piece for piece in weight.pieces if piece.name == name)
         for rows, part in self._cast(piece, w_nk):
             yield Write(theirs, rows, part.data)
             yield self._scales(theirs, rows, part, w_nk.shape[1])
@@ -301,7 +296,7 @@ class QuantizedExport:
             yield piece.rows[first : first + len(part)], piece.cast(part)
 
     def _scales(self, theirs: str, rows: Tensor, part: ScaledTensor, columns: int) -> Write:
-        name, scale_inv = self._scale_name(theirs), part.scale_inv
+        name, scale_inv = _of_module(theirs, self._scale), part.scale_inv
         if self.granularity is TENSOR:
             return Write(name, None, scale_inv.view(1))
         if self.granularity is ROW:
@@ -315,7 +310,7 @@ class QuantizedExport:
 
     def _whole(self, weight: ExportedWeight) -> ScaledTensor:
         """Read all parts of an HF tensor, and cast it as a whole by the rule `amax`."""
-        parts = [(piece.rows, self._source.read(piece.name)) for piece in weight.pieces]
+        parts = [(piece.rows, self._source.read(name)) for name, piece in weight.pieces.items()]
         w_nk = torch.empty(weight.shape, dtype=parts[0][1].dtype)
         for rows, values in parts:
             w_nk[rows] = values
@@ -325,7 +320,7 @@ class QuantizedExport:
     def dequantized(self, theirs: str, name: str) -> Tensor:
         """Return the values that our weight `name` has in the folder, in fp32."""
         weight = self.weights[theirs]
-        (piece,) = (piece for piece in weight.pieces if piece.name == name)
+        piece = weight.pieces[name]
         if piece.cast is None:
             return self._whole(weight).dequantize()[piece.rows]
         w_nk = self._source.read(name)
@@ -376,7 +371,7 @@ class Expected(CheckpointSource):
         self._source, self._export = source, export
         self.path, self.model, self.about = source.path, source.model, source.about
         self.tokenizer_files = source.tokenizer_files
-        self._theirs = {piece.name: name for name, weight in export.weights.items() for piece in weight.pieces}
+        self._theirs = {name: theirs for theirs, weight in export.weights.items() for name in weight.pieces}
         self.tensors = {
             name: TensorInfo(info.shape, torch.float32) if name in self._theirs else info
             for name, info in source.tensors.items()
@@ -390,8 +385,3 @@ class Expected(CheckpointSource):
 
 def _of_module(theirs: str, suffix: str) -> str:
     return f"{theirs.removesuffix('.weight')}.{suffix}"
-
-
-def _is_table(name: str) -> bool:
-    """Return whether the rows of our weight `name` are looked up, not multiplied."""
-    return name.startswith("model.") and ".embedding." in f".{name.removeprefix('model.')}"

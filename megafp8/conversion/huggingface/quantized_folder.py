@@ -329,7 +329,8 @@ def _compressed(folder: _Folder, entries: Entries) -> Entries:
             scale = _companion(entries, name, f"{name}_scale")
             if f"{name}_zero_point" in entries:
                 raise ValueError(f"{entry.file}: {name} has a zero point, {name}_zero_point; FP8 must not have one")
-            blocks = [(x.block[0] or entry.shape[0], x.block[-1] or entry.shape[-1]) for x in schemes["float"]]
+            floats = [x.block for x in schemes if x.kind == "float"]
+            blocks = [(rows or entry.shape[0], columns or entry.shape[-1]) for rows, columns in floats]
             if not blocks:
                 folder.refuse("config_groups", "no group with weights of type float", f"one, because {name} is E4M3")
             plain[name] = _scaled(entry, name, scale, f"{name}_scale", blocks)
@@ -338,30 +339,24 @@ def _compressed(folder: _Folder, entries: Entries) -> Entries:
             weight = name.removesuffix("_packed")
             if weight in plain:
                 raise ValueError(f"{entries[name].file} has both {name} and {weight}; one of the two is wrong")
-            plain[weight] = _packed(folder, entries, weight, schemes["int"])
+            plain[weight] = _packed(folder, entries, weight, [x for x in schemes if x.kind == "int"])
     for suffix in suffixes:
         _check_used(entries, plain, suffix)
     return plain
 
 
-def _schemes(folder: _Folder) -> dict[str, list[_Scheme]]:
-    """Return the quantization schemes of the groups in config.json, by kind (`float` or `int`)."""
+def _schemes(folder: _Folder) -> list[_Scheme]:
+    """Return the quantization schemes of the groups in config.json."""
     groups = folder.quantization.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         folder.refuse("config_groups", groups, "an object of groups with targets and weights")
-    schemes: dict[str, list[_Scheme]] = {"float": [], "int": []}
-    for name, group in groups.items():
-        weights = group.get("weights")
-        if weights is None:
-            continue
-        if not isinstance(weights, dict):
-            folder.refuse(f"config_groups.{name}.weights", weights, "an object")
-        scheme = _scheme(folder, f"config_groups.{name}.weights", weights)
-        schemes[scheme.kind].append(scheme)
-    return schemes
+    weights = {f"config_groups.{name}.weights": group.get("weights") for name, group in groups.items()}
+    return [_scheme(folder, key, value) for key, value in weights.items() if value is not None]
 
 
-def _scheme(folder: _Folder, key: str, weights: Mapping[str, Any]) -> _Scheme:
+def _scheme(folder: _Folder, key: str, weights: Any) -> _Scheme:
+    if not isinstance(weights, dict):
+        folder.refuse(key, weights, "an object")
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
     if (kind, bits) not in (("float", 8), ("int", 4), ("int", 8)):
         folder.refuse(f"{key} type and num_bits", (kind, bits), "float and 8, int and 4, int and 8")

@@ -12,17 +12,17 @@ AutoTokenizer loads it (`tokenizer`).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, WRITTEN_BYTES, DropBehind, allocate, read_into, to_json, write_at
 from megafp8.checkpoint.torch_file import as_bytes
-from megafp8.conversion.base import CheckpointSource, TensorInfo, is_vocabulary
+from megafp8.conversion.base import CheckpointSource, TensorInfo, without_padding
 from megafp8.conversion.flat import differences
 from megafp8.conversion.huggingface.config import FAMILIES, choose, read_config, write_config
 from megafp8.conversion.huggingface.names import Location
@@ -30,7 +30,7 @@ from megafp8.conversion.huggingface.quantized_export import QuantizedExport, Wri
 from megafp8.conversion.huggingface.quantized_folder import KEY as QUANTIZATION
 from megafp8.conversion.huggingface.source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megafp8.conversion.huggingface.tokenizer import TokenizerExport, export_tokenizer
-from megafp8.conversion.model import check_source
+from megafp8.conversion.model import check_source, common_dtype
 from megafp8.conversion.safetensors_format import header
 from megafp8.conversion.target import Sink
 from megafp8.data.tokenizer_files import GENERATION_FILE
@@ -67,12 +67,11 @@ class HfSink(Sink):
         Raises ValueError if no Hugging Face family has the model.
         """
         model, shapes = check_source(source)
-        dtypes = Counter(info.dtype for name, info in source.tensors.items() if name.startswith("model."))
-        dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+        dtype = common_dtype(source, shapes)
         self._config = _config(model, source.about, dtype)
         self._tokenizer = export_tokenizer(source, self._config["model_type"])
         self._config |= {key: i for key, i in _token_ids(self._tokenizer).items() if key not in self._config}
-        self._shapes = {n: (model.stem.known_vocab_size, *s[1:]) if is_vocabulary(n) else s for n, s in shapes.items()}
+        self._shapes = {name: without_padding(model, name, shape) for name, shape in shapes.items()}
         names = FAMILIES[self._config["model_type"]].names
         self._constants = names.constants_of(model)
         self._locations = {name: names.locate(model, name, shape) for name, shape in self._shapes.items()}
@@ -133,9 +132,32 @@ class HfSink(Sink):
         self._write_rows(part.values, location, stored)
 
     def _write_rows(self, values: Tensor, location: Location, stored: Stored) -> None:
+        """Write one of our tensors to its rows of a Hugging Face tensor, in blocks."""
+        dtype, start, shape, rows = stored.info.dtype, stored.start, location.shape, location.rows
+        if location.outer is not None:
+            shape = shape[1:]
+            start += location.outer * math.prod(shape) * dtype.itemsize
+        if location.flat:
+            shape = (math.prod(shape),)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        # Our rows are rows of theirs, in runs of successive ones, or some of the columns in all rows of theirs.
+        breaks = [] if location.transposed else ((rows.diff() != 1).nonzero().flatten() + 1).tolist()
+        runs = torch.arange(shape[0] if location.transposed else len(rows)).tensor_split(breaks)
+        blocks = [block for run in runs for block in run.split(max(1, BLOCK_BYTES // max(row_bytes, 1)))]
         with (self.hidden / stored.file).open("r+b", buffering=0) as stream:
-            for start, size in _write_rows(stream, values, location, stored):
-                self._behind.add(self.hidden / stored.file, start, size)
+            for block in blocks:
+                first, last = int(block[0]), int(block[-1]) + 1
+                if location.transposed:
+                    at = start + first * row_bytes
+                    theirs = torch.empty(last - first, shape[1], dtype=dtype)
+                    if len(rows) < shape[1]:
+                        read_into(stream, at, as_bytes(theirs))
+                    theirs[:, rows] = values[:, first:last].t().to(dtype)
+                else:
+                    at = start + int(rows[first]) * row_bytes
+                    theirs = values[first:last].to(dtype).contiguous()
+                write_at(stream, at, as_bytes(theirs))
+                self._behind.add(self.hidden / stored.file, at, theirs.nbytes)
 
     def finish(self) -> None:
         """Write constants, scales of the cache, the index, config.json, generation_config.json and the tokenizer."""
@@ -166,45 +188,8 @@ def _token_ids(tokenizer: TokenizerExport) -> dict[str, int]:
 def _config(model: ModelSpec, about: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the config.json of `model`. Raises ValueError if no family has such a model."""
     named = {"torch_dtype": _TORCH_DTYPES[dtype]} if dtype in _TORCH_DTYPES else {}
-    theirs = about.get("huggingface")
-    if theirs is not None and _describes(theirs, model):
-        return {key: value for key, value in theirs.items() if key not in ("dtype", "torch_dtype")} | named
+    if (original := about.get("huggingface")) is not None:
+        with suppress(ValueError):  # an earlier release, which knew fewer keys, converted the model
+            if not differences(model, read_config(original)[1]):
+                return {key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")} | named
     return write_config(choose(model), model) | named
-
-
-def _describes(config: Mapping[str, Any], model: ModelSpec) -> bool:
-    """Return whether the config.json from which the model was converted still describes it."""
-    try:
-        return not differences(model, read_config(config)[1])
-    except ValueError:  # an earlier release, which knew fewer keys, converted the model
-        return False
-
-
-def _write_rows(stream: BinaryIO, values: Tensor, location: Location, stored: Stored) -> Iterator[tuple[int, int]]:
-    """Write one of our tensors to its rows of a Hugging Face tensor, in blocks; yield each block's start and size."""
-    dtype, start, shape = stored.info.dtype, stored.start, location.shape
-    if location.outer is not None:
-        shape = shape[1:]
-        start += location.outer * math.prod(shape) * dtype.itemsize
-    if location.flat:
-        shape = (math.prod(shape),)
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    most = max(1, BLOCK_BYTES // max(row_bytes, 1))
-    if location.transposed:  # our rows are some columns of theirs
-        for block in torch.arange(shape[0]).split(most):
-            first, last = int(block[0]), int(block[-1]) + 1
-            theirs = torch.empty(last - first, shape[1], dtype=dtype)
-            if len(location.rows) < shape[1]:
-                read_into(stream, start + first * row_bytes, as_bytes(theirs))
-            theirs[:, location.rows] = values[:, first:last].t().to(dtype)
-            write_at(stream, start + first * row_bytes, as_bytes(theirs))
-            yield start + first * row_bytes, theirs.nbytes
-        return
-    breaks = (location.rows.diff() != 1).nonzero().flatten() + 1
-    for run in torch.arange(len(location.rows)).tensor_split(breaks):
-        for block in run.split(most):
-            first, last = int(block[0]), int(block[-1]) + 1
-            rows = values[first:last].to(dtype).contiguous()
-            at = start + int(location.rows[first]) * row_bytes
-            write_at(stream, at, as_bytes(rows))
-            yield at, rows.nbytes

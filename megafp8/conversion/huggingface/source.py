@@ -25,6 +25,7 @@ rows. Quantized weights are dequantized while they are read (`quantized_folder`)
 from __future__ import annotations
 
 import math
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.files import BLOCK_BYTES, parse_object, read_file
 from megafp8.config import with_keys
-from megafp8.conversion.base import CheckpointSource, TensorInfo, is_vocabulary
+from megafp8.conversion.base import CheckpointSource, TensorInfo, without_padding
 from megafp8.conversion.huggingface import quantized_folder
 from megafp8.conversion.huggingface.config import read_config
 from megafp8.conversion.huggingface.names import (
@@ -92,9 +93,8 @@ class HfSource(CheckpointSource):
         self._family, self._names = family, names
         self._entries = self._names.stored(model, self._with_prefix(entries))
         if not model.head.binary:
-            self._entries = {
-                name: entry for name, entry in self._entries.items() if not self._names.is_of_other_head(name)
-            }
+            unused = re.compile(names.other_heads)
+            self._entries = {name: entry for name, entry in self._entries.items() if not unused.fullmatch(name)}
         try:
             check_size(model, [entry.shape for entry in self._entries.values()])
         except ValueError as error:
@@ -105,9 +105,9 @@ class HfSource(CheckpointSource):
 
     def _with_prefix(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Return the entries with the prefix of models with an output layer, without constants."""
-        prefix, is_of_head = self._names.prefix, self._names.is_of_head
+        prefix, head = self._names.prefix, self._names.output.partition(".")[0]
         has_it = any(name.startswith(prefix) for name in entries)
-        full = {present_name(n if has_it or is_of_head(n) else prefix + n): e for n, e in entries.items()}
+        full = {present_name(n if has_it or n.split(".")[0] == head else prefix + n): e for n, e in entries.items()}
         return {name: entry for name, entry in full.items() if not is_buffer(name)}
 
     def _check(self) -> dict[str, TensorInfo]:
@@ -116,18 +116,15 @@ class HfSource(CheckpointSource):
         used: set[str] = set()
         largest = max((math.prod(entry.shape) for entry in self._entries.values()), default=0)
         for name, shape in model_tensors(self.model).items():
-            if is_vocabulary(name):
-                unpadded = self.model.stem.known_vocab_size * math.prod(shape[1:])
-            else:
-                unpadded = math.prod(shape)
-            if unpadded > largest:  # check first, because `location` makes a list of rows
+            # Check first, because `location` makes a list of rows.
+            if math.prod(without_padding(self.model, name, shape)) > largest:
                 raise ValueError(
                     f"{self.path}: {name} has shape {list(shape)} by {self.config_file}, but the largest tensor in its "
                     f"files has {largest:,} values"
                 )
             location = self.location(name, shape)
             entry = self._entries.get(location.name)
-            if entry is None and self._names.is_zero(location.name):
+            if entry is None and re.fullmatch(self._names.zeros, location.name):
                 tensors[name] = TensorInfo(shape, torch.float32)
                 continue
             if entry is None:
@@ -191,8 +188,7 @@ class HfSource(CheckpointSource):
 
     def location(self, name: str, shape: Shape) -> Location:
         """Return the location of our tensor `name` of `shape`. It has no rows for the padding of the vocabulary."""
-        unpadded = (self.model.stem.known_vocab_size, *shape[1:]) if is_vocabulary(name) else shape
-        return self._names.locate(self.model, name, unpadded)
+        return self._names.locate(self.model, name, without_padding(self.model, name, shape))
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, dequantized if it is quantized."""
@@ -235,11 +231,10 @@ class HfSource(CheckpointSource):
             return None
         begin, end = int(rows.min()), int(rows.max()) + 1
         stored = quantized_folder.fp8_rows(self._entries[location.name], begin, end)
-        return (
-            None
-            if stored is None
-            else (stored[0].view(torch.uint8)[rows - begin].view(stored[0].dtype), stored[1][rows - begin])
-        )
+        if stored is None:
+            return None
+        data, scales = stored
+        return data.view(torch.uint8)[rows - begin].view(data.dtype), scales[rows - begin]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -46,14 +46,7 @@ def activation(key: str = "hidden_act", default: str = "silu", *, gated: bool = 
     return same(activation=(key, default, {theirs: name for name, x in kinds.items() for theirs in x.hugging_face}))
 
 
-RMSNORM_MODEL = (
-    SIZES,
-    INIT_STD,
-    same(attention_dropout=("attention_dropout", 0.0)),
-    always(normalization="rmsnorm"),
-)
-
-
+RMSNORM_MODEL = (SIZES, INIT_STD, same(attention_dropout=("attention_dropout", 0.0)), always(normalization="rmsnorm"))
 _ROPE, _SILU = rope(1e4), activation()
 
 

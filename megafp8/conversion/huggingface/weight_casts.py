@@ -12,26 +12,25 @@ Shapes: n rows and k columns of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.load import load_scales
+from megafp8.conversion.model import build_on_meta
 from megafp8.fp8 import BlockwiseScaling, CurrentScaling, Fp8Manager, RowwiseScaling
-from megafp8.layers.context import BuildContext, PlannedGroup
 from megafp8.layers.linear_weights import linear_weights
 from megafp8.linear.group_state import states_of
 from megafp8.linear.state import LinearState
-from megafp8.models.build import build_stage
 from megafp8.numerics import reference
 from megafp8.numerics.formats import E4M3
 from megafp8.numerics.quantize import amax
+from megafp8.numerics.quantizers import Quantizer
 from megafp8.numerics.recipes.base import Fp8Recipe, Fp8Tensor, RecipeQuantizer
 from megafp8.numerics.sources import Plain
 from megafp8.numerics.tensor import BLOCK_128X128, ROW, TENSOR, Granularity, ScaledTensor
@@ -144,35 +143,20 @@ def weight_casts(
     Raises:
         ValueError: Scales are missing in `source`.
     """
-    stage = _build(model, fp8, tensor, expert_tensor)
-    layers = list(_layers(stage))
+    layers = [*_layers(build_on_meta(model, fp8, torch.float32, tensor, expert_tensor))]
     if not trained:
         fp8.materialize(torch.device("cpu"))
-        _load_scales(source, fp8)
+        # Scales of gradients are not needed.
+        scales = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
+        load_scales(source, scales, ", so its FP8 weights are unknown; use the run's own checkpoint")
+        fp8.invalidate_weights()
     casts = []
     for matrix, state in layers:
         if state.precision is not None:
             reason = trained or _why_unknown(state)
-            casts.append(
-                LayerCasts(matrix, reason or _trained(source, matrix, state), _input_scale_inv(state, trained))
-            )
+            cast = reason or _cast(source.read, matrix, state.own_quantizers.weight)
+            casts.append(LayerCasts(matrix, cast, _input_scale_inv(state, trained)))
     return casts
-
-
-def _build(model: ModelSpec, fp8: Fp8Manager, tensor: int, expert_tensor: int) -> nn.Module:
-    """Build the model on the meta device, as on the first tensor-parallel rank, with a single expert-parallel rank."""
-    context = BuildContext(
-        tensor=cast(ProcessGroup, PlannedGroup(tensor)),
-        fp8=fp8,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-        sequence_parallel=False,
-        expert=cast(ProcessGroup, PlannedGroup(expert_tensor)),
-        expert_tensor=cast(ProcessGroup, PlannedGroup(expert_tensor)),
-    )
-    return build_stage(
-        model, context, layers=range(len(model.layers)), positions=model.stem.max_position_embeddings or 1
-    )
 
 
 def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
@@ -192,13 +176,6 @@ def _layers(stage: nn.Module) -> Iterator[tuple[LinearMatrix, LinearState]]:
                 ),
                 layer,
             )
-
-
-def _load_scales(source: CheckpointSource, fp8: Fp8Manager) -> None:
-    """Load the scales of weights and inputs from the checkpoint. Scales of gradients are not needed."""
-    state = {name: x for name, x in fp8.state_dict().items() if ".grad_output." not in name}
-    load_scales(source, state, ", so its FP8 weights are unknown; use the run's own checkpoint")
-    fp8.invalidate_weights()
 
 
 def _why_unknown(state: LinearState) -> str:
@@ -222,33 +199,21 @@ def _input_scale_inv(state: LinearState, trained: str) -> Tensor | None:
     return None if known is None else known[1].clone()
 
 
-def _trained(source: CheckpointSource, matrix: LinearMatrix, state: LinearState) -> WeightCast:
-    quantizer = cast(RecipeQuantizer, state.own_quantizers.weight)
-    # This process has the whole tensor.
-    quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))
-    return _cast(source.read, matrix, quantizer)
+def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: Quantizer) -> WeightCast:
+    assert isinstance(quantizer, RecipeQuantizer)
+    quantizer = replace(quantizer, tensor=replace(quantizer.tensor, group=None))  # this process has the whole tensor
 
-
-def _cast(read: Callable[[str], Tensor], matrix: LinearMatrix, quantizer: RecipeQuantizer) -> WeightCast:
     @cache
     def scale() -> Tensor:
         if quantizer.known_scale is not None:
             return quantizer.known_scale[0]
-        largest = [_amax(read(weight)) for weight in matrix.weights]
+        weights = map(read, matrix.weights)
+        largest = [amax(rows) for w_nk in weights for rows in w_nk.split(rows_at_a_time(w_nk))]
         return quantizer.rule.scale(torch.stack(largest).amax())
 
     return WeightCast(matrix, quantizer, scale)
 
 
-def _amax(w_nk: Tensor) -> Tensor:
-    return torch.stack([amax(rows) for rows in w_nk.split(rows_at_a_time(w_nk))]).amax()
-
-
 def rows_at_a_time(w_nk: Tensor) -> int:
     """Return a number of rows, a multiple of 128, such that their fp32 values fit into a processor's cache."""
     return max(1, _CACHED_BYTES // (512 * max(w_nk.shape[1], 1))) * 128
-
-
-def casts_of(layers: Sequence[LayerCasts]) -> dict[str, LayerCasts]:
-    """Return the layer of each weight, by the weight's name."""
-    return {name: layer for layer in layers for name in layer.matrix.weights}

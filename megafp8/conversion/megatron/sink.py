@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.megatron.args import Implementation, layout_args, write_args
 from megafp8.conversion.megatron.names import OUTPUT, place, runs, their_shape, with_transformer_engine
 from megafp8.conversion.megatron.source import FILES, TRACKER, Rank
-from megafp8.conversion.model import check_source, seq_length
+from megafp8.conversion.model import check_source, common_dtype, seq_length
 from megafp8.conversion.target import Sink
 from megafp8.parallel.sharding import Shape
 from megafp8.spec import ModelSpec
@@ -142,11 +142,10 @@ class MegatronSink(Sink):
     def _reserve(self, about: dict[str, Any], fresh: bool) -> None:
         """Write the files if the conversion is new, and store the position of each tensor in `self._starts`."""
         self._starts: dict[tuple[int, _Target], int] = {}
-        dtypes = {name: self._source.tensors[name].dtype for name in self._shapes}
         infos: dict[tuple[int, int], dict[_Target, tuple[Shape, torch.dtype]]] = defaultdict(dict)
         for name in self._shapes:
             for target in self._targets(name):
-                infos[target[:2]][target] = self._their_shape(name), dtypes[name]
+                infos[target[:2]][target] = self._their_shape(name), self._source.tensors[name].dtype
         for rank in self.layout.ranks:
             content: dict[str, Any] = dict(about)
             content |= {f"model{v}": {} for v in range(self.virtual)} if self.virtual > 1 else {"model": {}}
@@ -194,11 +193,6 @@ class MegatronSink(Sink):
             seal(self._file(rank))
         (self.hidden / TRACKER).write_text(self._tracker, encoding="utf-8")
         self._copy_tokenizer()
-
-
-def common_dtype(source: CheckpointSource, names: Collection[str]) -> torch.dtype:
-    """Return the most common dtype of the tensors `names`."""
-    return Counter(source.tensors[name].dtype for name in names).most_common(1)[0][0]
 
 
 def describe(source: CheckpointSource, model: ModelSpec, layout: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,15 +195,15 @@ def find_iteration(path: Path) -> Path:
 
     Raises ValueError if the tracker is damaged, or names a folder that does not exist.
     """
-    folder = path
     tracker = path / TRACKER
-    if tracker.is_file():
-        content = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if content != "release" and not content.isdecimal():
-            raise ValueError(f"{tracker} is damaged: it has {content[:40]!r} instead of an iteration or release")
-        folder = path / (content if content == "release" else f"iter_{int(content):07d}")
-        if not folder.is_dir():
-            raise ValueError(f"{tracker} names {content}, but there is no {folder}")
+    if not tracker.is_file():
+        return path
+    content = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if content != "release" and not content.isdecimal():
+        raise ValueError(f"{tracker} is damaged: it has {content[:40]!r} instead of an iteration or release")
+    folder = path / (content if content == "release" else f"iter_{int(content):07d}")
+    if not folder.is_dir():
+        raise ValueError(f"{tracker} names {content}, but there is no {folder}")
     return folder
 
 

@@ -20,10 +20,10 @@ from megafp8.checkpoint.writer import CheckpointWriter
 from megafp8.conversion.base import CheckpointSource
 from megafp8.conversion.megatron.args import Implementation, layout_args
 from megafp8.conversion.megatron.names import RankSlice, place, runs, their_shape, with_transformer_engine
-from megafp8.conversion.megatron.sink import common_dtype, describe, folder_of
+from megafp8.conversion.megatron.sink import describe, folder_of
 from megafp8.conversion.megatron.source import COMMON_FILE, TRACKER
 from megafp8.conversion.megatron.torch_dist_source import CONFIG_FILE
-from megafp8.conversion.model import check_source
+from megafp8.conversion.model import check_source, common_dtype
 from megafp8.conversion.target import Sink
 from megafp8.parallel.sharding import Shape
 

@@ -34,13 +34,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megafp8.checkpoint.dcp import INDEX_FILE, check_data_files, parse_index
 from megafp8.checkpoint.files import parse_object, read_file
@@ -124,7 +124,12 @@ class TorchDistSource(CheckpointSource):
         by_bridge = by_bridge and (self.path / RUN_CONFIG_FILE).is_file()
         content = common.content | {"args": bridge_args(self.path)} if by_bridge else content_of(common)
         args = content["args"]
-        self._stored = _weights(self.path, index)
+        infos = {
+            key: TensorInfo(tuple(entry.size), entry.properties.dtype)
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._stored = _weights(self.path, infos)
         if EMBEDDING not in self._stored:
             raise ValueError(f"{self.path} has no {EMBEDDING}: it is not a GPT or BERT model")
         self._padded_vocab = self._stored[EMBEDDING][1].shape[0]
@@ -140,7 +145,7 @@ class TorchDistSource(CheckpointSource):
         self._parts: dict[str, _Part] = {}
         self.tensors = self._check()
         steps = set(_optimizer_steps(common, content.get("optimizer")))
-        state = self._optimizer_state(index) if len(steps) == 1 else {}
+        state = self._optimizer_state(infos) if len(steps) == 1 else {}
         self._flat = next((key for key in index.state_dict_metadata if _FLAT in key), None)
         if state:
             self.tensors |= state
@@ -176,25 +181,26 @@ class TorchDistSource(CheckpointSource):
             raise ValueError(f"{self.path} has {len(unknown)} tensors that megafp8 does not know: {names}")
         return tensors
 
-    def _optimizer_state(self, index: Metadata) -> dict[str, TensorInfo]:
-        """Return shape and dtype of Adam's moments and the masters; empty if any has a shape unlike its weight."""
+    def _optimizer_state(self, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Return shape and dtype of Adam's moments and the masters; empty if any has a shape unlike its weight.
+
+        `infos` has all stored tensors.
+        """
         names, tensors = defaultdict(list), {}
         for name, part in self._parts.items():
             names[part.key].append(name)
         parts = {}
-        for key, entry in index.state_dict_metadata.items():
+        for key, info in infos.items():
             match = _STATE.fullmatch(key)
-            if match is None or match[2] not in names or not isinstance(entry, TensorStorageMetadata):
+            if match is None or match[2] not in names:
                 continue
-            weight = index.state_dict_metadata[match[2]]
-            assert isinstance(weight, TensorStorageMetadata)
-            if entry.size != weight.size:
+            if info.shape != infos[match[2]].shape:
                 return {}
             kind = "master" if match[1] in _MASTERS else match[1]
             for name in names[match[2]]:
                 ours = optimizer_key(kind, name)
                 parts[ours] = self._parts[name]._replace(key=key)
-                tensors[ours] = TensorInfo(self.tensors[name].shape, entry.properties.dtype)
+                tensors[ours] = TensorInfo(self.tensors[name].shape, info.dtype)
         self._parts |= parts
         return tensors
 
@@ -246,22 +252,11 @@ def _check_backend(folder: Path) -> None:
         raise ValueError(f"{folder} has no {INDEX_FILE}: it is not complete")
 
 
-def _weights(path: Path, index: Metadata) -> dict[str, tuple[str, TensorInfo]]:
-    """Return the stored weights by canonical key: the stored key, shape and dtype."""
-    keys = [
-        name
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and "optimizer" not in name.split(".")
-        and not name.endswith(NO_WEIGHTS)
-    ]
+def _weights(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, tuple[str, TensorInfo]]:
+    """Return the weights among the stored tensors by canonical key: the stored key, shape and dtype."""
+    keys = [key for key in infos if "optimizer" not in key.split(".") and not key.endswith(NO_WEIGHTS)]
     refuse_t5(path, [key.replace("coder.layers.", "coder.layers.0.", 1) for key in keys])
-    weights: dict[str, tuple[str, TensorInfo]] = {}
-    for key in keys:
-        entry = index.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        weights[canonical(key)] = key, TensorInfo(tuple(entry.size), entry.properties.dtype)
-    return weights
+    return {canonical(key): (key, infos[key]) for key in keys}
 
 
 def _optimizer_steps(common: TorchFile, tree: Any) -> Iterator[int]:

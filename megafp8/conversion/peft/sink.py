@@ -27,13 +27,7 @@ from megafp8.conversion.huggingface.names import Location, TensorNames
 from megafp8.conversion.huggingface.source import CONFIG_FILE, read_config_file
 from megafp8.conversion.model import model_tensors, without_mtp
 from megafp8.conversion.native import NativeSource, find_checkpoint
-from megafp8.conversion.peft.source import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    PREFIX,
-    SUFFIXES,
-    read_adapter_config,
-)
+from megafp8.conversion.peft.source import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PREFIX, SUFFIXES, read_adapter_config
 from megafp8.conversion.safetensors_format import header, read_header, read_rows
 from megafp8.conversion.target import Sink
 from megafp8.parallel.tensor.lora import A, B, Lora
@@ -73,14 +67,18 @@ class PeftSink(Sink):
             requested, expected = flat_keys(model), flat_keys(ours)
             changes = ", ".join(f"{field} is {requested[field]}, not {expected[field]}" for field in fields)
             raise ValueError(f"{Path(base) / CONFIG_FILE} describes a different model than {source.path}: {changes}")
-        modules = _modules(family.names, model)
+        locations = _locations(family.names, model)
+        parts_of: dict[str, list[str]] = {}
+        for stem, location in locations.items():
+            parts_of.setdefault(_module(location), []).append(stem)
         stems = [name.removesuffix(f".{A}") for name in source.tensors if name.endswith(f".{A}")]
         theirs: dict[str, TensorInfo] = {}
         self._blocks: dict[str, _Block] = {}
         ranks: dict[str, int] = {}
         for stem in stems:
-            module, location = modules.of[stem]
-            parts = modules.parts[module]
+            location = locations[stem]
+            module = _module(location)
+            parts = parts_of[module]
             i, ranks[module] = parts.index(stem), lora.rank * len(parts)
             (_, k), b = source.tensors[f"{stem}.{A}"].shape, source.tensors[f"{stem}.{B}"]
             outputs = location.shape[1 if location.transposed else 0]
@@ -91,7 +89,7 @@ class PeftSink(Sink):
                 self._blocks[f"{stem}.{x}"] = _Block(
                     name, *((rank_columns, slice(None)) if x == A else (location.rows, rank_columns))
                 )
-        targets = {module: _target(module, ranks, modules.parts) for module in ranks}
+        targets = {module: _target(module, ranks, parts_of) for module in ranks}
         larger = {targets[module]: rank for module, rank in ranks.items() if rank != lora.rank}
         self._config = {
             "peft_type": "LORA",
@@ -104,7 +102,7 @@ class PeftSink(Sink):
             "alpha_pattern": {target: _alpha(lora.scale * rank) for target, rank in larger.items()},
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": any(modules.of[stem][1].transposed for stem in stems),
+            "fan_in_fan_out": any(locations[stem].transposed for stem in stems),
             "inference_mode": True,
         }
         first, _ = header(theirs)
@@ -129,24 +127,15 @@ class PeftSink(Sink):
         (self.hidden / ADAPTER_CONFIG_FILE).write_bytes(to_json(self._config))
 
 
-class _Modules(NamedTuple):
-    """Hugging Face modules: the module and location of each of our projections (`of`), and its inverse (`parts`)."""
+def _locations(names: TensorNames, model: ModelSpec) -> dict[str, Location]:
+    """Return the location of the weight of each of our projections."""
+    weights = {name: shape for name, shape in model_tensors(model).items() if name.endswith(".weight")}
+    return {name.removesuffix(".weight"): names.locate(model, name, shape) for name, shape in weights.items()}
 
-    of: Mapping[str, tuple[str, Location]]
-    parts: Mapping[str, list[str]]
 
-
-def _modules(names: TensorNames, model: ModelSpec) -> _Modules:
-    locations: dict[str, tuple[str, Location]] = {}
-    parts: dict[str, list[str]] = {}
-    for name, shape in model_tensors(model).items():
-        if not name.endswith(".weight"):
-            continue
-        stem, location = name.removesuffix(".weight"), names.locate(model, name, shape)
-        module = location.name.removesuffix(".weight")
-        locations[stem] = module, location
-        parts.setdefault(module, []).append(stem)
-    return _Modules(locations, parts)
+def _module(weight: Location) -> str:
+    """Return the name of the Hugging Face module that has this weight."""
+    return weight.name.removesuffix(".weight")
 
 
 def _target(module: str, adapted: Collection[str], modules: Collection[str]) -> str:

@@ -212,14 +212,10 @@ def _modules(path: Path, config: Mapping[str, Any]) -> dict[str, _Module]:
         if rank == 0:
             raise ValueError(f"{file}: lora_A of {module} has no rows")
         try:
-            alpha = _by_pattern(config["alpha_pattern"], module, config["lora_alpha"])
+            patterns = config["alpha_pattern"].items()  # the first that matches counts, as in PEFT
+            alpha = next((alpha for pattern, alpha in patterns if matches_end(pattern, module)), config["lora_alpha"])
         except ValueError as error:
             raise ValueError(f"{path / ADAPTER_CONFIG_FILE}: alpha_pattern: {error}") from None
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         modules[module] = _Module(pair["A"], pair["B"], scale)
     return modules
-
-
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of the module's name, as PEFT does."""
-    return next((value for pattern, value in patterns.items() if matches_end(pattern, module)), default)

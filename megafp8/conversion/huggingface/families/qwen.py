@@ -57,11 +57,8 @@ def step_and_dense_layers(hf: HfConfig) -> tuple[int, list[int]]:
 
 def _read_sparse_layers(hf: HfConfig) -> Fields:
     """Read which layers have experts: multiples of decoder_sparse_step, except for mlp_only_layers."""
-    layers = hf["num_hidden_layers"]
-    if not isinstance(layers, int):
-        refuse("num_hidden_layers", layers, "a number of layers")
     step, dense = step_and_dense_layers(hf)
-    candidates = range(step - 1, layers, step)
+    candidates = range(step - 1, num_layers(hf), step)
     first = max((layer + 1 for layer in candidates if layer in dense), default=0)
     if any(layer < first and layer not in dense for layer in candidates):
         refuse("mlp_only_layers", dense, "the first layers of the model, or none")
