@@ -37,6 +37,11 @@ class StateStorage(ABC):
         """Live tensors in memory between steps, of any dtype."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the live tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
     def blocks(self) -> tuple[int, ...]:
         """Number of elements that share an entry of each live tensor."""
         return (1,)
