@@ -4,6 +4,7 @@ Apertus     xIELU in its MLPs, and norms of queries and keys
 Arcee's AFM squared ReLU, without a gate
 Baichuan 1  q, k and v in one tensor; config.json does not state whether it is the model with 7B or with 13B
 Helium      biases on queries, keys and values alone
+nanochat    squared ReLU without a gate, norms without weights, and rotation backwards before norms of queries and keys
 Nemotron-4  squared ReLU without a gate, and LayerNorm with zero-centered weights; Minitron, too
 Seed-OSS    biases of queries, keys and values, or of all linear layers
 SmolLM3     no rotary embedding in some layers
