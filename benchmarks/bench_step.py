@@ -231,7 +231,7 @@ def measure(
     trainer.close()
     if isinstance(trainer, CompiledTrainer):
         return
-    outline = model_outline(config, build_fp8(config, None)).with_expert_room(trainer.row_bound.least)
+    outline = model_outline(config, build_fp8(config, None)).with_expert_room(trainer.expert_room)
     memories = pipeline_memory(outline, parallel.world_size, trainer.plan.placement, trainer.plan.train)
     result.predicted_gib = max(memory.total for memory in memories) / 2**30
 

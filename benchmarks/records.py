@@ -249,7 +249,7 @@ def row_of(
     flops = rate * flops_per_token(config)
     peak = peak_flops(parallel.device, t.precision, fp8=precision == "fp8")
     gpu = next((gpu for gpu in GPUS.values() if gpu.chip in machine(parallel.device)), H200)
-    outline = model_outline(config, build_fp8(config, None)).with_expert_room(trainer.row_bound.least)
+    outline = model_outline(config, build_fp8(config, None)).with_expert_room(trainer.expert_room)
     prediction = predict(outline, Cluster(gpu, gpus))
     words = [name, precision, *(["--even-load"] if even else []), *(["--set", *overrides] if overrides else [])]
     sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
@@ -299,10 +299,10 @@ def table(folder: Path) -> str:
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     for row in (x for x in contents if "sequences_per_gpu" in x):  # not a certificate
         runs = RECORDS[row["model"]].published
+        of_precision, in_bf16 = ([x for x in runs if x.precision == wanted] for wanted in (row["precision"], "bf16"))
         published = "; ".join(
             f"[{x.tokens_per_second:,}]({x.source}) ({x.gpus}, {x.precision}, {x.seq_length:,})"
-            for x in [x for x in runs if x.precision == row["precision"]] or runs
-            if x.precision in (row["precision"], "bf16")
+            for x in of_precision or in_bf16
         )
         error = row["predicted_ms"] / row["step_ms"] - 1
         name = row["model"] + ", even load" * ("even load" in row["layout"])
@@ -327,8 +327,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="key=value", help="config overrides")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the rows in this folder as a table")
     arguments = parser.parse_args(argv)
-    if arguments.even_load and arguments.model == "llama3-8b":
-        parser.error("--even-load: llama3-8b has no experts; leave it out")
     if (arguments.model is None) == (arguments.table is None):
         parser.error("give a model, or --table with a folder of rows")
     return arguments
@@ -344,6 +342,8 @@ def main(argv: list[str] | None = None) -> int:
     overrides = arguments.overrides
     try:
         config = RECORDS[name].config(name, precision, gpus, overrides)
+        if arguments.even_load and not config.spec.has_experts:
+            raise ValueError(f"--even-load: {name} has no experts; leave it out")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

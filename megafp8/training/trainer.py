@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -227,28 +227,27 @@ class RankTrainer:
         self.known_reference: Callable[[Batch], Tensor] | None = None
 
     @cached_property
-    def _expert_room(self) -> float:
+    def expert_room(self) -> float:
         """Room for the rows of experts in CUDA graphs, as a multiple of an even load.
 
         A step with more rows than room is computed twice, so memory that nothing else needs becomes room. A frozen
         model's memory is not known here: beside one, there is no more room than necessary. Call this after eager steps,
         which create communicators and their buffers.
         """
-        if self.parallel.device.type != "cuda" or self.parallel.expert.size == 1 or self.frozen is not None:
+        parallel = self.parallel
+        on_gpu = self.graphs is not None and parallel.device.type == "cuda"
+        if not on_gpu or parallel.expert.size == 1 or self.frozen is not None:
             return MARGIN
         fp8 = build_fp8(self.config, None)
         fp8.leave_out(self.auto_filter.layers)
-        outline, memory = model_outline(self.config, fp8), cuda_graphs.usable_memory(self.parallel.device)
-        room = expert_room(outline, self.parallel.world_size, self.plan.placement, self.plan.train, memory)
+        outline, memory = model_outline(self.config, fp8), cuda_graphs.usable_memory(parallel.device)
+        room = expert_room(outline, parallel.world_size, self.plan.placement, self.plan.train, memory)
         logger.info(f"CUDA graphs: room for the rows of experts: {room:.3g} times an even load")
         return room
 
-    @contextmanager
-    def _fixed_rows(self) -> Iterator[None]:
-        """Fix the numbers of rows of experts inside the context, in which a graph is recorded."""
-        self.row_bound.least = self._expert_room
-        with self.row_bound.fixed():
-            yield
+    def _fixed_rows(self) -> AbstractContextManager[None]:
+        """Return a context in which the numbers of rows of experts are fixed, to record a graph."""
+        return self.row_bound.fixed(self.expert_room)
 
     def _fills_exchanges(self) -> bool:
         """Return whether backward computes weight gradients while gradients travel between tokens and experts.

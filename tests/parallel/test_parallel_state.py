@@ -132,7 +132,7 @@ def test_replicas_that_do_not_divide_the_ranks(replicas: int) -> None:
 
 
 def _sums(tp: int, pp: int, cp: int, replicas: int) -> dict[str, tuple[float, int]]:
-    """Of each group, the sum of its ranks and this rank's index."""
+    """Return the sum of the ranks and this rank's index of each group, by name."""
     state = initialize_model_parallel(tp, pp, context_parallel_size=cp, fsdp_replicas=replicas)
     found = {}
     joint = ("model", "amax", "data_context", "tensor_context", "fsdp_shard", "fsdp_shard_backward", "fsdp_replicate")

@@ -165,7 +165,7 @@ def _with_too_little_room(preset: Preset) -> tuple[list[Any], int, int]:
         own_rows.MARGIN = usual[0]
         grow()
 
-    trainer._expert_room = 0.5  # type: ignore[misc]
+    trainer.expert_room = 0.5  # type: ignore[misc]
 
     bound.grow = growing  # type: ignore[method-assign]
     results: list[Any] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megafp8.layers.experts.permute_op import has_kernel
 from megafp8.linear.autograd import once_differentiable
 from megafp8.numerics.implementations import triton_module
 
@@ -42,9 +43,9 @@ class _AddBiases(Function):
     @staticmethod
     def forward(ctx: Any, y_mn: Tensor, bias: Tensor, ends_e: Tensor) -> Tensor:
         ctx.save_for_backward(ends_e)
-        ctx.dtype, ctx.on_gpu = bias.dtype, y_mn.is_cuda and y_mn.dtype != torch.float64
+        ctx.dtype = bias.dtype
         ctx.mark_dirty(y_mn)
-        add = _kernels().add_biases if ctx.on_gpu else add_biases
+        add = _kernels().add_biases if has_kernel(y_mn) else add_biases
         add(y_mn, bias.view(len(ends_e), -1), ends_e)
         return y_mn
 
@@ -52,7 +53,7 @@ class _AddBiases(Function):
     @once_differentiable
     def backward(ctx: Any, dy_mn: Tensor) -> tuple[Tensor, Tensor, None]:
         (ends_e,) = ctx.saved_tensors
-        sums = _kernels().sum_by_expert if ctx.on_gpu else sum_by_expert
+        sums = _kernels().sum_by_expert if has_kernel(dy_mn) else sum_by_expert
         return dy_mn, sums(dy_mn, ends_e).flatten().to(ctx.dtype), None
 
 

@@ -40,13 +40,9 @@ class RowBound:
     """Sizes of a rank's expert buffers in each layer, in rows.
 
     A layer has one count of rows, or one for each pair of ranks that exchange rows.
-
-    Attributes:
-        least: Least room in a graph of a layer with one count, as a multiple of its rows if the load is even.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.least = MARGIN
         self._largest: dict[str, list[int]] = {}  # most rows so far, by layer
         self._limits: dict[str, int] = {}  # largest possible number of rows of a count, by layer
         self._even: dict[str, float] = {}  # rows of a count if the load is even, by layer; 0 for pairs of ranks
@@ -58,21 +54,24 @@ class RowBound:
         Graphs write to this memory, so it is never replaced."""
 
     @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Use fixed row counts inside the context, so that the host never waits for the device."""
+    def fixed(self, least: float = MARGIN) -> Iterator[None]:
+        """Use fixed row counts inside the context, so that the host never waits for the device.
+
+        `least` is the least room of a layer with one count, as a multiple of its rows if the load is even.
+        """
         for layer in self._largest:
-            self._make_room(layer)
+            self._make_room(layer, least)
         self._is_fixed = True
         try:
             yield
         finally:
             self._is_fixed = False
 
-    def _make_room(self, layer: str) -> None:
+    def _make_room(self, layer: str, least: float) -> None:
         """Set the room of a layer. This copies it to the device, which a capture cannot do."""
         largest, limit = self._largest[layer], self._limits[layer]
         multiple = _MULTIPLE if len(largest) == 1 else _PART
-        rooms = [int(max(MARGIN * x, self.least * self._even[layer])) for x in largest]
+        rooms = [int(max(MARGIN * x, least * self._even[layer])) for x in largest]
         counts = [min(limit, -(-x // multiple) * multiple) for x in rooms]
         if layer not in self._rooms or self._rooms[layer].counts != counts:
             self._rooms[layer] = Rooms(counts, torch.tensor(counts, device=self.surplus.device))

@@ -129,7 +129,8 @@ def combine_backward(
     return drows_mh, dweights_nk
 
 
-def _has_kernel(rows_mh: Tensor) -> bool:
+def has_kernel(rows_mh: Tensor) -> bool:
+    """Return whether kernels compute with these rows: on CUDA, in any dtype but float64."""
     return rows_mh.is_cuda and rows_mh.dtype != torch.float64
 
 
@@ -146,7 +147,7 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, drows_mh: Tensor) -> tuple[Tensor, None, None]:
         inverse_nk, num_rows = ctx.saved_tensors
-        add = _kernels().sum_choices if _has_kernel(drows_mh) else sum_choices
+        add = _kernels().sum_choices if has_kernel(drows_mh) else sum_choices
         return add(drows_mh, inverse_nk, None, num_rows), None, None
 
 
@@ -158,14 +159,14 @@ class _Combine(Function):
         order_m = None if handoff is None else permutation.order
         ctx.save_for_backward(rows_mh, weights_nk, permutation.inverse_nk, permutation.num_rows, order_m)
         ctx.handoff = handoff
-        add = _kernels().sum_choices if _has_kernel(rows_mh) else sum_choices
+        add = _kernels().sum_choices if has_kernel(rows_mh) else sum_choices
         return add(rows_mh, permutation.inverse_nk, weights_nk, permutation.num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_nh: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         rows_mh, weights_nk, inverse_nk, num_rows, order_m = ctx.saved_tensors
-        backward = _kernels().combine_backward if _has_kernel(rows_mh) else combine_backward
+        backward = _kernels().combine_backward if has_kernel(rows_mh) else combine_backward
         quantized = ctx.handoff is not None
         drows_mh, dweights_nk = backward(dy_nh, rows_mh, weights_nk, inverse_nk, num_rows, needs_rows=not quantized)
         if quantized:

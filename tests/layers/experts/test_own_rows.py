@@ -29,9 +29,8 @@ def test_a_surplus_gives_its_layer_a_margin_and_the_others_as_large_a_part_of_th
 
 def test_a_graph_has_at_least_a_multiple_of_an_even_load() -> None:
     bound = RowBound(torch.device("cpu"))
-    bound.least = 1.5
     assert [bound.room(layer, _rows(rows), 4096, 1024) for layer, rows in (("a", 900), ("b", 3000))] == [900, 3000]
-    with bound.fixed():
+    with bound.fixed(least=1.5):
         assert [bound.room(layer, _rows(0), 4096, 1024) for layer in "ab"] == [1536, 3840]
 
 
