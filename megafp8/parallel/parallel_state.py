@@ -305,8 +305,8 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
     *,
+    context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
     fsdp_replicas: int = 1,
