@@ -146,7 +146,7 @@ RECORDS = {
         ],
         ["parallel.expert=2", *SIXTEEN_BIT_STATE],
         bf16=["optimizer.offload=1.0"],
-        fp8=["optimizer.offload=1.0", "parallel.recompute=full", "training.micro_batch_size=2"],
+        fp8=["optimizer.offload=1.0", "parallel.recompute=full", "training.micro_batch_size=4"],
     ),
     "qwen3-30b-a3b": Record(
         4096,

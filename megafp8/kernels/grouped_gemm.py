@@ -321,8 +321,8 @@ def sums_over_rows(
     """Sum outer products over each expert's rows.
 
     Args:
-        a: First operand: bf16 `[m, p]`, or FP8 `[p, padded]` as `megafp8.numerics.groups` casts it. p is a multiple of
-            128 with scales of 1×128 blocks.
+        a: First operand: bf16 `[m, p]`, or FP8 `[p, padded]` as `megafp8.numerics.groups` casts it. With FP8, p is a
+            multiple of 16, or of 128 if blocks of 1×128 have scales.
         b: Second operand: bf16 `[m, q]`, or FP8 `[q, padded]`, with the same restriction.
         ends_e: End of each expert's rows, or of its padded rows for FP8.
         out_epq: Result.
@@ -348,8 +348,7 @@ def sums_over_rows(
         assert [_parts(x)[2:] for x in earlier[:2]] == [(a_stride, scales), (b_stride, scales)]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         _check(a, b, p, q)
-        whole = p % 128 == 0  # otherwise a tile would contain rows of two experts
-        on_hopper = a.granularity is not ROW and whole and out_epq.dtype in cuda.SUMS_RESULTS
+        on_hopper = a.granularity is not ROW and out_epq.dtype in cuda.SUMS_RESULTS
         if on_hopper and cuda.takes(out_epq.device):
             cuda.sums_over_rows(a, b, ends_e, out_epq, accumulate=accumulate, fast=fast, earlier=earlier)
             return

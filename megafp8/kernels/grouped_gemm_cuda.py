@@ -6,8 +6,8 @@ multiprocessors at once. NVRTC compiles each `Variant` of a kernel at its first 
 As with Triton's kernels, a product must therefore be computed once before it is captured in a CUDA graph.
 `cuda.bindings` (extra `gpu`) calls NVRTC and the driver.
 
-Shapes: as in `kernels.grouped_gemm`; p is a multiple of 128. n, k and q are multiples of 128 with block scales, and of
-16 with one scale per expert.
+Shapes: as in `kernels.grouped_gemm`. n, k, p and q are multiples of 128 with block scales, and of 16 with one scale per
+expert.
 """
 
 from __future__ import annotations

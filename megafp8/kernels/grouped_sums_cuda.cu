@@ -4,15 +4,14 @@
 //
 // a `[p, rows]` and b `[q, rows]` are FP8. They contain the rows of all experts side by side, each expert's rows padded
 // with zeros to a multiple of 128. out `[e·p, q]` contains one expert after the other, in fp32, or in bf16 or fp16 if
-// nothing is added to it. The rows of an earlier micro-batch, which has separate operands, come first. p is a multiple
-// of 128. `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this file, after `hopper.cuh`. Macros:
-// RESULT_BYTES is 4 or 2; B_BOX_ROWS is half of the columns of a tile; the others are the parameters of a launch
-// (asserted below).
+// nothing is added to it. The rows of an earlier micro-batch, which has separate operands, come first.
+// `megafp8/kernels/grouped_gemm_cuda.py` compiles and launches this file, after `hopper.cuh`. Macros: RESULT_BYTES is 4
+// or 2; B_BOX_ROWS is half of the columns of a tile; the others are the parameters of a launch (asserted below).
 //
-// With BLOCK_SCALES, each block of 1 × 128 has a scale, and q is a multiple of 128. Otherwise, each expert has one
-// scale for a and one for b, which multiply the sums. q is then a multiple of 16: tiles may reach beyond q, where the
-// copy engine reads zeros and stores nothing. Sums of the earlier micro-batch are converted to the scales of the other
-// one.
+// With BLOCK_SCALES, each block of 1 × 128 has a scale, and p and q are multiples of 128. Otherwise, each expert has one
+// scale for a and one for b, which multiply the sums. p and q are then multiples of 16: tiles may reach beyond q, where
+// the copy engine reads zeros and stores nothing, and beyond p, where the rows of the next expert begin. Sums there are
+// not stored. Sums of the earlier micro-batch are converted to the scales of the other one.
 //
 // The problem is the same as in `grouped_gemm_cuda.cu`. In addition, each column of a tile may have a separate scale,
 // which threads read from shared memory. If experts have few rows, reading and writing fp32 sums takes longer than
@@ -95,9 +94,10 @@ struct Walk {
     __device__ Walk(const int* ends_e, const int* earlier_ends_e, const Sizes& sizes, int clusters, int cluster,
                     int rank)
         : clusters(clusters), rank(rank), sizes(sizes), ends_e(ends_e), earlier_ends_e(earlier_ends_e),
-          full_columns(sizes.q / WIDTH), across((sizes.q + WIDTH - 1) / WIDTH), pairs(sizes.p / BLOCK / 2),
-          left(sizes.p / BLOCK % 2), expert(-1), first(0), stop(0), earlier_first(0), earlier_stop(0), whole_stop(0),
-          whole_next(cluster), small_stop(0), small_next(clusters - 1 - cluster) {}
+          full_columns(sizes.q / WIDTH), across((sizes.q + WIDTH - 1) / WIDTH),
+          pairs((sizes.p + BLOCK - 1) / BLOCK / 2), left((sizes.p + BLOCK - 1) / BLOCK % 2), expert(-1), first(0),
+          stop(0), earlier_first(0), earlier_stop(0), whole_stop(0), whole_next(cluster), small_stop(0),
+          small_next(clusters - 1 - cluster) {}
 
     __device__ int earlier_blocks() const { return earlier_stop - earlier_first; }
     __device__ int blocks() const { return stop - first + earlier_blocks(); }
@@ -252,6 +252,7 @@ struct Consumer {
     const TensorMap* out;  // in boxes of a warp's 16 rows
     u32 memory;
     int lane, warp, index;  // warp: within the consumer; index: number of the consumer
+    int p;  // rows of an expert's results
     bool accumulate;
     Ring ring;
     u32 stored;   // the first stage from which results are being stored
@@ -410,6 +411,7 @@ struct Consumer {
         wait_full();
         const int4 note = load_16_bytes(memory + NOTES_AT + ring.stage * 16);
         const int row = same(note.x) + index * SIDE + warp * 16, column = same(note.y);
+        const bool inside = same(note.x) % p + index * SIDE + warp * 16 < p;  // otherwise the next expert's
         const int parts = same(note.w) % MOST_PARTS;
 #pragma unroll
         for (int part = 0; part < COLUMNS / PART; ++part) {
@@ -427,7 +429,7 @@ struct Consumer {
             __syncwarp();
             if (elected()) {
 #pragma unroll
-                for (int box = 0; box < 2; ++box)
+                for (int box = 0; inside && box < 2; ++box)
                     begin_store_box(out, boxes + box * BOX_BYTES + warp * (BOX_BYTES / 4),
                                     column + part * PART + box * BOX, row);
                 commit_stores();
@@ -526,7 +528,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     } else {
         many_registers();
         const int lane = threadIdx.x % 32;
-        Consumer consumer = {&out, memory, lane, warp % 4, warp / 4, sizes.accumulate != 0, {0, 0}, 0, 0};
+        Consumer consumer = {&out, memory, lane, warp % 4, warp / 4, sizes.p, sizes.accumulate != 0, {0, 0}, 0, 0};
         consumer.multiply_tiles(earlier, now, sizes);
     }
     cluster_sync();  // wait until the peer's copies and arrivals are over

@@ -31,7 +31,7 @@ static bool check(const Sizes& sizes, int clusters, const std::vector<int>& earl
         ends_e.push_back(end += blocks_e[expert] * BLOCK);
         earlier_ends_e.push_back(earlier_end += earlier_e[expert] * BLOCK);
         if (!sizes.accumulate || blocks_e[expert] + earlier_e[expert])
-            tiles += sizes.p / BLOCK * ((sizes.q + WIDTH - 1) / WIDTH);
+            tiles += (sizes.p + BLOCK - 1) / BLOCK * ((sizes.q + WIDTH - 1) / WIDTH);
     }
     std::map<std::tuple<int, int, int>, int> computed;
     long units = 0, most = 0;

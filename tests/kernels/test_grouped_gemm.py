@@ -496,7 +496,7 @@ def test_cuda_sums_compute_each_tile_once(kernel: CudaKernel, units: list[list[i
     for _ in range(500):
         experts = draw.randint(1, 12)
         earlier, blocks = ([draw.choice([0, 0, 1, 2, 9]) for _ in range(experts)] for _ in range(2))
-        p, q = (128 * draw.randint(1, 12) for _ in range(2))
+        p, q = 16 * draw.randint(1, 96), 128 * draw.randint(1, 12)
         cases.append((p, q, draw.choice([1, 2, 3, 20, 65]), draw.randint(0, 1), earlier, blocks))
     lines = [f"{' '.join(map(str, sizes))} {len(x)} {' '.join(map(str, x + y))}" for *sizes, x, y in cases]
     counts = _counted_units(kernel, "grouped_sums_units.cpp", lines, tmp_path)

@@ -41,9 +41,9 @@ def test_last_inputs_are_of_the_last_document(starts: list[int]) -> None:
     ("s", "b", "parts", "k", "documents", "bias"),
     [
         pytest.param(
-            37, 2, [ChannelGroup(2, 8, norm=True), ChannelGroup(3, 4)], 4, True, False, marks=pytest.mark.slow
+            80, 2, [ChannelGroup(2, 72, norm=True), ChannelGroup(3, 4)], 4, True, False, marks=pytest.mark.slow
         ),
-        (70, 1, [ChannelGroup(1, 16)], 3, False, True),
+        (150, 1, [ChannelGroup(2, 48)], 3, False, True),
         pytest.param(2, 2, [ChannelGroup(1, 4, norm=True)], 4, True, True, marks=pytest.mark.slow),
         (33, 1, [ChannelGroup(1, 6), ChannelGroup(2, 3, norm=True)], 2, True, True),
     ],
