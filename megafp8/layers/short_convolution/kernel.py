@@ -25,7 +25,7 @@ from megafp8.kernels.arithmetic import ceil_div
 from megafp8.kernels.launch import TritonKernel
 from megafp8.kernels.limits import LENGTH_EPS
 
-_TOKENS = 32
+_TOKENS = 64
 _CHANNELS = 64
 """Channels of a program if heads are not normalized."""
 _TILES = 2
@@ -158,7 +158,7 @@ def _width(d: int) -> int:
 
 def _tile(channels: int) -> tuple[int, int]:
     """Return the tokens of a tile in backward and the warps that compute it; wider tiles do not fit into registers."""
-    return (64 if channels <= 64 else 32), (4 if channels < 32 else 16)
+    return (64 if channels <= 64 else 32), (4 if channels < 32 else 8 if channels <= 64 else 16)
 
 
 class ConvolutionInputs(NamedTuple):
