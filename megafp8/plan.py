@@ -102,6 +102,7 @@ class LinearSite:
         recompute_input: Whether the input that wgrad reads is recomputed in backward.
         weight_storage: Where the weight is stored between steps.
         param_gather: Whether the weight may be gathered in FP8.
+        keeps_transpose: Whether the transposed FP8 copy of the weight may be kept between micro-batches.
         gathers_values: Reason to gather the weight in high precision even so; empty if there is no such reason.
         expert: Whether this is one expert of a layer. All tokens of an expert are on one rank, however the layer's
             tokens are sharded.
@@ -122,6 +123,7 @@ class LinearSite:
     recompute_input: bool = False
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
+    keeps_transpose: bool = True
     gathers_values: str = ""
     expert: bool = False
     high_precision: str = ""
@@ -147,6 +149,8 @@ class LinearPlan:
             ("high").
         weight: Storage of the weight: "resident"; "zero fp8" or "fsdp fp8" if FP8 data is gathered; "fsdp" if
             high-precision values are gathered.
+        keeps_transpose: Whether the transposed FP8 copy of the weight is kept between micro-batches. Otherwise each
+            backward pass transposes the other copy.
         input_neighbor, output_neighbor: Operations that quantize the input and the output gradient; empty if the layer
             does.
         calibrating: Whether the layer runs in high precision and records amaxes.
@@ -161,6 +165,7 @@ class LinearPlan:
     saved: Literal["columnwise", "columnwise shard", "high", "recompute"]
     grad_output: Literal["fused", "layer", "layer, then gather", "high"]
     weight: Literal["resident", "zero fp8", "fsdp fp8", "fsdp"]
+    keeps_transpose: bool = True
     input_neighbor: str = ""
     output_neighbor: str = ""
     calibrating: bool = False
@@ -272,6 +277,10 @@ def plan_linear(
         else:
             weight = "fsdp" if site.weight_storage == "fsdp" else "resident"
             reasons.append(f"weight gathered in high precision: {weight_why_not}")
+    keeps_transpose = site.keeps_transpose
+    if not keeps_transpose and not precision.weight.per_tensor:
+        keeps_transpose = True
+        reasons.append(f"transposed weight kept: {precision.weight.recipe} has other scales for it")
     return LinearPlan(
         site.name,
         tuple("high" if h else "fp8 fast" if f else "fp8" for h, f in zip(high, precision.fast_accum)),  # type: ignore[arg-type]
@@ -280,6 +289,7 @@ def plan_linear(
         saved,
         grad_output,
         weight,
+        keeps_transpose,
         site.before.name if fused_input else "",
         site.after.name if grad_output == "fused" else "",
         batch_invariant=batch_invariant,
@@ -335,7 +345,7 @@ def plans_table(plans: Iterable[LinearPlan]) -> str:
             plan.gather or "-",
             plan.saved,
             _fused(plan.grad_output, plan.output_neighbor),
-            plan.weight,
+            plan.weight if plan.keeps_transpose else f"{plan.weight}, transposed in backward",
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

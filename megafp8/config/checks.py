@@ -59,6 +59,7 @@ def check_layout(config: Config, world_size: int, source: str = "config") -> Non
         _overlap,
         _fsdp,
         _param_gather,
+        _keep_weight_transposes,
         _paired_wgrad,
         _checkpoint,
         _lora,
@@ -639,6 +640,16 @@ def _param_gather(config: Config) -> Iterator[Problem]:
             "layers run in high precision while they calibrate, but with fp8.param_gather only their FP8 data exists",
             f"try fp8.calibration_steps=0 and fp8.static_amax, {off}",
         )  # fmt: skip
+
+
+def _keep_weight_transposes(config: Config) -> Iterator[Problem]:
+    if config.fp8.keep_weight_transposes:
+        return
+    path, works = "fp8.keep_weight_transposes", "leave it out"
+    if config.fp8.recipe == "none":
+        yield Problem(path, False, "fp8.recipe is none, so there are no FP8 copies of weights", works)
+    elif config.parallel.fsdp:
+        yield Problem(path, False, "parallel.fsdp keeps no copies of weights in any case", works)
 
 
 def _paired_wgrad(config: Config) -> Iterator[Problem]:

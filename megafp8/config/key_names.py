@@ -107,6 +107,8 @@ _MEGATRON = {
     "group_query_attention": "model.num_query_groups",
     "init_method_std": "model.init_std",
     "initial_loss_scale": "training.loss_scale.initial_scale",
+    "keep_fp8_transpose_cache": "fp8.keep_weight_transposes",
+    "keep_fp8_weight_transpose_cache": "fp8.keep_weight_transposes",
     "kv_channels": "model.head_dim",
     "load": "checkpoint.resume",
     "log_interval": "logging.interval",

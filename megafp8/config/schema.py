@@ -383,6 +383,10 @@ class Fp8Config(Section):
     are bit-identical. Applies to recipes with one scale per weight: delayed, current, static. Layers of recipe custom
     with other weight recipes gather bf16, and so do the experts of a layer unless each has one scale per weight. The
     FP8 report then has no weights."""
+    keep_weight_transposes: bool = True
+    """Keep the transposed FP8 copy of each weight, which the gradient of the input reads, for all micro-batches of a
+    step. false: transpose the weight in each backward pass, to the same bits, and save 1 byte per parameter. Applies to
+    weights with one scale (recipes delayed, current and static)."""
     paired_wgrad: bool = False
     """Compute weight gradients of FP8 experts for two micro-batches at a time, so that fp32 sums are read and written
     half as often. Applies where one GPU kernel computes all experts of a layer (one scale per tensor, or blockwise),

@@ -6,7 +6,9 @@ at a time, at a ninth of the bandwidth, which takes a tenth of a tensor-parallel
 transposes in registers. The transposed words, each with four rows of a column, then pass through shared memory to the
 result.
 
-Shapes: r rows, c columns, both multiples of four; w = c/4 words per row, q = r/4 quads of rows.
+Weights of several experts are one matrix. The rows of each are padded with zeros to columns of the result.
+
+Shapes: r rows, c columns, both multiples of four; w = c/4 words per row, q = r/4 quads of rows; e experts.
 """
 
 from __future__ import annotations
@@ -31,32 +33,44 @@ def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
 
 
 @TritonKernel
-def transpose_kernel(x_rw, y_cq, words, quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
-    """Transpose a tile of QUADS × 4 rows and WORDS × 4 columns."""
-    w0, q0 = tl.program_id(0) * WORDS, tl.program_id(1) * QUADS
+def transpose_kernel(x_rw, y_cq, words, quads, padded, all_quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
+    """Transpose a tile of QUADS × 4 rows and WORDS × 4 columns.
+
+    Each expert has `quads` quads of rows, and `padded` in the result, which has `all_quads` in a row.
+    """
+    tiles = tl.cdiv(padded, QUADS)
+    expert, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    w0, q0 = tl.program_id(0) * WORDS, tile * QUADS
     w, q = tl.arange(0, WORDS), tl.arange(0, QUADS)
     inside = (q0 + q < quads)[:, None] & (w0 + w < words)[None, :]
-    x = x_rw + q0.to(tl.int64) * 4 * words + w0 + (q[:, None] * (4 * words) + w[None, :])
+    x = x_rw + (expert * quads + q0).to(tl.int64) * 4 * words + w0 + (q[:, None] * (4 * words) + w[None, :])
     a0 = tl.load(x, mask=inside, other=0)
     a1 = tl.load(x + words, mask=inside, other=0)
     a2 = tl.load(x + 2 * words, mask=inside, other=0)
     a3 = tl.load(x + 3 * words, mask=inside, other=0)
-    y = y_cq + w0.to(tl.int64) * 4 * quads + q0 + (w[:, None] * (4 * quads) + q[None, :])
-    transposed = (w0 + w < words)[:, None] & (q0 + q < quads)[None, :]
+    first = w0.to(tl.int64) * 4 * all_quads + expert * padded + q0
+    y = y_cq + first + (w[:, None] * (4 * all_quads) + q[None, :])
+    transposed = (w0 + w < words)[:, None] & (q0 + q < padded)[None, :]
     for k in tl.static_range(4):
-        tl.store(y + k * quads, tl.trans(_byte_of_each(a0, a1, a2, a3, k)), mask=transposed)
+        tl.store(y + k * all_quads, tl.trans(_byte_of_each(a0, a1, a2, a3, k)), mask=transposed)
 
 
-def transpose(x_rc: Tensor) -> Tensor:
-    """Return the transpose of `x_rc` as a contiguous tensor. The dtype has one byte, and `x_rc` must be contiguous."""
+def transpose(x_rc: Tensor, experts: int = 1, alignment: int = 4) -> Tensor:
+    """Return the transpose of `x_rc` as a contiguous tensor, `[c, experts · padded]`.
+
+    The dtype has one byte, and `x_rc` must be contiguous. Each of `experts` has r / experts rows, which become as many
+    columns, padded with zeros to a multiple of `alignment`.
+    """
     r, c = x_rc.shape
     assert x_rc.itemsize == 1
     assert x_rc.is_contiguous()
-    assert r % 4 == c % 4 == 0, f"{r}×{c} bytes are not whole words"
-    y_cr = torch.empty((c, r), dtype=x_rc.dtype, device=x_rc.device)
+    assert r % (4 * experts) == c % 4 == 0, f"{r}×{c} bytes of {experts} experts are not whole words"
+    words, quads = c // 4, r // experts // 4
+    padded = ceil_div(4 * quads, alignment) * alignment // 4
+    y_cr = torch.empty((c, 4 * padded * experts), dtype=x_rc.dtype, device=x_rc.device)
     if x_rc.numel():
-        words, quads = c // 4, r // 4
-        grid = (ceil_div(words, _WORDS), ceil_div(quads, _QUADS))
+        grid = (ceil_div(words, _WORDS), experts * ceil_div(padded, _QUADS))
         kernel = transpose_kernel.bind(QUADS=_QUADS, WORDS=_WORDS, num_warps=_WARPS)
-        kernel.launch(grid, (x_rc.view(torch.int32), y_cr.view(torch.int32)), (words, quads))
+        tensors = x_rc.view(torch.int32), y_cr.view(torch.int32)
+        kernel.launch(grid, tensors, (words, quads, padded, padded * experts))
     return y_cr

@@ -39,6 +39,7 @@ class BuildContext:
         tokens: Tokens of a micro-batch on this rank between tensor-parallel regions; None if their number varies.
         weight_storage: Place of the weights between steps, see `megafp8.plan.LinearSite`.
         param_gather: Whether weights may be gathered in FP8, see `megafp8.plan.LinearSite`.
+        keeps_transposes: Whether transposed FP8 copies of weights may be kept between micro-batches.
         real_device: Device of buffers if `device` is the meta device; None means `device`.
         expert: Ranks over which the experts of a layer are divided; None if this rank has all experts.
         expert_tensor: Ranks of `expert` over which each expert is sharded.
@@ -73,6 +74,7 @@ class BuildContext:
     tokens: int | None = None
     weight_storage: WeightStorage = "resident"
     param_gather: bool = False
+    keeps_transposes: bool = True
     real_device: torch.device | None = None
     expert: ProcessGroup | None = None
     expert_tensor: ProcessGroup | None = None
@@ -114,7 +116,7 @@ class BuildContext:
         """Return the `LinearSite` of a linear layer in this model; `neighbors` are further fields of it."""
         return LinearSite(
             tokens=self.tokens, weight_storage=self.weight_storage, param_gather=self.param_gather,
-            shared=self.shares_linears, **neighbors,
+            keeps_transpose=self.keeps_transposes, shared=self.shares_linears, **neighbors,
         )  # fmt: skip
 
     def linear_options(self) -> dict[str, Any]:
@@ -229,6 +231,7 @@ def planning_context(config: Config, fp8: Fp8Manager) -> BuildContext:
         encoder_tokens=tokens_per_rank(config, encoder=True),
         weight_storage=weight_storage(config),
         param_gather=config.fp8.param_gather,
+        keeps_transposes=config.fp8.keep_weight_transposes,
         expert=cast(ProcessGroup, PlannedGroup(config.parallel.expert_ranks)),
         expert_tensor=cast(ProcessGroup, PlannedGroup(config.parallel.expert_tensor)),
         gathers_tokens=config.gathers_tokens,

@@ -156,6 +156,15 @@ class GroupState:
         """Return whether a cast of the weights changes the recipe's state now; False in evaluation."""
         return self.states[0].records_weight()
 
+    @property
+    def keeps_transpose(self) -> bool:
+        """Whether the columnwise copy of the weights is kept between micro-batches."""
+        return self.states[0].plan.keeps_transpose
+
+    def transposed(self, rowwise: ScaledTensor) -> ScaledTensor:
+        """Return the columnwise copy of all weights from their rowwise copy, which has one scale per expert."""
+        return stored_groups(rowwise, len(self.states), rowwise=False, columnwise=True).required_columnwise
+
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Return new FP8 copies of `weight` `[e·n, k]`, or of the gathered data: `[e·n, k]` and `[k, padded]`."""
         experts = len(self.states)

@@ -241,6 +241,15 @@ class LinearState:
         self._copies.take(quantized, recorded=recorded and self.records_weight())
         return self._copies
 
+    @property
+    def keeps_transpose(self) -> bool:
+        """Whether the columnwise copy of the weight is kept between micro-batches."""
+        return self.plan.keeps_transpose
+
+    def transposed(self, rowwise: ScaledTensor) -> ScaledTensor:
+        """Return the columnwise copy of the weight from its rowwise copy, which has one scale."""
+        return rowwise.t()
+
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Return new FP8 copies of `weight`, or of the gathered data if the weight is gathered in FP8."""
         data = self.gathered_weight

@@ -4,7 +4,8 @@ High-precision products read the parameter; products without gradients may read 
 (`megafp8.linear.packed_weight`). FP8 GEMMs read a `WeightForm`, which provides the weight rowwise and columnwise. The
 place where the weight is stored decides which form `LinearState.fp8_weight` returns:
 
-    resident, gathered by ZeRO    `WeightCopies`: made at first use, and kept for the micro-batches of a step
+    resident, gathered by ZeRO    `WeightCopies`: made at first use, and kept for the micro-batches of a step; the
+                                  columnwise copy may be made at each use (`fp8.keep_weight_transposes`)
     FSDP                          `TransientWeight`: made at each use; the weight exists only while the layer runs
     stored or gathered in FP8     either of them, made by `stored_copies`: there are no values to quantize
 
@@ -43,6 +44,15 @@ class WeightOwner(Protocol):
     """
 
     watches_weight: bool
+
+    @property
+    def keeps_transpose(self) -> bool:
+        """Whether the columnwise copy is kept. Otherwise it is the transpose of the rowwise copy, made at each use."""
+        ...
+
+    def transposed(self, rowwise: ScaledTensor) -> ScaledTensor:
+        """Return the columnwise copy of a weight from its rowwise copy."""
+        ...
 
     def quantize_weight(self, weight: Tensor, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """Return new FP8 copies of `weight`."""
@@ -105,7 +115,7 @@ class WeightCopies:
         if kept is None or unfit or (not kept.recorded and owner.records_weight()):
             kept = cls(weight, owner)
         kept.weight = weight  # if the weight was joined from several parameters, the old tensor may hold old values
-        kept.make(columnwise=columnwise)
+        kept.make(columnwise=columnwise and owner.keeps_transpose)
         return kept
 
     def are_of(self, weight: Tensor) -> bool:
@@ -146,6 +156,8 @@ class WeightCopies:
     @property
     def required_columnwise(self) -> ScaledTensor:
         """Columnwise copy `[k, n]`, made if needed."""
+        if not self._owner.keeps_transpose:
+            return self._owner.transposed(self.required_rowwise)
         made = self.made
         if made is None or made.columnwise is None:
             return self.make(columnwise=True).required_columnwise

@@ -20,12 +20,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from megafp8.numerics.formats import Format
 from megafp8.numerics.quantize import amax, block_amax, quantize, quantize_blocks
 from megafp8.numerics.sources import MatrixSource
-from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor
+from megafp8.numerics.tensor import BLOCK_1X128, ROW, QuantizedTensor, ScaledTensor, transposed
 from megafp8.parallel.collectives import all_reduce
 
 ALIGNMENT = 128
@@ -152,12 +151,8 @@ def cast_groups_1x128(
 
 def stored_groups(data: ScaledTensor, experts: int, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
     """Return weights stored only as FP8 data `[e·n, k]` with scales `[e]`, in the format of `cast_groups`."""
-    padded, n = data, len(data.data) // experts
-    if columnwise and n % ALIGNMENT:
-        rows = data.data.view(torch.uint8).view(experts, n, -1)  # byte 0 is the value 0
-        rows = F.pad(rows, (0, 0, 0, -n % ALIGNMENT)).flatten(0, 1)
-        padded = data._replace(data=rows.view(data.data.dtype))
-    return QuantizedTensor(data if rowwise else None, padded.t() if columnwise else None)
+    by_columns = data._replace(data=transposed(data.data, experts, ALIGNMENT)) if columnwise else None
+    return QuantizedTensor(data if rowwise else None, by_columns)
 
 
 def _joined(data: Sequence[Tensor]) -> Tensor:

@@ -119,7 +119,7 @@ class ScaledTensor(NamedTuple):
         """Return the transpose `[c, r]`, row-major again. The matrix must have one scale per tensor or square block."""
         assert self.granularity.rows == self.granularity.columns
         scale_inv = self.scale_inv if self.granularity is TENSOR else self.scale_inv.t()
-        return self._replace(data=_transposed(self.data), scale_inv=scale_inv)
+        return self._replace(data=transposed(self.data), scale_inv=scale_inv)
 
 
 class QuantizedTensor(NamedTuple):
@@ -161,12 +161,19 @@ class QuantizedTensor(NamedTuple):
         return self.columnwise
 
 
-def _transposed(data_rc: Tensor) -> Tensor:
-    if data_rc.is_cuda and data_rc.shape[0] % 4 == data_rc.shape[1] % 4 == 0:
-        transposed: Tensor = kernels("transpose").transpose(data_rc)
-        return transposed
-    # Copy as bytes: not every backend has a kernel that copies FP8.
-    return data_rc.view(torch.uint8).t().contiguous().view(data_rc.dtype)
+def transposed(data_rc: Tensor, experts: int = 1, alignment: int = 1) -> Tensor:
+    """Return the transpose of FP8 data, row-major, with each expert's rows padded with zeros to a multiple of columns.
+
+    `alignment` is 1 or a multiple of 4.
+    """
+    r, c = data_rc.shape
+    if data_rc.is_cuda and r % (4 * experts) == c % 4 == 0:
+        result: Tensor = kernels("transpose").transpose(data_rc, experts, max(alignment, 4))
+        return result
+    # Copy as bytes, of which 0 is the value 0: not every backend has a kernel that copies FP8.
+    rows = data_rc.view(torch.uint8).unflatten(0, (experts, r // experts))
+    rows = F.pad(rows, (0, 0, 0, -(r // experts) % alignment)).flatten(0, 1)
+    return rows.t().contiguous().view(data_rc.dtype)
 
 
 def expand(scales: Tensor, granularity: Granularity, r: int, c: int) -> Tensor:

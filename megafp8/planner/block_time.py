@@ -187,7 +187,7 @@ class _Block:
         return seconds + Phases(kernels, kernels + more_in_backward) * self.gpu.small_kernel
 
     def _casts(self) -> Phases:
-        """Return the seconds of casts of inputs and output gradients."""
+        """Return the seconds of casts of inputs and output gradients, and of transposes of weights."""
         total = Phases()
         rows = self.ffn.rows(self.batch)
         every = [(size.m * size.k, size.m * size.n, layer.plan) for size, layer in self.in_block]
@@ -197,7 +197,8 @@ class _Block:
                 total += Phases(forward=self._cast(plan, inputs, fused=plan.input == "fused"))
             if plan.grad_output != "high" and plan.fp8:
                 total += Phases(backward=self._cast(plan, outputs, fused=plan.grad_output == "fused"))
-        return total
+        transposed = sum(x.weights for x in self.layer.linears if x.transposes)
+        return total + Phases(backward=2 * FP8 * transposed / self.copy)
 
     def _cast(self, plan: LinearPlan, elements: int, *, fused: bool) -> float:
         """Return the seconds of a cast.

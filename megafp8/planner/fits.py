@@ -32,6 +32,7 @@ _USUAL = {
 """Largest values in use today. If a config does not fit, a key with a larger value is probably the mistake."""
 _SAVING = {
     "parallel.zero": (0, 1),
+    "fp8.keep_weight_transposes": (True, False),
     "parallel.recompute": ("none", "full"),
     "optimizer.moments_dtype": ("fp32", "bf16"),
     "optimizer.offload": (0.0, 1.0),
@@ -70,7 +71,7 @@ def check_memory(
     unusual = [key for key, usual in _USUAL.items() if (_get(config, key) or 0) > usual]
     key = min(unusual, key=lambda key: total(key, _USUAL[key]), default=_scaling_key(config, largest[0]))
     works = [
-        f"{saving}={value}"
+        f"{saving}={str(value).lower()}"
         for saving, (default, value) in _SAVING.items()
         if _get(config, saving) == default and not config.parallel.fsdp and total(saving, value) <= limit
         if not any(offload(_with(config, saving, value)))

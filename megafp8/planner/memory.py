@@ -226,7 +226,13 @@ def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
     if weight is BLOCK_16X16:  # both orientations are views of the same data
         return layer.copies * fp8_bytes(weight, n, k)
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
-    return layer.copies * (rowwise + (0 if dgrad == "high" else fp8_bytes(weight, k, n)))
+    keeps_columnwise = dgrad != "high" and layer.plan.keeps_transpose
+    return layer.copies * (rowwise + (fp8_bytes(weight, k, n) if keeps_columnwise else 0))
+
+
+def transposed_weight_bytes(outline: ModelOutline, layers: range) -> int:
+    """Return the bytes of the largest FP8 weight that a backward pass transposes instead of keeping its transpose."""
+    return max((x.weights for x in outline.linears(layers).values() if x.transposes), default=0)
 
 
 def amax_history_bytes(outline: ModelOutline, layers: range) -> int:
@@ -254,7 +260,9 @@ def rank_memory(outline: ModelOutline, data: int, stages: Sequence[range], actio
         amax_history=sum(amax_history_bytes(outline, layers) for layers in stages),
         # An activation and a gradient in flight each way; the received activation is the first block's input.
         communication=0 if p.pipeline == 1 else 3 * outline.stream_tokens * width,
-        workspace=_WORKSPACES + _offload_buffers(config, state.host),
+        workspace=_WORKSPACES
+        + _offload_buffers(config, state.host)
+        + max(transposed_weight_bytes(outline, layers) for layers in stages),
     )
     overlaps = p.overlap_grad_reduce and any(action.microbatch for action in actions)
     memory = _peak(static, [_chunk(outline, layers, data, overlaps) for layers in stages], actions)

@@ -65,6 +65,11 @@ class LinearLayer(NamedTuple):
         return self.plan.weight in ("zero fp8", "fsdp fp8")
 
     @property
+    def transposes(self) -> bool:
+        """Whether each backward pass transposes the FP8 weight."""
+        return self.plan.gemms[1] != "high" and not self.plan.keeps_transpose
+
+    @property
     def weights(self) -> int:
         """Number of weight elements in all copies."""
         return self.copies * self.site.inputs * self.site.outputs

@@ -81,15 +81,20 @@ def _operand_recipes(f: Fp8Config, *operands: OperandName) -> set[str]:
 
 
 def _finer_scales(config: Config) -> Iterator[Problem]:
-    """Yield a problem if weights that are to be gathered in FP8 have more than one scale."""
+    """Yield a problem if weights that are to be gathered or transposed in FP8 have more than one scale."""
     f = config.fp8
     recipes = [RECIPES[name] for name in _operand_recipes(f, "weight")]
-    if f.param_gather and not any(recipe.capabilities.granularity.weight is TENSOR for recipe in recipes):
+    if any(recipe.capabilities.granularity.weight is TENSOR for recipe in recipes):
+        return
+    if f.param_gather:
         rule = (
             f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor: shard boundaries would cut "
             "through its blocks, or both orientations would have to be gathered, as many bytes as in bf16"
         )
         yield Problem("fp8.param_gather", True, rule, "try fp8.recipe=current, or fp8.param_gather=false")
+    if not f.keep_weight_transposes:
+        rule = f"fp8.recipe {f.recipe} has finer scales for weights than one per tensor"
+        yield Problem("fp8.keep_weight_transposes", False, rule, "leave it out, or try fp8.recipe=delayed")
 
 
 def _cuda_graphs(config: Config) -> Iterator[Problem]:

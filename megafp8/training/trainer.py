@@ -149,6 +149,7 @@ class RankTrainer:
             encoder_tokens=tokens_per_rank(config, encoder=True),
             weight_storage=weight_storage(config),
             param_gather=config.fp8.param_gather,
+            keeps_transposes=config.fp8.keep_weight_transposes,
             expert=parallel.expert.group,
             expert_tensor=parallel.expert_tensor.group,
             expert_amax=parallel.expert_amax.group,

@@ -700,6 +700,10 @@ CASES: list[tuple[list[str], int, str]] = [
     (["optimizer.store_param_remainders=true", "parallel.zero=1", "fp8.param_gather=true", "fp8.recipe=delayed"], 2,
      "fp8.param_gather stores FP8 data and fp32 masters, without bf16 weights that would hold their upper half; try "
      "fp8.param_gather=false"),
+    (["fp8.keep_weight_transposes=false"], 1,
+     "fp8.keep_weight_transposes = False: fp8.recipe is none, so there are no FP8 copies of weights; leave it out"),
+    (["fp8.keep_weight_transposes=false", "fp8.recipe=delayed", "parallel.fsdp=true"], 2,
+     "fp8.keep_weight_transposes = False: parallel.fsdp keeps no copies of weights in any case; leave it out"),
     (["fp8.paired_wgrad=true", "fp8.recipe=delayed"], 1,
      "fp8.paired_wgrad = True: it is for weight gradients of experts, and the model has none; try "
      "fp8.paired_wgrad=false"),

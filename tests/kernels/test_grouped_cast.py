@@ -11,7 +11,6 @@ import torch
 from megafp8.kernels import grouped_cast as kernels
 from megafp8.kernels.transpose import transpose
 from megafp8.numerics import groups as reference
-from megafp8.numerics import tensor
 from megafp8.numerics.formats import E4M3, E5M2, Format
 from megafp8.numerics.groups import ALIGNMENT, RowGroups
 from megafp8.numerics.recipes.blockwise import cast_1x128
@@ -68,7 +67,7 @@ def test_stored_data_is_laid_out_as_casts_are(n: int, monkeypatch: pytest.Monkey
     w, groups = torch.randn(experts * n, 16), RowGroups.equal(experts, n, torch.device("cpu"))
     both: dict[str, Any] = {"rowwise": True, "columnwise": True}
     cast = kernels.cast_groups(Plain(w), scale_e, 1 / scale_e, E4M3, groups, **both, newest_amax_e=None)
-    monkeypatch.setattr(tensor, "_transposed", transpose)  # as on CUDA
+    monkeypatch.setattr(reference, "transposed", transpose)  # as on CUDA
     stored = reference.stored_groups(cast.required_rowwise, experts, **both)
     assert stored.rowwise is cast.rowwise
     assert torch.equal(stored.required_columnwise.scale_inv, cast.required_columnwise.scale_inv)

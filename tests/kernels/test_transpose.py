@@ -23,6 +23,14 @@ def test_every_byte(r: int, c: int, dtype: torch.dtype) -> None:
     assert torch.equal(y_cr.view(torch.uint8), x_rc.t().contiguous())
 
 
+@pytest.mark.parametrize(("experts", "n", "c"), [(3, 40, 16), (2, 128, 140), (4, 4, 8)])
+def test_rows_of_experts_are_padded_with_zeros(experts: int, n: int, c: int) -> None:
+    x_rc = data(experts * n, c)
+    expected = torch.zeros(c, experts, 128, dtype=torch.uint8, device=DEVICE)
+    expected[:, :, :n] = x_rc.t().unflatten(1, (experts, n))
+    assert torch.equal(transpose(x_rc, experts, 128), expected.flatten(1))
+
+
 def test_rows_that_begin_anywhere() -> None:
     """A part of a larger matrix begins at a multiple of four, no more."""
     part = data(64, 36)[12:52]

@@ -113,9 +113,9 @@ RECIPES: dict[str, Fp8Recipe] = {
 }  # fmt: skip
 
 
-def _manager(recipe: Fp8Recipe | None, device: str = "cpu") -> tuple[Fp8Manager, GroupState]:
+def _manager(recipe: Fp8Recipe | None, device: str = "cpu", **site: Any) -> tuple[Fp8Manager, GroupState]:
     manager = Fp8Manager(recipe, amax_group=None)
-    states = [manager.linear(LinearSite(f"expert.{e}", expert=True)) for e in range(4)]
+    states = [manager.linear(LinearSite(f"expert.{e}", expert=True, **site)) for e in range(4)]
     state = manager.group(states)
     manager.materialize(torch.device(device))
     return manager, state
@@ -193,6 +193,22 @@ def test_all_experts_at_once(recipe: str, sink: bool, device: str, monkeypatch: 
                 torch.testing.assert_close(actual, expected[name], rtol=1e-2, atol=4e-3 * scale, msg=f"{step} {name}")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", slow_but(["current", "delayed"], "delayed"))
+def test_weights_transposed_in_each_backward_have_the_bits_of_kept_transposes(
+    recipe: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts' 160 rows are padded to 256 columns."""
+    monkeypatch.setattr(group_state, "has_kernels", lambda *_: True)
+    kept, transposed = (
+        _Steps(JOINT[recipe], False, device, k=144, n=160, keeps_transpose=keeps) for keeps in (True, False)
+    )
+    for sizes in ([3, 0, 5, 1], [130, 1, 0, 3]):
+        expected, found = (steps(sizes, host_waits=False) for steps in (kept, transposed))
+        for name, actual in found.items():
+            assert torch.equal(actual, expected[name]), name
+
+
 PAIRED = [
     (recipe, count, known)
     for recipe in ("delayed", "current", "blockwise")
@@ -260,9 +276,9 @@ def test_gradients_of_two_micro_batches_at_once(
 class _Steps:
     """Training steps of a grouped linear layer; calls return what they computed and remember."""
 
-    def __init__(self, recipe: Fp8Recipe | None, sink: bool, device: str, k: int, n: int) -> None:
+    def __init__(self, recipe: Fp8Recipe | None, sink: bool, device: str, k: int, n: int, **site: Any) -> None:
         self.sink, self.device, self.k, self.n = sink, torch.device(device), k, n
-        self.manager, self.state = _manager(recipe, device)
+        self.manager, self.state = _manager(recipe, device, **site)
         self.generator = torch.Generator().manual_seed(1)
 
     def _random(self, rows: int, columns: int, height: int = 1) -> Tensor:

@@ -270,6 +270,30 @@ def test_weight_is_quantized_once_until_invalidated() -> None:
     assert torch.equal(op(x, weight), y)
 
 
+@pytest.mark.parametrize("override", [(False, False, False), (True, False, False), (False, True, False)])
+def test_a_weight_transposed_in_each_backward_has_the_bits_of_a_kept_transpose(override: Any) -> None:
+    """Also of later micro-batches, and of the step after; only the other copy is kept."""
+    results, sizes = [], []
+    for keeps in (True, False):
+        manager = Fp8Manager(DelayedScaling(override_linear_precision=override), amax_group=None)
+        op = LinearLayer(manager, keeps_transpose=keeps)
+        manager.materialize(torch.device("cpu"))
+        x, weight, dy = tensors()
+        found: list[Tensor | None] = []
+        for _ in range(2):
+            for _ in range(2):
+                found += [part.clone() if part is not None else None for part in run(op, x, weight, dy)]
+            made: Any = op.state.fp8_weight(weight, columnwise=not override[1])
+            sizes.append(sum(part is not None for part in made.made))
+            manager.end_step()
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    assert sizes == ([1, 1, 1, 1] if override[1] else [2, 2, 1, 1])
+
+
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["none", "current"])
 def test_bias_and_its_gradient(recipe: Fp8Recipe | None) -> None:
     _, op = managed(recipe)

@@ -315,6 +315,7 @@ STATES = {
     "rowwise": ["fp8.recipe=rowwise", "fp8.override_linear_precision=[false, true, false]", "fp8.last_blocks_bf16=1"],
     "experts": [
         "fp8.recipe=current",
+        "fp8.keep_weight_transposes=false",
         "model.moe={num_experts: 8, shared_ffn_hidden_size: 32}",
         "model.mtp_num_layers=1",
     ],

@@ -93,7 +93,7 @@ def config_of(preset: Preset, *, seed: int = 1234, device: str = "cpu", **more: 
 
 EXECUTION = {
     "training": {"cuda_graphs", "loss_tokens_at_once", "micro_batch_size"},
-    "fp8": {"param_gather", "report_interval", "paired_wgrad"},
+    "fp8": {"param_gather", "report_interval", "paired_wgrad", "keep_weight_transposes"},
     "optimizer": {"store_param_remainders", "reduce_dtype", "offload"},
 }
 """Keys beside `parallel` that say how a run is executed and not what it computes."""
@@ -329,6 +329,7 @@ REPORT = _preset("report", fp8={"report_interval": 1})
 REPORT_2 = _preset("report-2", fp8={"report_interval": 2})
 REPORT_3 = _preset("report-3", fp8={"report_interval": 3})
 FP8_GATHER = _preset("fp8-gather", fp8={"param_gather": True})
+NO_TRANSPOSES = _preset("no-transposes", fp8={"keep_weight_transposes": False})
 
 # optimizer
 NO_CLIP = _preset("no-clip", optimizer={"clip_grad_norm": 0.0})

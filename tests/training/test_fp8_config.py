@@ -133,17 +133,20 @@ FINER_WEIGHTS = "finer scales for weights than one"
         ("param_gather", {"recipe": "delayed"}, None),
         ("param_gather", {"recipe": "rowwise"}, FINER_WEIGHTS),
         ("param_gather", {"recipe": "custom", "custom": [rule("*", "current", "mxfp8", "current")]}, FINER_WEIGHTS),
+        ("keep_weight_transposes", {"recipe": "delayed"}, None),
+        ("keep_weight_transposes", {"recipe": "blockwise"}, FINER_WEIGHTS),
         ("cuda_graphs", {"recipe": "nvfp4"}, None),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused(switch: str, fp8: dict[str, Any], message: str | None) -> None:
     section = "training" if switch == "cuda_graphs" else "fp8"
     tree = {**MINIMAL, "fp8": fp8}
-    config = Config.model_validate({**tree, section: {**tree[section], switch: True}})
+    value = switch != "keep_weight_transposes"
+    config = Config.model_validate({**tree, section: {**tree[section], switch: value}})
     if message is None:
         check_recipe(config, "run.yaml")
         return
-    with pytest.raises(ConfigError, match=rf"{section}.{switch} = True: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"{section}.{switch} = {value}: .*{message}"):
         check_recipe(config, "run.yaml")
 
 
