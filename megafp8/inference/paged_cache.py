@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megafp8.kernels.limits import LARGEST_HEAD
-from megafp8.layers.attention.op import with_sink
 from megafp8.layers.attention.scores import Scores
+from megafp8.layers.attention.sink_op import with_sink
 from megafp8.layers.mixer import TokenCache
 from megafp8.numerics.formats import E4M3
 

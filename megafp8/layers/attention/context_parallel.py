@@ -43,6 +43,7 @@ from torch.distributed import ProcessGroup
 from megafp8.layers.attention import op as attention
 from megafp8.layers.attention.mask import CAUSAL, AttentionMask
 from megafp8.layers.attention.scores import PLAIN, Scores
+from megafp8.layers.attention.sink_op import sink_gradient, with_sink
 from megafp8.parallel.collectives import all_gather_async, reduce_scatter
 from megafp8.parallel.context import (
     DocumentPlacement,
@@ -279,7 +280,7 @@ class _ContextAttention(Function):
             o_rbad[rows], lse_rba[rows] = o, lse
             written = max(written, rows.stop)
         if sink_a is not None:
-            o_rbad, lse_rba = attention.with_sink(o_rbad, lse_rba, sink_a)
+            o_rbad, lse_rba = with_sink(o_rbad, lse_rba, sink_a)
         # q, k and v are views, and their base is kept anyway.
         ctx.save_for_backward(q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar)
         ctx.context, ctx.sink_a, ctx.scores = context, sink_a, replace(scores, distance_bias_ar=None)
@@ -317,5 +318,5 @@ class _ContextAttention(Function):
             reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
             for total, mine in zip(summed_grads, own_grads, strict=True)
         )
-        dsink = None if ctx.sink_a is None else attention.sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
+        dsink = None if ctx.sink_a is None else sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
         return dq_rbad, dk, dv, dsink, None if dbias_ar is None else dbias_ar.to(bias_ar.dtype), None, None

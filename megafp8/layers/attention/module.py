@@ -298,8 +298,7 @@ class Attention(Mixer):
         """Return the traffic of norms and rotation of queries and keys, norms of values, sinks, and the output gate."""
         m, e, d = batch.tokens, batch.element, self.d
         outputs = m * self.heads * d * self.record.attention_sinks
-        sinks = KernelWork(2 * outputs * e, outputs * (2 * e + 16))  # backward multiplies and adds in fp32
-        return sinks + self._work_on_heads(batch)
+        return KernelWork(2 * outputs * e, 2 * outputs * e) + self._work_on_heads(batch)
 
     def _work_on_heads(self, batch: MicroBatch) -> KernelWork:
         m, e, d = batch.tokens, batch.element, self.d

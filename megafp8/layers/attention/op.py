@@ -6,10 +6,7 @@ q·k/√d. Forward also returns the log-sum-exp of each query's scores. With it,
 merged, and backward needs only the output and the log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023,
 arXiv:2310.01889).
 
-*Sinks.* A head may have a learned score that takes part in its softmax but has no value, so that the head can attend to
-nothing (Xiao et al. 2023, arXiv:2309.17453; gpt-oss, arXiv:2508.10925). A sink acts like one more key with the value
-zero. Its share follows from the log-sum-exp, so backward needs nothing but the output and the log-sum-exp that include
-it.
+*Sinks* are added to the results of any kernel (`layers.attention.sink_op`).
 
 Kernels, among which `choose` selects (docs/decisions/0013-attention.md):
 
@@ -57,9 +54,8 @@ from megafp8.layers.attention import (
 )
 from megafp8.layers.attention.mask import CAUSAL, AttentionMask
 from megafp8.layers.attention.scores import PLAIN, Scores
+from megafp8.layers.attention.sink_op import sink_gradient, with_sink
 from megafp8.linear.fusion import runs_unfused
-from megafp8.linear.grad_sink import deliver, wgrad_dtype
-from megafp8.numerics.batch_invariance import sigmoid
 from megafp8.numerics.onnx_export import in_onnx_export
 
 
@@ -188,29 +184,6 @@ class _Attention(Function):
         dsink = None if ctx.sink_a is None else sink_gradient(do_sbad, o, lse, ctx.sink_a)
         dq, dk, dv, dbias = backward(do_sbad, q, k, v, o, lse, ctx.mask, scores, bias_grad=ctx.needs_input_grad[4])
         return dq, dk, dv, dsink, None if dbias is None else dbias.to(bias_ar.dtype), None, None
-
-
-def with_sink(
-    o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp including sinks, from the output and log-sum-exp of the keys alone.
-
-    The output is changed in place.
-    """
-    sink = sink_a.detach().to(lse_sba.dtype)
-    key_share = sigmoid(lse_sba - sink, batch_invariant=batch_invariant).unsqueeze(-1)
-    return o_sbad.mul_(key_share), torch.logaddexp(lse_sba, sink)
-
-
-def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor | None:
-    """Deliver the gradient of `sink_a` to its gradient sink, or return it; `o_sbad` and `lse_sba` include the sinks.
-
-    A higher sink score takes from all keys in proportion: dL/dsink = -Σ exp(sink - lse) · (do · o).
-    """
-    share_sba = torch.exp(sink_a.detach().to(lse_sba.dtype) - lse_sba)
-    dots_sba = (do_sbad.to(lse_sba.dtype) * o_sbad).sum(dim=-1)  # a product of two dtypes needs no copy of the second
-    dsink_a = -(share_sba * dots_sba).sum((0, 1))
-    return deliver(sink_a, dsink_a.to(wgrad_dtype(sink_a)))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
