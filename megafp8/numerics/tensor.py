@@ -162,9 +162,10 @@ class QuantizedTensor(NamedTuple):
 
 
 def transposed(data_rc: Tensor, experts: int = 1, alignment: int = 1) -> Tensor:
-    """Return the transpose of FP8 data, row-major, with each expert's rows padded with zeros to a multiple of columns.
+    """Return the transpose of FP8 data, row-major.
 
-    `alignment` is 1 or a multiple of 4.
+    Each of `experts` has as many rows. They become columns, padded with zeros to a multiple of `alignment`, which is 1
+    or a multiple of 4.
     """
     r, c = data_rc.shape
     if data_rc.is_cuda and r % (4 * experts) == c % 4 == 0:
