@@ -129,8 +129,8 @@ class Gpu:
 # nvlink: NCCL on these chips, 297 GB/s from GPU to GPU and 315 in all-gathers.
 # host_*: 2026-11-22-graphs.
 # network: nine tenths of one 400 Gb/s adapter per GPU (NVIDIA's data sheets of DGX H100 and H200). Not measured.
-# host_link: PCIe 5 x16, each direction while both copy, and while another GPU of the host copies too: 2026-11-30-records.
-# One GPU alone had 50e9 (2026-11-30-optimizer-offload).
+# host_link: PCIe 5 x16, each direction while both copy, and while another GPU of the host copies too:
+# 2026-11-30-records. One GPU alone had 50e9 (2026-11-30-optimizer-offload).
 # optimizer: 2026-11-26-optimizer-step. fp8_moment: 2026-11-29-fp8-moments.
 # Fitted: attention_tile, small_kernel, nvlink_latency, hidden, hidden_copies.
 H200 = Gpu(
