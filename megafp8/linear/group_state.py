@@ -159,7 +159,7 @@ class GroupState:
     @property
     def keeps_transpose(self) -> bool:
         """Whether the columnwise copy of the weights is kept between micro-batches."""
-        return self.states[0].plan.keeps_transpose
+        return self.states[0].keeps_transpose
 
     def transposed(self, rowwise: ScaledTensor) -> ScaledTensor:
         """Return the columnwise copy of all weights from their rowwise copy, which has one scale per expert."""

@@ -114,6 +114,7 @@ class LinearState:
         self.high_precision = self.fast_accum = PerGemm(False, False, False)
         self.packed_weight: PackedWeight | None = None
         self.transient_weight = False  # the weight exists only while the layer runs, so no copies are kept
+        self.keeps_transpose = True
         if precision is None:
             self._follow_plan()
 
@@ -155,6 +156,7 @@ class LinearState:
         self.high_precision = PerGemm(*(gemm == "high" for gemm in plan.gemms))
         self.fast_accum = PerGemm(*(gemm == "fp8 fast" for gemm in plan.gemms))
         self.transient_weight = plan.weight in ("fsdp", "fsdp fp8")
+        self.keeps_transpose = plan.keeps_transpose
         recompute = plan.saved == "recompute"
         self.input_format = InputFormat(None, recompute=recompute, group=group) if recompute else None
         self.shard_grad_quantizer = None
@@ -240,11 +242,6 @@ class LinearState:
         self._copies = WeightCopies(weight, self)
         self._copies.take(quantized, recorded=recorded and self.records_weight())
         return self._copies
-
-    @property
-    def keeps_transpose(self) -> bool:
-        """Whether the columnwise copy of the weight is kept between micro-batches."""
-        return self.plan.keeps_transpose
 
     def transposed(self, rowwise: ScaledTensor) -> ScaledTensor:
         """Return the columnwise copy of the weight from its rowwise copy, which has one scale."""
