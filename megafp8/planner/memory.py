@@ -226,8 +226,7 @@ def _fp8_copies(batch: MicroBatch, layer: LinearLayer) -> int:
     if weight is BLOCK_16X16:  # both orientations are views of the same data
         return layer.copies * fp8_bytes(weight, n, k)
     rowwise = fp8_bytes(weight, n, k) - (n * k if layer.only_fp8 else 0)
-    keeps_columnwise = dgrad != "high" and layer.plan.keeps_transpose
-    return layer.copies * (rowwise + (fp8_bytes(weight, k, n) if keeps_columnwise else 0))
+    return layer.copies * (rowwise + (0 if dgrad == "high" or layer.transposes else fp8_bytes(weight, k, n)))
 
 
 def transposed_weight_bytes(outline: ModelOutline, layers: range) -> int:

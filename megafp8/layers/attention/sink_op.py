@@ -45,9 +45,7 @@ def sink_gradient(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tens
     return deliver(sink_a, add(do_sbad, o_sbad, lse_sba, sink).to(wgrad_dtype(sink_a)))
 
 
-def multiply_by_share(
-    o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False
-) -> None:  # fmt: skip
+def multiply_by_share(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor, *, batch_invariant: bool = False) -> None:
     """Multiply outputs by the share of the keys in the softmax, in place."""
     o_sbad.mul_(sigmoid(lse_sba - sink_a, batch_invariant=batch_invariant).unsqueeze(-1))
 

@@ -21,11 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import jit
 
-from megafp8.kernels.arithmetic import ceil_div
+from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 from megafp8.kernels.limits import LENGTH_EPS
 
-_TOKENS = 64
 _CHANNELS = 64
 """Channels of a program if heads are not normalized."""
 _TILES = 2
@@ -152,13 +151,13 @@ def backward_kernel(x, last, weight, bias, starts, dy, dx, dlast, dweight, b, s,
     tl.store(dweight + at, sums, mask=(row <= K)[:, None] & inside[None, :])
 
 
-def _width(d: int) -> int:
-    return 1 << (d - 1).bit_length()
+def _tile(channels: int, k: int) -> tuple[int, int]:
+    """Return the tokens of a tile, and the warps that compute it in backward.
 
-
-def _tile(channels: int) -> tuple[int, int]:
-    """Return the tokens of a tile in backward and the warps that compute it; wider tiles do not fit into registers."""
-    return (64 if channels <= 64 else 32), (4 if channels < 32 else 8 if channels <= 64 else 16)
+    More tokens would not fit into registers. But tiles of backward overlap by k - 1 tokens, so there are at least 2k.
+    """
+    tokens, warps = (64 if channels <= 64 else 32), (4 if channels < 32 else 8 if channels <= 64 else 16)
+    return max(tokens, next_power_of_2(2 * k)), warps
 
 
 class ConvolutionInputs(NamedTuple):
@@ -182,11 +181,12 @@ def forward(inputs: ConvolutionInputs, d: int, *, norm: bool) -> Tensor:
     (s, b, c), k = x_sbc.shape, weight_ck.shape[1]
     y_bsc = x_sbc.new_empty(b, s, c)
     d = d if norm else _CHANNELS
+    width = next_power_of_2(d)
+    tokens, _ = _tile(width, k)
     kernel = forward_kernel.bind(
-        K=k, DOCUMENTS=starts_sb is not None, BIAS=bias_c is not None, NORM=norm, D=d, T=_TOKENS, C=_width(d),
-        num_warps=4,
+        K=k, DOCUMENTS=starts_sb is not None, BIAS=bias_c is not None, NORM=norm, D=d, T=tokens, C=width, num_warps=4
     )  # fmt: skip
-    grid = b * ceil_div(s, _TOKENS), ceil_div(c, d)
+    grid = b * ceil_div(s, tokens), ceil_div(c, d)
     kernel.launch(grid, (x_sbc, last_btc, weight_ck, bias_c, starts_sb, y_bsc), (b, s, *x_sbc.stride()[:2], c))
     return y_bsc
 
@@ -202,13 +202,14 @@ def backward(
     x_sbc, weight_ck, last_btc, starts_sb, bias_c = inputs
     (s, b, c), k = x_sbc.shape, weight_ck.shape[1]
     d = d if norm else _CHANNELS
-    tokens, warps = _tile(_width(d))
+    width = next_power_of_2(d)
+    tokens, warps = _tile(width, k)
     programs = b * ceil_div(s + k - 1, (tokens - k + 1) * _TILES)
     sums = torch.empty(programs, k + 1, c, dtype=torch.float32, device=x_sbc.device)
     dlast_btc = torch.empty_like(last_btc)
     kernel = backward_kernel.bind(
         K=k, DOCUMENTS=starts_sb is not None, BIAS=bias_c is not None, NORM=norm, D=d, T=tokens, TILES=_TILES,
-        C=_width(d), ROWS=_width(k + 1), num_warps=warps,
+        C=width, ROWS=next_power_of_2(k + 1), num_warps=warps,
     )  # fmt: skip
     tensors = (x_sbc, last_btc, weight_ck, bias_c, starts_sb, dy_bsc, dx_sbc, dlast_btc, sums)
     kernel.launch((programs, ceil_div(c, d)), tensors, (b, s, *x_sbc.stride()[:2], *dx_sbc.stride()[:2], c))
