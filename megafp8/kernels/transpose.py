@@ -6,9 +6,9 @@ at a time, at a ninth of the bandwidth, which takes a tenth of a tensor-parallel
 transposes in registers. The transposed words, each with four rows of a column, then pass through shared memory to the
 result.
 
-Weights of several experts are one matrix. The rows of each are padded with zeros to columns of the result.
+The weights of several experts are one matrix. The rows of each expert become columns, with columns of zeros after them.
 
-Shapes: r rows, c columns, both multiples of four; w = c/4 words per row, q = r/4 quads of rows; e experts.
+Shapes: r rows, c columns, both multiples of four; w = c/4 words per row, q = r/4 quads of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _byte_of_each(a0, a1, a2, a3, k: tl.constexpr):
 def transpose_kernel(x_rw, y_cq, words, quads, padded, all_quads, QUADS: tl.constexpr, WORDS: tl.constexpr):
     """Transpose a tile of QUADS × 4 rows and WORDS × 4 columns.
 
-    Each expert has `quads` quads of rows, and `padded` in the result, which has `all_quads` in a row.
+    Each expert has `quads` quads of rows. In the result it has `padded` quads, and all experts have `all_quads`.
     """
     tiles = tl.cdiv(padded, QUADS)
     expert, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles

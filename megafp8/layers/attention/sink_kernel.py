@@ -49,7 +49,10 @@ def gradient_kernel(do, o, lse, sink, sums, rows, b, d, do_s, do_b, do_a, o_s, o
 
 
 def multiply_by_share(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> None:
-    """Multiply outputs by the share of the keys, in place. The last dim of `o_sbad` is contiguous; the rest is fp32."""
+    """Multiply outputs by the share of the keys, in place.
+
+    The last dim of `o_sbad` is contiguous. Log-sum-exps and sinks are fp32.
+    """
     s, b, a, d = o_sbad.shape
     if o_sbad.numel():
         kernel = multiply_kernel.bind(ROWS=_ROWS, WIDTH=next_power_of_2(d))
@@ -58,7 +61,10 @@ def multiply_by_share(o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> None:
 
 
 def sum_gradients(do_sbad: Tensor, o_sbad: Tensor, lse_sba: Tensor, sink_a: Tensor) -> Tensor:
-    """Return the gradient of sinks, fp32 `[a]`. The last dims of outputs are contiguous; the rest is fp32."""
+    """Return the gradient of sinks, fp32 `[a]`.
+
+    The last dims of outputs and their gradients are contiguous. Log-sum-exps and sinks are fp32.
+    """
     s, b, a, d = o_sbad.shape
     programs = ceil_div(s * b, _ROWS)
     sums = torch.empty(programs, a, dtype=torch.float32, device=o_sbad.device)
