@@ -1,19 +1,21 @@
 """Kernels for the recurrence of Mamba-2 in chunks, forward and backward (Dao & Gu 2024, arXiv:2405.21060, section 6).
 
-Reference and formulas: `megafp8.layers.mamba2.reference`. There are three kernels over chunks of tokens:
+Reference and formulas: `megafp8.layers.mamba2.reference`. There are four kernels over chunks of tokens:
 
-    states       One program per tile of a head's state. It runs through the chunks in order and writes the state at the
-                 start of each. In backward it runs through queries and output gradients in reverse order, and writes
-                 the gradient of the state at the end of each chunk.
-    outputs      One program per chunk and several heads of one group. It computes the products of queries and keys
-                 once. For each head it then sums them with decays over tokens, and adds the contribution of the state
-                 at the start of the chunk.
-    gradients    One program per chunk and several heads of one group, for the gradients. It sums the gradients of keys
-                 and queries over its heads.
+    states           One program per tile of a head's state. It runs through the chunks in order and writes the state at
+                     the start of each. In backward it runs through queries and output gradients in reverse order, and
+                     writes the gradient of the state at the end of each chunk.
+    outputs          One program per chunk and several heads of one group. It computes the products of queries and keys
+                     once. For each head it then sums them with decays over tokens, and adds the contribution of the
+                     state at the start of the chunk.
+    head_gradients   One program per chunk and head, for the gradients of values, steps, rates and skips.
+    group_gradients  One program per chunk and several heads of one group, for the gradients of keys and queries, which
+                     it sums over its heads.
 
 States are fp32 in registers. They are rounded to the inputs' dtype where they are GEMM operands; GEMMs accumulate in
-fp32. Backward does not need the outputs. The gradient of the decay over token k is a sum over all pairs j < k ≤ i. This
-sum is the difference of row sums and column sums of the same fp32 matrix, so they cancel to fp32 precision.
+fp32. Backward does not need the outputs of forward. The gradient of the decay over token k is a sum over all pairs
+j < k ≤ i. This sum is the difference of row sums and column sums over the same rounded factors, so they cancel to fp32
+precision.
 
 Exponents are in base 2. All results are deterministic.
 
@@ -160,13 +162,66 @@ def outputs_kernel(
 
 
 @triton.jit
-def gradients_kernel(
+def head_gradients_kernel(
     dy_sbaw, x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, dstates_mbadw,
-    dx_sbaw, dstep_sba, drate_mba, db_psbgd, dc_psbgd, dskip_mba,
+    dx_sbaw, dstep_sba, drate_mba, dskip_mba,
+    s, b, a, g, d, w, row_s, row_b,
+    DOCUMENTS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the values, steps, rates and skips of a chunk for one head.
+
+    Inputs are the states at the start of the chunk and the gradients of the states at its end.
+    """
+    m, at = tl.program_id(0), tl.program_id(1)
+    sample, head = at // a, at % a
+    group = head // (a // g)
+    i = m * L + tl.arange(0, L)
+    document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
+    shared = (tl.cast(sample, tl.int64) * row_b * g + group) * d
+    key = _rows(b_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    scores = tl.dot(query, tl.trans(key))
+    r = tl.arange(0, D)
+    rate = tl.load(rate_a + head)
+    step, sums, total = _decays(step_sba, rate, i, s, b * a, at)
+    before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
+    x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
+    dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
+    states = (m.to(tl.int64) * b * a + at) * d * w
+    u = (x.to(tl.float32) * step[:, None]).to(x.dtype)
+    # Contribution of the tokens to the state at the end.
+    dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
+    du = tl.dot(key, dstate) * after[:, None]
+    state_gradient = tl.sum(du * u.to(tl.float32), axis=1)
+    # Contribution of the state at the start.
+    state = _rows(states_mbadw + states, r, d, w, 0, w, W)
+    y = tl.dot(query, state) * before[:, None]
+    kept = over * tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+    # Contribution of pairs within the chunk.
+    weights = (scores * _of_pairs(sums, document, L, DOCUMENTS)).to(x.dtype)
+    y = tl.dot(weights, u, y)
+    of_pairs = tl.dot(tl.trans(weights), dy)
+    ddecay = tl.sum(y * dy.to(tl.float32), axis=1) - tl.sum(of_pairs * u.to(tl.float32), axis=1)
+    du += of_pairs
+    # Sum from each token on, plus the contributions of earlier tokens to the end, which pass the token.
+    ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
+    ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
+    dstep = tl.sum(du * x.to(tl.float32), axis=1) + rate * ddecay
+    tl.store(dstep_sba + i.to(tl.int64) * (b * a) + at, dstep, mask=i < s)
+    tl.store(drate_mba + m * b * a + at, tl.sum(step * ddecay, axis=0))
+    dskip = tl.sum(tl.sum(dy.to(tl.float32) * x.to(tl.float32), axis=1), axis=0)
+    tl.store(dskip_mba + m * b * a + at, dskip)
+    dx = du * step[:, None] + tl.load(skip_a + head) * dy.to(tl.float32)
+    _store_rows(dx_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, dx, w, W)
+
+
+@triton.jit
+def group_gradients_kernel(
+    dy_sbaw, x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, starts_sb, states_mbadw, dstates_mbadw, db_psbgd, dc_psbgd,
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk for HEADS heads of a group.
+    """Compute the gradients of the keys and queries of a chunk, summed over HEADS heads of a group.
 
     Inputs are the states at the start of the chunk and the gradients of the states at its end. Dim p of `db` and `dc`
     has one entry for each part of HEADS heads in a group.
@@ -174,47 +229,8 @@ def gradients_kernel(
     m, parts = tl.program_id(0), a // HEADS
     sample, first = tl.program_id(1) // parts, tl.program_id(1) % parts * HEADS
     group, part = first // (a // g), first % (a // g) // HEADS
-    i = m * L + tl.arange(0, L)
-    row = tl.arange(0, L)
+    i, r = m * L + tl.arange(0, L), tl.arange(0, D)
     document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
-    shared = (tl.cast(sample, tl.int64) * row_b * g + group) * d
-    key = _rows(b_sbgd + shared, i, s, row_s * g * d, 0, d, D)
-    query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
-    scores = tl.dot(query, tl.trans(key))
-    r = tl.arange(0, D)
-    # There are two loops because the sums of both would not fit into registers together.
-    for head in range(first, first + HEADS):
-        at = sample * a + head
-        rate = tl.load(rate_a + head)
-        step, sums, total = _decays(step_sba, rate, i, s, b * a, at)
-        before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
-        x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
-        dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
-        states = (m.to(tl.int64) * b * a + at) * d * w
-        # Contribution of the tokens to the state at the end.
-        dstate = _rows(dstates_mbadw + states, r, d, w, 0, w, W)
-        du = tl.dot(key, dstate) * after[:, None]
-        state_gradient = tl.sum(du * x.to(tl.float32), axis=1) * step
-        # Contribution of the state at the start.
-        state = _rows(states_mbadw + states, r, d, w, 0, w, W)
-        ddecay = tl.sum(tl.dot(query, state) * dy.to(tl.float32), axis=1) * before
-        kept = over * tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
-        # Contribution of pairs within the chunk.
-        weights = scores * _of_pairs(sums, document, L, DOCUMENTS)
-        du = tl.dot(tl.trans(weights.to(x.dtype)), dy, du)
-        products = tl.dot(dy, tl.trans(x))
-        dskip = tl.sum(tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), axis=1), axis=0)
-        crossing = tl.where(row[:, None] > row[None, :], products * weights * step[None, :], 0.0)
-        ddecay += tl.sum(crossing, axis=1) - tl.sum(crossing, axis=0)
-        # Sum from each token on, plus the contributions of earlier tokens to the end, which pass the token.
-        ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
-        ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
-        dstep = tl.sum(du * x.to(tl.float32), axis=1) + rate * ddecay
-        tl.store(dstep_sba + i.to(tl.int64) * (b * a) + at, dstep, mask=i < s)
-        tl.store(drate_mba + m * b * a + at, tl.sum(step * ddecay, axis=0))
-        tl.store(dskip_mba + m * b * a + at, dskip)
-        dx = du * step[:, None] + tl.load(skip_a + head) * dy.to(tl.float32)
-        _store_rows(dx_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, dx, w, W)
     dscores = tl.zeros([L, L], tl.float32)
     dkey = tl.zeros([L, D], tl.float32)
     dquery = tl.zeros([L, D], tl.float32)
@@ -230,6 +246,9 @@ def gradients_kernel(
         dkey = tl.dot((x.to(tl.float32) * (after * step)[:, None]).to(x.dtype), tl.trans(dstate), dkey)
         state = _rows(states_mbadw + states, r, d, w, 0, w, W)
         dquery = tl.dot((dy.to(tl.float32) * before[:, None]).to(x.dtype), tl.trans(state), dquery)
+    shared = (tl.cast(sample, tl.int64) * row_b * g + group) * d
+    key = _rows(b_sbgd + shared, i, s, row_s * g * d, 0, d, D)
+    query = _rows(c_sbgd + shared, i, s, row_s * g * d, 0, d, D)
     rounded = dscores.to(key.dtype)
     dquery = tl.dot(rounded, key, dquery)
     dkey = tl.dot(tl.trans(rounded), query, dkey)
@@ -285,7 +304,7 @@ class StateSpaceInputs(NamedTuple):
         """Return the compile-time constants of the kernels."""
         _, _, _, _, d, w = self.sizes
         widths = {"D": max(16, next_power_of_2(d)), "W": max(16, next_power_of_2(w))}
-        return widths | {"L": CHUNK, "DOCUMENTS": self.starts_sb is not None, "HEADS": self.heads}
+        return widths | {"L": CHUNK, "DOCUMENTS": self.starts_sb is not None}
 
 
 def _laid_out(x: Tensor, batch_first: bool) -> Tensor:
@@ -300,8 +319,8 @@ def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tenso
     y_sbaw = inputs.x_sbaw.new_empty(s, b, a, w)
     x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
     outputs_kernel[ceil_div(s, CHUNK), b * a // inputs.heads](
-        x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows,
-        **inputs.constants(), num_warps=8,
+        x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows, **inputs.constants(),
+        HEADS=inputs.heads, num_warps=8,
     )  # fmt: skip
     return y_sbaw, last_badw, states_mbadw
 
@@ -320,9 +339,14 @@ def backward(
     dtype = x.dtype if parts == 1 else torch.float32
     shape = (2, parts, s, b, g, d) if inputs.rows == (b, 1) else (2, parts, b, s, g, d)
     db, dc = x.new_empty(shape, dtype=dtype)
-    gradients_kernel[chunks, b * a // inputs.heads](
-        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw,
-        dx, dstep, drate, db, dc, dskip, *inputs.sizes, *inputs.rows, **inputs.constants(), num_warps=8, num_stages=2,
+    constants = inputs.constants()
+    head_gradients_kernel[chunks, b * a](
+        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw, dx, dstep, drate, dskip,
+        *inputs.sizes, *inputs.rows, **constants, num_warps=4,
+    )  # fmt: skip
+    group_gradients_kernel[chunks, b * a // inputs.heads](
+        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, starts, states_mbadw, dstates_mbadw, db, dc,
+        *inputs.sizes, *inputs.rows, **constants, HEADS=inputs.heads, num_warps=8, num_stages=3,
     )  # fmt: skip
     db, dc = (part[0] if parts == 1 else part.sum(0).to(x.dtype) for part in (db, dc))
     if inputs.rows != (b, 1):

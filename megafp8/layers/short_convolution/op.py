@@ -1,7 +1,7 @@
 """Causal convolution over a few tokens in each channel, before a recurrence, with SiLU and normalization of heads.
 
-On a GPU, `megafp8.layers.short_convolution.kernel` computes all of this in one pass. On other devices and in fp64,
-PyTorch's operations compute it.
+On a GPU, `megafp8.layers.short_convolution.kernel` computes all of this in one pass. On other devices, in fp64, and for
+convolutions over many tokens, PyTorch's operations compute it.
 
 Shapes: s sequence length, b micro-batch size, n channels, divided into parts of c channels; k tokens that the
 convolution sees, t = k - 1 tokens before the current one.
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megafp8.layers.short_convolution.kernel import ConvolutionInputs
 
 _kernels = triton_module("megafp8.layers.short_convolution.kernel")
+_KERNEL_TOKENS = 8
+"""Longest convolution that the kernels compute. Their loops over its tokens are unrolled; 40 compile in minutes."""
 
 
 class ChannelGroup(NamedTuple):
@@ -93,7 +95,8 @@ def convolve_parts(
         A tensor `[s, b, heads, width]` for each part.
     """
     assert sum(part.heads * part.width for part in parts) == x_sbn.shape[2]
-    if x_sbn.is_cuda and x_sbn.dtype != torch.float64 and x_sbn.stride(-1) == 1:
+    fits = x_sbn.stride(-1) == 1 and weight_nk.shape[1] <= _KERNEL_TOKENS
+    if fits and x_sbn.is_cuda and x_sbn.dtype != torch.float64:
         return _Convolved.apply(x_sbn, weight_nk, last_btn, starts_sb, bias_n, tuple(parts))
     y_sbn = F.silu(convolve(x_sbn, weight_nk, last_btn, starts_sb, bias_n))
     outputs = []
