@@ -320,7 +320,7 @@ def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tenso
     x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
     outputs_kernel[ceil_div(s, CHUNK), b * a // inputs.heads](
         x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows, **inputs.constants(),
-        HEADS=inputs.heads, num_warps=8,
+        HEADS=inputs.heads, num_warps=4,
     )  # fmt: skip
     return y_sbaw, last_badw, states_mbadw
 
