@@ -1,7 +1,9 @@
 """Kernels for the recurrence of Mamba-2 in chunks, forward and backward (Dao & Gu 2024, arXiv:2405.21060, section 6).
 
-Reference and formulas: `megafp8.layers.mamba2.reference`. There are four kernels over chunks of tokens:
+Reference and formulas: `megafp8.layers.mamba2.reference`. There are five kernels over chunks of tokens:
 
+    decays           One program per chunk and several heads. It sums decays over tokens, so that the other kernels can
+                     begin with products.
     states           One program per tile of a head's state. It runs through the chunks in order and writes the state at
                      the start of each. In backward it runs through queries and output gradients in reverse order, and
                      writes the gradient of the state at the end of each chunk.
@@ -39,7 +41,11 @@ CHUNK = 64
 _STATE_TILE = 64
 """Rows of a head's state per program of `states_kernel`. Small tiles give more programs, one per tile of a head."""
 _HEADS = 8
-"""Largest number of heads per program of the other kernels. The number divides the heads of a group."""
+"""Largest number of heads per program of kernels for several heads. The number divides the heads of a group."""
+_DECAY_HEADS = 16
+"""Heads per program of `decays_kernel`."""
+_SMALL_STATE = 8192
+"""Largest state for whose gradients four warps have enough registers, and which fits into shared memory three times."""
 
 
 @triton.jit
@@ -67,11 +73,11 @@ def _documents(starts_sb, i, s, b, sample, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _decays(step_sba, rate, i, s, heads, at):
-    """Return the steps of a chunk (0 beyond s), the running sums of its decays in base 2, and their total."""
-    step = tl.load(step_sba + i.to(tl.int64) * heads + at, mask=i < s, other=0.0)
-    decay = step * (rate * 1.4426950408889634)
-    return step, tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
+def _decays(step_bas, sums_bas, at, m, s, L: tl.constexpr):
+    """Load the steps of chunk m of head `at`, and the running sums of its decays in base 2 and their total."""
+    first = (tl.cast(at, tl.int64) * tl.cdiv(s, L) + m) * L
+    i = first + tl.arange(0, L)
+    return tl.load(step_bas + i), tl.load(sums_bas + i), tl.load(sums_bas + first + L - 1)
 
 
 @triton.jit
@@ -96,8 +102,21 @@ def _ends(sums, total, document, begun, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def decays_kernel(step_sba, rate_a, step_bas, sums_bas, s, heads, a, L: tl.constexpr, HEADS: tl.constexpr):
+    """Transpose the steps of a chunk, 0 beyond s, and compute the running sums of its decays in base 2."""
+    m, at = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i, exists = m * L + tl.arange(0, L), at < heads
+    inside = (i < s)[:, None] & exists[None, :]
+    step = tl.load(step_sba + i.to(tl.int64)[:, None] * heads + at[None, :], mask=inside, other=0.0)
+    rate = tl.load(rate_a + at % a, mask=exists, other=0.0) * 1.4426950408889634
+    to = at.to(tl.int64)[None, :] * (tl.num_programs(0) * L) + i[:, None]
+    tl.store(step_bas + to, step, mask=exists[None, :])
+    tl.store(sums_bas + to, tl.cumsum(step * rate[None, :], axis=0), mask=exists[None, :])
+
+
+@triton.jit
 def states_kernel(
-    key_sbgd, value_sbaw, step_sba, rate_a, starts_sb, first_badw, chunks_mbadw, last_badw,
+    key_sbgd, value_sbaw, step_bas, sums_bas, starts_sb, first_badw, chunks_mbadw, last_badw,
     s, b, a, g, d, w, key_s, key_b, value_s, value_b,
     REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +130,6 @@ def states_kernel(
     inside = (r < d)[:, None] & (c < w)[None, :]
     at = (sample * a + head).to(tl.int64) * d * w + r[:, None] * w + c[None, :]
     state = tl.load(first_badw + at, mask=inside, other=0.0)
-    rate = tl.load(rate_a + head)
     keys = key_sbgd + (tl.cast(sample, tl.int64) * key_b * g + head // (a // g)) * d
     values = value_sbaw + (tl.cast(sample, tl.int64) * value_b * a + head) * w
     size = tl.cast(b * a, tl.int64) * d * w
@@ -121,7 +139,7 @@ def states_kernel(
         tl.store(chunks_mbadw + m * size + at, state.to(chunks_mbadw.dtype.element_ty), mask=inside)
         i = m * L + tl.arange(0, L)
         document, begun = _documents(starts_sb, i, s, b, sample, DOCUMENTS)
-        step, sums, total = _decays(step_sba, rate, i, s, b * a, sample * a + head)
+        step, sums, total = _decays(step_bas, sums_bas, sample * a + head, m, s, L)
         before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
         weight = before if REVERSE else after * step
         key = _rows(keys, i, s, key_s * g * d, row, d, TILE)
@@ -133,7 +151,7 @@ def states_kernel(
 
 @triton.jit
 def outputs_kernel(
-    x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, y_sbaw,
+    x_sbaw, step_bas, sums_bas, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, y_sbaw,
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +168,7 @@ def outputs_kernel(
     r = tl.arange(0, D)
     for head in range(first, first + HEADS):
         at = sample * a + head
-        step, sums, total = _decays(step_sba, tl.load(rate_a + head), i, s, b * a, at)
+        step, sums, total = _decays(step_bas, sums_bas, at, m, s, L)
         x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
         state = _rows(states_mbadw + (m.to(tl.int64) * b * a + at) * d * w, r, d, w, 0, w, W)
         before, _after, _over = _ends(sums, total, document, begun, DOCUMENTS)
@@ -163,7 +181,7 @@ def outputs_kernel(
 
 @triton.jit
 def head_gradients_kernel(
-    dy_sbaw, x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, dstates_mbadw,
+    dy_sbaw, x_sbaw, step_bas, sums_bas, rate_a, b_sbgd, c_sbgd, skip_a, starts_sb, states_mbadw, dstates_mbadw,
     dx_sbaw, dstep_sba, drate_mba, dskip_mba,
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
@@ -183,7 +201,7 @@ def head_gradients_kernel(
     scores = tl.dot(query, tl.trans(key))
     r = tl.arange(0, D)
     rate = tl.load(rate_a + head)
-    step, sums, total = _decays(step_sba, rate, i, s, b * a, at)
+    step, sums, total = _decays(step_bas, sums_bas, at, m, s, L)
     before, after, over = _ends(sums, total, document, begun, DOCUMENTS)
     x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
     dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
@@ -200,9 +218,9 @@ def head_gradients_kernel(
     # Contribution of pairs within the chunk.
     weights = (scores * _of_pairs(sums, document, L, DOCUMENTS)).to(x.dtype)
     y = tl.dot(weights, u, y)
-    of_pairs = tl.dot(tl.trans(weights), dy)
-    ddecay = tl.sum(y * dy.to(tl.float32), axis=1) - tl.sum(of_pairs * u.to(tl.float32), axis=1)
-    du += of_pairs
+    pair_gradient = tl.dot(tl.trans(weights), dy)
+    ddecay = tl.sum(y * dy.to(tl.float32), axis=1) - tl.sum(pair_gradient * u.to(tl.float32), axis=1)
+    du += pair_gradient
     # Sum from each token on, plus the contributions of earlier tokens to the end, which pass the token.
     ddecay = tl.sum(ddecay, axis=0) - tl.cumsum(ddecay, axis=0) + ddecay
     ddecay += tl.cumsum(state_gradient, axis=0) - state_gradient + kept
@@ -217,7 +235,7 @@ def head_gradients_kernel(
 
 @triton.jit
 def group_gradients_kernel(
-    dy_sbaw, x_sbaw, step_sba, rate_a, b_sbgd, c_sbgd, starts_sb, states_mbadw, dstates_mbadw, db_psbgd, dc_psbgd,
+    dy_sbaw, x_sbaw, step_bas, sums_bas, b_sbgd, c_sbgd, starts_sb, states_mbadw, dstates_mbadw, db_psbgd, dc_psbgd,
     s, b, a, g, d, w, row_s, row_b,
     DOCUMENTS: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +254,7 @@ def group_gradients_kernel(
     dquery = tl.zeros([L, D], tl.float32)
     for head in range(first, first + HEADS):
         at = sample * a + head
-        step, sums, total = _decays(step_sba, tl.load(rate_a + head), i, s, b * a, at)
+        step, sums, total = _decays(step_bas, sums_bas, at, m, s, L)
         before, after, _over = _ends(sums, total, document, begun, DOCUMENTS)
         x = _rows(x_sbaw + (tl.cast(sample, tl.int64) * row_b * a + head) * w, i, s, row_s * a * w, 0, w, W)
         dy = _rows(dy_sbaw + at * w, i, s, b * a * w, 0, w, W)
@@ -315,11 +333,12 @@ def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tenso
     """Return the outputs, the state after the last token, and the states at the start of each chunk for backward."""
     s, b, a, _, _, w = inputs.sizes
     rows = inputs.rows
-    states_mbadw, last_badw = _states(inputs, inputs.b_sbgd, inputs.x_sbaw, rows, state_badw, reverse=False)
+    decays = _decays_of(inputs)
+    states_mbadw, last_badw = _states(inputs, decays, inputs.b_sbgd, inputs.x_sbaw, rows, state_badw, reverse=False)
     y_sbaw = inputs.x_sbaw.new_empty(s, b, a, w)
-    x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
+    x, _, _, b_sbgd, c_sbgd, skip, starts = inputs
     outputs_kernel[ceil_div(s, CHUNK), b * a // inputs.heads](
-        x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows, **inputs.constants(),
+        x, *decays, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows, **inputs.constants(),
         HEADS=inputs.heads, num_warps=4,
     )  # fmt: skip
     return y_sbaw, last_badw, states_mbadw
@@ -332,7 +351,8 @@ def backward(
     s, b, a, g, d, _ = inputs.sizes
     x, step, rate, b_sbgd, c_sbgd, skip, starts = inputs
     dy_sbaw = kernel_input(dy_sbaw.contiguous())
-    dstates_mbadw, dfirst_badw = _states(inputs, c_sbgd, dy_sbaw, (b, 1), dlast_badw, reverse=True)
+    decays = _decays_of(inputs)
+    dstates_mbadw, dfirst_badw = _states(inputs, decays, c_sbgd, dy_sbaw, (b, 1), dlast_badw, reverse=True)
     chunks, parts = ceil_div(s, CHUNK), a // g // inputs.heads
     dx, dstep = torch.empty_like(x), torch.empty_like(step)
     drate, dskip = step.new_empty(2, chunks, b, a)
@@ -340,13 +360,14 @@ def backward(
     shape = (2, parts, s, b, g, d) if inputs.rows == (b, 1) else (2, parts, b, s, g, d)
     db, dc = x.new_empty(shape, dtype=dtype)
     constants = inputs.constants()
+    warps, stages = (4, 3) if constants["D"] * constants["W"] <= _SMALL_STATE else (8, 2)
     head_gradients_kernel[chunks, b * a](
-        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw, dx, dstep, drate, dskip,
-        *inputs.sizes, *inputs.rows, **constants, num_warps=4,
+        dy_sbaw, x, *decays, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw, dx, dstep, drate, dskip,
+        *inputs.sizes, *inputs.rows, **constants, num_warps=warps,
     )  # fmt: skip
     group_gradients_kernel[chunks, b * a // inputs.heads](
-        dy_sbaw, x, step, rate, b_sbgd, c_sbgd, starts, states_mbadw, dstates_mbadw, db, dc,
-        *inputs.sizes, *inputs.rows, **constants, HEADS=inputs.heads, num_warps=8, num_stages=3,
+        dy_sbaw, x, *decays, b_sbgd, c_sbgd, starts, states_mbadw, dstates_mbadw, db, dc,
+        *inputs.sizes, *inputs.rows, **constants, HEADS=inputs.heads, num_warps=8, num_stages=stages,
     )  # fmt: skip
     db, dc = (part[0] if parts == 1 else part.sum(0).to(x.dtype) for part in (db, dc))
     if inputs.rows != (b, 1):
@@ -354,9 +375,21 @@ def backward(
     return dx, dstep, drate.sum((0, 1)), db, dc, dskip.sum((0, 1)), dfirst_badw
 
 
+def _decays_of(inputs: StateSpaceInputs) -> tuple[Tensor, Tensor]:
+    """Return the steps, 0 beyond s, and the running sums of the decays in each chunk; both `[b·a, m·L]`."""
+    s, b, a, *_ = inputs.sizes
+    chunks = ceil_div(s, CHUNK)
+    step_bas, sums_bas = inputs.step_sba.new_empty(2, b * a, chunks * CHUNK)
+    heads = min(_DECAY_HEADS, next_power_of_2(b * a))
+    decays_kernel[chunks, ceil_div(b * a, heads)](
+        inputs.step_sba, inputs.rate_a, step_bas, sums_bas, s, b * a, a, L=CHUNK, HEADS=heads
+    )
+    return step_bas, sums_bas
+
+
 def _states(
-    inputs: StateSpaceInputs, keys_sbgd: Tensor, values_sbaw: Tensor, value_rows: tuple[int, int], first_badw: Tensor,
-    *, reverse: bool,
+    inputs: StateSpaceInputs, decays: tuple[Tensor, Tensor], keys_sbgd: Tensor, values_sbaw: Tensor,
+    value_rows: tuple[int, int], first_badw: Tensor, *, reverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `states_kernel`; return the states (in reverse: gradients) of each chunk, and the last state.
 
@@ -369,7 +402,7 @@ def _states(
     last_badw = torch.empty_like(first_badw)
     tile = min(_STATE_TILE, constants["D"])
     states_kernel[ceil_div(d, tile), b * a](
-        keys_sbgd, values_sbaw, inputs.step_sba, inputs.rate_a, inputs.starts_sb, first_badw, chunks_mbadw, last_badw,
+        keys_sbgd, values_sbaw, *decays, inputs.starts_sb, first_badw, chunks_mbadw, last_badw,
         *inputs.sizes, *inputs.rows, *value_rows, REVERSE=reverse, DOCUMENTS=constants["DOCUMENTS"], L=CHUNK,
         TILE=tile, W=constants["W"], num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -17,9 +17,11 @@ from triton import jit
 from megafp8.kernels.arithmetic import ceil_div, next_power_of_2
 from megafp8.kernels.launch import TritonKernel
 
-_ELEMENTS = 4096
-"""Elements of a tile."""
-_TILES = 16
+_ELEMENTS = 1024
+"""Elements of a tile, unless one token has more."""
+_WARP_ELEMENTS = 512
+"""Elements of a tile per warp. More would leave registers for too few programs, and wait for memory."""
+_TILES = 32
 """Tiles of a program in backward."""
 
 
@@ -64,7 +66,7 @@ def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stri
     j, head = tl.arange(0, C), tl.program_id(1)
     w = tl.load(weight + head * w_stride + j, mask=j < c, other=0.0).to(tl.float32)
     sums = tl.zeros((C,), tl.float32)
-    for tile in range(TILES):
+    for tile in tl.range(TILES, num_stages=2):  # loads a tile ahead
         first = (tl.program_id(0) * TILES + tile) * T
         at, _, inside, value, gate = _tile(x, z, z_stride, r, a, c, first, T, C)
         gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
@@ -88,10 +90,11 @@ def backward_kernel(dy, x, z, weight, dx, dz, dweight, z_stride, r, a, c, w_stri
     tl.store(dweight + (tl.program_id(0).to(tl.int64) * a + head) * c + j, sums, mask=j < c)
 
 
-def _sizes(c: int) -> tuple[int, int]:
-    """Return the tokens of a tile and its width."""
+def _sizes(c: int) -> tuple[int, int, int]:
+    """Return the tokens of a tile, its width, and the warps that compute it."""
     width = next_power_of_2(c)
-    return max(1, _ELEMENTS // width), width
+    tokens = max(1, _ELEMENTS // width)
+    return tokens, width, tokens * width // _WARP_ELEMENTS
 
 
 def forward(x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool) -> Tensor:
@@ -99,9 +102,9 @@ def forward(x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bo
 
     `x_rac` is contiguous; `z_rc` `[r, a·c]` is contiguous in its last dim; `weight` is `[c]` or `[a, c]`.
     """
-    (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
+    (r, a, c), (tokens, width, warps) = x_rac.shape, _sizes(x_rac.shape[2])
     y_rac = torch.empty_like(x_rac)
-    kernel = forward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, C=width, num_warps=4)
+    kernel = forward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, C=width, num_warps=warps)
     numbers = (z_rc.stride(0), r, a, c, c if weight.dim() == 2 else 0, eps)
     kernel.launch((ceil_div(r, tokens), a), (x_rac, z_rc, weight, y_rac), numbers)
     return y_rac
@@ -111,11 +114,11 @@ def backward(
     dy_rac: Tensor, x_rac: Tensor, z_rc: Tensor, weight: Tensor, eps: float, *, silu: bool, gate_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and z, `[r, a, c]`, and of the weight in fp32. `dy_rac` is contiguous."""
-    (r, a, c), (tokens, width) = x_rac.shape, _sizes(x_rac.shape[2])
+    (r, a, c), (tokens, width, warps) = x_rac.shape, _sizes(x_rac.shape[2])
     programs = ceil_div(r, tokens * _TILES)
     dx_rac, dz_rac = torch.empty_like(x_rac), torch.empty_like(x_rac)
     sums = torch.empty(programs, a, c, dtype=torch.float32, device=x_rac.device)
-    kernel = backward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, TILES=_TILES, C=width, num_warps=4)
+    kernel = backward_kernel.bind(SILU=silu, BEFORE=gate_first, T=tokens, TILES=_TILES, C=width, num_warps=warps)
     numbers = (z_rc.stride(0), r, a, c, c if weight.dim() == 2 else 0, eps)
     kernel.launch((programs, a), (dy_rac, x_rac, z_rc, weight, dx_rac, dz_rac, sums), numbers)
     return dx_rac, dz_rac, sums.sum(0) if weight.dim() == 2 else sums.sum((0, 1))
