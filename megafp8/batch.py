@@ -5,15 +5,17 @@ Shapes: b micro-batch, s sequence, d the decoder's sequence or depths of multi-t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megafp8.layers.head.parts import TokenPart
 from megafp8.parallel.context import shard_positions
+from megafp8.parallel.placement import Placement, place_documents
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Batch:
         cu_seqlens: int32 `[b, n + 1]`, first token of each document of a sample, then s until the row is full; None
             unless attention restarts at documents. n is a power of two of at least 64, so that it rarely changes
             between batches: CUDA graphs need a fixed shape.
+        chunks: int32 `[b, n, slots]`, tokens of each document in each slot of context-parallel ranks; None if all
+            documents are cut equally (`with_placement`).
+        gathered: Tokens of each context-parallel rank whose keys all ranks need; None without `chunks`.
         samples: int64 `[b]`, indices of the samples in the run; None without dropout.
         token_types: int64; None if all are 0.
         prefix: int64 `[b]`, number of leading tokens of a sample that all of its tokens attend to; None if tokens
@@ -48,6 +53,8 @@ class Batch:
     loss_mask: Tensor | None = None
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    chunks: Tensor | None = None
+    gathered: int | None = None
     samples: Tensor | None = None
     token_types: Tensor | None = None
     prefix: Tensor | None = None
@@ -82,6 +89,22 @@ class Batch:
             reference = torch.nn.functional.pad(reference, (0, documents - self.room))
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, padding], dim=1), reference=reference)
 
+    @property
+    def placement(self) -> Placement | None:
+        """Placement of the documents on context-parallel ranks; None if all are cut equally."""
+        if self.chunks is None:
+            return None
+        assert self.gathered is not None
+        return Placement(self.chunks, self.gathered)
+
+    def with_placement(self, ranks: int) -> Batch:
+        """Place documents on context-parallel ranks such that attention is fast. The batch is in host memory."""
+        if self.cu_seqlens is None:
+            return self
+        chunks, gathered = place_documents(self.cu_seqlens, ranks)
+        pinned = self.cu_seqlens.is_pinned()  # a copy from other memory would wait for the device
+        return replace(self, chunks=chunks.pin_memory() if pinned else chunks, gathered=gathered)
+
     def with_later_labels(self, depths: int) -> Batch:
         """Append the labels of depths 1 to `depths` of multi-token prediction: at depth d, the labels d tokens later.
 
@@ -115,8 +138,8 @@ class Batch:
         """
         if ranks == 1:
             return self
-        documents = self.cu_seqlens if cuts_documents else None
-        mine = shard_positions(documents, self.tokens.shape[1], rank, ranks, self.tokens.device)
+        documents, s = self.cu_seqlens if cuts_documents else None, self.tokens.shape[1]
+        mine = shard_positions(documents, s, rank, ranks, self.tokens.device, self.chunks)
 
         def take(x: Tensor) -> Tensor:
             return x.gather(1, mine.repeat(x.shape[0] // mine.shape[0], 1))
@@ -126,22 +149,28 @@ class Batch:
         if sampled is not None:
             sampled = torch.stack([take(x) for x in sampled.unbind(2)], dim=2)
         names = ("tokens", "labels", "loss_mask", "token_types", "padding", "label_padding", "documents", "places")
-        taken = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
+        taken: dict[str, Any] = {name: take(x) for name in names if (x := getattr(self, name)) is not None}
         return replace(self, position_ids=positions, sampled=sampled, **taken)
 
     def part(self, part: TokenPart) -> Batch:
         """Return the labels of a part of the tokens, with what their losses read. `reference` must be by token."""
         names = ("labels", "loss_mask", "sampled")
-        taken = {name: part.of(x, 1) for name in names if (x := getattr(self, name)) is not None}
+        taken: dict[str, Any] = {name: part.of(x, 1) for name in names if (x := getattr(self, name)) is not None}
         reference = None if self.reference is None else part.of(self.reference, 0)
         return replace(self, reference=reference, **taken)
 
     @property
+    def shape(self) -> Hashable:
+        """Shapes of all tensors, and the other numbers on which a CUDA graph depends."""
+        return (*(x.shape for x in self.tensors), self.gathered)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors that are present, in the order of the fields."""
-        return [x for field in fields(self) if (x := getattr(self, field.name)) is not None]
+        return [x for field in fields(self) if isinstance(x := getattr(self, field.name), Tensor)]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Apply `function` to each tensor and return the new batch."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: function(x) for name, x in parts.items() if x is not None})
+        mapped: dict[str, Any] = {name: function(x) for name, x in parts.items() if isinstance(x, Tensor)}
+        return replace(self, **mapped)

@@ -48,7 +48,8 @@ from megafp8.layers.recurrent.context_parallel import ContextRecurrence
 from megafp8.layers.recurrent.op import Recurrence
 from megafp8.layers.shared_attention.module import SharedAttentionInputs, shared_transformer
 from megafp8.models.block import Block, PredictionLayer, block_class
-from megafp8.parallel.context import one_segment, place_tokens, rank_rows, shard_positions
+from megafp8.parallel.context import one_segment, place_tokens, rank_order, rank_rows, shard_positions
+from megafp8.parallel.placement import Placement
 from megafp8.parallel.sharding import Init, ParamSpec, set_spec, shard_dim
 from megafp8.parallel.tensor.lora import freeze
 from megafp8.parallel.tensor.mappings import gather_from_sequence_parallel, scatter_to_sequence_parallel
@@ -63,6 +64,7 @@ class MicroBatchTokens(Tokens):
         group: Context-parallel ranks that share the sequences; None if this rank has whole sequences.
         cu_seqlens_bn: int32, first token of each document of the whole sequences, and their length; None if each whole
             sequence is one document.
+        placement: Placement of the documents on the ranks of `group`; None if all are cut equally.
         prefix_b: Length of each sample's bidirectional prefix, as in `Batch.prefix`.
         cuts_documents: Whether context parallelism splits each document, as in `place_tokens`.
         later_padding_dbs: Padding at the depths of multi-token prediction, from depth 1 on.
@@ -70,6 +72,7 @@ class MicroBatchTokens(Tokens):
 
     group: ProcessGroup | None = None
     cu_seqlens_bn: Tensor | None = None
+    placement: Placement | None = None
     prefix_b: Tensor | None = None
     cuts_documents: bool = True
     later_padding_dbs: Sequence[Tensor] = ()
@@ -100,6 +103,7 @@ class MicroBatchTokens(Tokens):
         calls = plan(
             self.length, rank, ranks, causal=causal, window=window, cu_seqlens_bm=cu_seqlens_bn, device=device,
             prefix_b=prefix_b, positions=positions, cuts_documents=self.cuts_documents, chunk=chunk,
+            placement=self.placement,
         )  # fmt: skip
         return ContextAttention(self.group, calls)
 
@@ -115,9 +119,10 @@ class MicroBatchTokens(Tokens):
             return KeysOfSequences(*key_ranges(mask, s, s, device))
         rank, ranks = self.group.rank(), self.group.size()
         whole = one_segment(s, device) if cu_seqlens_bn is None else cu_seqlens_bn
-        positions_bs = shard_positions(cu_seqlens_bn if self.cuts_documents else None, s, rank, ranks, device)
+        chunks_bnl = None if self.placement is None else self.placement.chunks_bml
+        placed = place_tokens(whole, 2 * ranks, s, cuts_documents=self.cuts_documents, chunks_bml=chunks_bnl)
+        positions_bs = rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
         mask = AttentionMask(cu_seqlens_bn, cu_seqlens_bn, positions_bs=positions_bs)
-        placed = place_tokens(whole, 2 * ranks, s, cuts_documents=self.cuts_documents)
         rows_bs = rank_rows(placed.slot_bs, ranks)
         return KeysOfSequences(*key_ranges(mask, s // ranks, s, device), rows_bs, self.group)
 
@@ -325,10 +330,11 @@ class GPTStage(nn.Module):
             later_padding_dbs=paddings[1:],
             group=context.context_parallel,
             cu_seqlens_bn=batch.cu_seqlens,
+            placement=batch.placement,
             prefix_b=batch.prefix,
             cuts_documents=self.model.cuts_documents,
         )
-        return self.inputs_of(tokens, self._places(s, batch.cu_seqlens, batch.samples))
+        return self.inputs_of(tokens, self._places(s, batch))
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
         """Return the inputs of the blocks `which` for these tokens, in addition to the residual stream.
@@ -348,8 +354,9 @@ class GPTStage(nn.Module):
             return inputs
         return replace(inputs, per_layer_sblp=self.per_layer_embedding(tokens_bs, x_sbh))
 
-    def _places(self, s: int, cu_seqlens_bn: Tensor | None, samples_b: Tensor | None) -> TokenPlaces | None:
+    def _places(self, s: int, batch: Batch) -> TokenPlaces | None:
         """Return the places of the tokens of this rank's residual stream; None without dropout."""
+        samples_b = batch.samples
         if samples_b is None or not self.model.hidden_dropout:
             return None
         context, group = self.context, self.context.context_parallel
@@ -357,8 +364,8 @@ class GPTStage(nn.Module):
             positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
         else:
             ranks = group.size()
-            documents = cu_seqlens_bn if self.model.cuts_documents else None
-            positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device)
+            documents = batch.cu_seqlens if self.model.cuts_documents else None
+            positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device, batch.chunks)
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)

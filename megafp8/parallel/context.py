@@ -10,6 +10,9 @@ Transformer Engine without its padding.
 one slot after the other, from document to document, so that all slots have s / 2n tokens. A rank's *shard* is slot r
 followed by slot 2n - 1 - r. An all-gather concatenates the shards in the order of ranks ("rank order").
 
+Documents may also stay whole on one rank (`parallel.placement`). The whole documents of rank r are in slot 2n + r, with
+which its shard then begins. Slots may have different numbers of tokens in this case, but all shards have s / n.
+
 For a model that passes states from token to token, the whole sample is split into 2n slots, not each document: every
 slot then has one initial state. The costs of the ranks differ if a few documents are long.
 
@@ -31,7 +34,7 @@ def one_segment(s: int, device: torch.device) -> Tensor:
 
 
 def slots_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the two slots of `rank`."""
+    """Return the two slots of `rank` that have chunks of documents."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -58,10 +61,13 @@ class DocumentPlacement(NamedTuple):
     slot_bs: Tensor
 
 
-def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: bool = True) -> DocumentPlacement:
+def place_tokens(
+    cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: bool = True, chunks_bml: Tensor | None = None
+) -> DocumentPlacement:
     """Return the document and the slot of each token of a sample.
 
-    If `cuts_documents` is True, each document is split into chunks; otherwise the whole sample is split.
+    If `cuts_documents` is True, each document is split into chunks; otherwise the whole sample is split. `chunks_bml`
+    has the number of tokens of each document in each slot; by default they are equal, and no document is whole.
     """
     position = torch.arange(s, device=cu_seqlens_bm.device)
     position_bs = position.expand(cu_seqlens_bm.shape[0], s).contiguous()
@@ -73,10 +79,10 @@ def place_tokens(cu_seqlens_bm: Tensor, slots: int, s: int, *, cuts_documents: b
         before_bml = (slot_ends - starts[..., None]).clamp(min=0).minimum((ends.long() - starts)[..., None])
         lengths_bml = before_bml.diff(dim=-1, prepend=torch.zeros_like(before_bml[..., :1]))
         return DocumentPlacement(lengths_bml, document_bs, offset_bs, position_bs // (s // slots))
-    lengths_bml = chunk_lengths(cu_seqlens_bm, slots)
+    lengths_bml = chunk_lengths(cu_seqlens_bm, slots) if chunks_bml is None else chunks_bml
     chunk_ends = lengths_bml.cumsum(-1)
     slot_bs = torch.zeros_like(position_bs)
-    for slot in range(slots - 1):
+    for slot in range(lengths_bml.shape[-1] - 1):
         slot_bs += chunk_ends[..., slot].gather(1, document_bs) <= offset_bs
     return DocumentPlacement(lengths_bml, document_bs, offset_bs, slot_bs)
 
@@ -86,15 +92,23 @@ def rank_order(slot_bs: Tensor, ranks: int) -> Tensor:
 
     `slot_bs` is the slot of each token.
     """
-    slot_order = slot_bs.argsort(dim=1, stable=True).chunk(2 * ranks, dim=1)
-    return torch.cat([slot_order[slot] for rank in range(ranks) for slot in slots_of(rank, ranks)], dim=1)
+    whole_bs = slot_bs >= 2 * ranks
+    rank_bs = torch.where(whole_bs, slot_bs - 2 * ranks, torch.minimum(slot_bs, 2 * ranks - 1 - slot_bs))
+    place_bs = torch.where(whole_bs, 0, torch.where(slot_bs < ranks, 1, 2))
+    return (3 * rank_bs + place_bs).argsort(dim=1, stable=True)
 
 
-def shard_positions(cu_seqlens_bm: Tensor | None, s: int, rank: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the positions of the s/n tokens of `rank`, `[b, s/n]`; `[1, s/n]` if documents are absent or not split."""
+def shard_positions(
+    cu_seqlens_bm: Tensor | None, s: int, rank: int, ranks: int, device: torch.device, chunks_bml: Tensor | None = None
+) -> Tensor:
+    """Return the positions of the s/n tokens of `rank`, `[b, s/n]`; `[1, s/n]` if documents are absent or not split.
+
+    `chunks_bml` has the same meaning as in `place_tokens`.
+    """
     assert s % (2 * ranks) == 0, f"{s} tokens cannot be sharded over {ranks} ranks"
     whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    return rank_order(place_tokens(whole, 2 * ranks, s).slot_bs, ranks).chunk(ranks, dim=1)[rank]
+    placed = place_tokens(whole, 2 * ranks, s, chunks_bml=chunks_bml)
+    return rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
 
 
 def rank_rows(slot_bs: Tensor, ranks: int) -> Tensor:

@@ -120,8 +120,8 @@ class Part(Generic[T]):
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """Shapes of the tensors of each micro-batch."""
-        return tuple(tuple(x.shape for x in batch.tensors) for batch in self.microbatches)
+        """Shapes of each micro-batch."""
+        return tuple(batch.shape for batch in self.microbatches)
 
 
 def in_parts(microbatches: Sequence[Batch], work: Callable[..., T]) -> list[Part[T]]:

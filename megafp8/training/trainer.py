@@ -184,6 +184,7 @@ class RankTrainer:
         ]
         model = config.spec
         self._label_depths, self._cuts_documents = model.num_prediction_layers, model.cuts_documents
+        self._places_documents = model.causal and model.cuts_documents and self.parallel.context.size > 1
         self._needs_samples = bool(model.hidden_dropout or model.attention_dropout)
         self._has_auxiliary_loss, self._has_index_loss = model.has_auxiliary_loss, model.has_indexers
         self.load_collector = self._load_collector()
@@ -385,9 +386,17 @@ class RankTrainer:
         return all_reduce(total, self.parallel.model.group)
 
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Give batches room for the largest number of documents seen so far, so that shapes rarely change."""
+        """Give batches room for the largest number of documents seen so far, so that shapes rarely change.
+
+        Documents are placed on context-parallel ranks, and as many keys are gathered in all batches.
+        """
         self._room = max([self._room, *(batch.room for batch in batches)])
-        return [batch.with_room(self._room) for batch in batches]
+        batches = [batch.with_room(self._room) for batch in batches]
+        if not self._places_documents:
+            return batches
+        placed = [batch.with_placement(self.parallel.context.size) for batch in batches]
+        gathered = [batch.gathered for batch in placed if batch.gathered is not None]
+        return [replace(batch, gathered=max(gathered)) for batch in placed] if gathered else placed
 
     def train_step(
         self,

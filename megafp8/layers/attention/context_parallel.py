@@ -13,7 +13,8 @@ Llama-3-8B. In exchange it needs n small kernels in place of each large one
 A rank has two slots of chunks of documents (`parallel.context`). Queries attend to their own chunk through a causal
 triangle, which needs no keys of other ranks, and to all keys of their document in earlier slots. These are separate
 kernel calls, and their log-sum-exps merge the results. The keys of a call are copied from the gathered shards in the
-order of the sequence.
+order of the sequence. Documents that are whole on a rank (`parallel.placement`) need only the first call, and few of
+their keys are gathered, to fill up the tensors.
 
 If attention is bidirectional, one call has all of a rank's queries and all keys of their documents.
 
@@ -55,6 +56,7 @@ from megafp8.parallel.context import (
     rank_rows,
     slots_of,
 )
+from megafp8.parallel.placement import Placement
 
 
 class AttentionCall(NamedTuple):
@@ -73,60 +75,88 @@ class AttentionCall(NamedTuple):
     blocks: tuple[int, ...] = ()
 
 
+class AttentionPlan(NamedTuple):
+    """Attention calls of a rank.
+
+    Attributes:
+        calls: Calls in the order to make them.
+        gathered: Tokens of each rank, the last of its shard, whose keys and values the ranks gather. `keys_tb` of the
+            calls are rows of the gathered tensors.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    gathered: int
+
+
 def plan(
     s: int, rank: int, ranks: int, *, window: int | None, cu_seqlens_bm: Tensor | None, device: torch.device,
     causal: bool = True, prefix_b: Tensor | None = None, positions: bool = False, cuts_documents: bool = True,
-    chunk: int | None = None,
-) -> tuple[AttentionCall, ...]:  # fmt: skip
-    """Return the attention calls of `rank`, in the order to make them. Does not synchronize the host.
+    chunk: int | None = None, placement: Placement | None = None,
+) -> AttentionPlan:  # fmt: skip
+    """Return the attention calls of `rank`. Does not synchronize the host.
 
     `window`, `causal`, `prefix_b` and `chunk` are defined in `AttentionMask`, and `cuts_documents` in `place_tokens`.
     `cu_seqlens_bm`, int32 `[b, m + 1]`, holds the first token of each document of the whole sequence, then s; attention
-    stays within documents. `positions` says whether scores may depend on positions (`Scores.depend_on_positions`).
+    stays within documents. Without `placement`, all documents are cut equally. `positions` says whether scores may
+    depend on positions (`Scores.depend_on_positions`).
     """
-    c, slots, shard = s // (2 * ranks), slots_of(rank, ranks), slice(0, s // ranks)
+    c, r, slots, shard = s // (2 * ranks), s // ranks, slots_of(rank, ranks), slice(0, s // ranks)
     if window is not None and window >= s:
         window = None
     if chunk is not None and chunk >= s:
         chunk = None
     whole = one_segment(s, device) if cu_seqlens_bm is None else cu_seqlens_bm
-    placed = place_tokens(whole, 2 * ranks, s, cuts_documents=cuts_documents)
+    chunks_bml = None if placement is None else placement.chunks_bml
+    placed = place_tokens(whole, 2 * ranks, s, cuts_documents=cuts_documents, chunks_bml=chunks_bml)
     if not causal and window is None and not positions:
-        return (_bidirectional(shard, slots, placed, ranks, cu_seqlens_bm),)
+        assert placement is None
+        return AttentionPlan((_bidirectional(shard, slots, placed, ranks, cu_seqlens_bm),), r)
     row_bs = rank_rows(placed.slot_bs, ranks)
     if positions or not causal or prefix_b is not None or chunk is not None:
         positions_bs = rank_order(placed.slot_bs, ranks).chunk(ranks, dim=1)[rank]
         mask = AttentionMask(
             cu_seqlens_bm, cu_seqlens_bm, causal, window, chunk, prefix_b=prefix_b, positions_bs=positions_bs
         )
-        return (AttentionCall(shard, mask, row_bs.T, (s,)),)
+        return AttentionPlan((AttentionCall(shard, mask, row_bs.T, (s,)),), r)
+    mine = slots if placement is None else (2 * ranks + rank, *slots)
     if window is not None:
-        return (_windowed(shard, slots, placed, ranks, window, cu_seqlens_bm),)
+        return AttentionPlan((_windowed(shard, mine, placed, ranks, window, cu_seqlens_bm),), r)
+    if cu_seqlens_bm is not None:
+        return _of_documents(mine, placed, ranks, r if placement is None else placement.gathered)
+    # One document has full triangles and rectangles, which have faster kernels.
+    halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
+    triangles = [AttentionCall(rows, CAUSAL) for _, rows in halves]
+    earlier = [(rows, row_bs.gather(1, first(placed.slot_bs, slot * c)).T) for slot, rows in halves if slot]
+    rectangles = [AttentionCall(rows, AttentionMask(causal=False), keys, (len(keys),)) for rows, keys in earlier]
+    return AttentionPlan((*triangles, *rectangles), r)
+
+
+def _of_documents(slots: tuple[int, ...], placed: DocumentPlacement, ranks: int, gathered: int) -> AttentionPlan:
+    """Return the plan of a rank whose shard has these slots, the last two of which have chunks of documents."""
     lengths, _, _, slot_bs = placed
-    if cu_seqlens_bm is None:  # full triangles and rectangles have faster kernels
-        halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
-        return (
-            *(AttentionCall(rows, CAUSAL) for _, rows in halves),
-            *(
-                AttentionCall(
-                    rows, AttentionMask(causal=False), row_bs.gather(1, first(slot_bs, slot * c)).T, (slot * c,)
-                )
-                for slot, rows in halves
-                if slot
-            ),
-        )
-    chunks = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
-    earlier = offsets(torch.cat([lengths[..., :slot].sum(-1) for slot in slots], dim=1))
-    keys = [row_bs.gather(1, first((slot_bs >= slot).byte(), slot * c)) for slot in slots]
-    return (
-        AttentionCall(shard, AttentionMask(chunks, chunks)),
-        AttentionCall(
-            shard,
-            AttentionMask(chunks, earlier, causal=False),
-            torch.cat(keys, dim=1).T,
-            tuple(x.shape[1] for x in keys),
-        ),
+    r, row_bs, low, high = slot_bs.shape[1] // ranks, rank_rows(slot_bs, ranks), *slots[-2:]
+    segments = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
+    local = AttentionCall(slice(0, r), AttentionMask(segments, segments))
+    if not gathered:
+        return AttentionPlan((local,), 0)
+    # The gathered rows of a rank are its last ones: some of whole documents, if it has few tokens of others.
+    skipped = r - gathered
+    gathered_row_bs = row_bs // r * gathered + row_bs % r - skipped
+    rank_bs = torch.where(row_bs % r < skipped, 2, 1)  # 2: not gathered
+    counts = low * (gathered // 2), high * (gathered // 2)
+    keys = [first(torch.where(slot_bs < slot, 0, rank_bs), count) for slot, count in zip((low, high), counts)]
+    low_bm, high_bm = lengths[..., low], lengths[..., high]
+    before_low_bm, before_high_bm = lengths[..., :low].sum(-1), lengths[..., :high].sum(-1)
+    none_b1 = torch.zeros_like(low_bm[:, :1])
+    whole_b1 = gathered - (low_bm + high_bm).sum(1, keepdim=True)
+    unneeded_b1 = counts[0] - before_low_bm.sum(1, keepdim=True)
+    mask = AttentionMask(
+        offsets(torch.cat([whole_b1, low_bm, none_b1, high_bm], dim=1)),
+        offsets(torch.cat([none_b1, before_low_bm, unneeded_b1, before_high_bm], dim=1)),
+        causal=False,
     )
+    keys_tb = gathered_row_bs.gather(1, torch.cat(keys, dim=1)).T
+    return AttentionPlan((local, AttentionCall(slice(skipped, r), mask, keys_tb, counts)), gathered)
 
 
 def _bidirectional(
@@ -147,7 +177,7 @@ def _bidirectional(
 
 def _windowed(
     rows: slice,
-    slots: tuple[int, int],
+    slots: tuple[int, ...],
     placed: DocumentPlacement,
     ranks: int,
     window: int,
@@ -168,7 +198,10 @@ def _windowed(
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
         needed_bs = (slot_bs <= slot) & (offset_bs >= oldest_bm.gather(1, document_bs))
         count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
-        most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
+        if slot >= 2 * ranks:
+            most = s // ranks  # a rank's whole documents
+        else:
+            most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
         unneeded_b1 = most - count_bm.sum(1, keepdim=True)
         counts_q += [length_bm, torch.zeros_like(unneeded_b1)]
         counts_k += [count_bm, unneeded_b1]
@@ -187,11 +220,11 @@ class ContextAttention:
 
     Attributes:
         group: Context-parallel ranks.
-        calls: Attention calls that this rank makes (`plan`).
+        plan: Attention calls that this rank makes.
     """
 
     group: ProcessGroup
-    calls: tuple[AttentionCall, ...]
+    plan: AttentionPlan
 
     def __call__(
         self, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None = None, scores: Scores = PLAIN
@@ -200,26 +233,29 @@ class ContextAttention:
 
         The gradient of the bias of `scores` covers only this rank's queries, like gradients of parameters.
         """
-        known = all(call.mask.positions_bs is not None for call in self.calls)
+        known = all(call.mask.positions_bs is not None for call in self.plan.calls)
         assert known or not scores.depend_on_positions, "a plan with positions=True"
         return _ContextAttention.apply(q_rbad, k_rbgd, v_rbgd, sink_a, scores.distance_bias_ar, self, scores)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Index tensors and masks, which the attention of every block reads."""
-        indices = [call.keys_tb for call in self.calls if call.keys_tb is not None]
-        return [*indices, *(x for call in self.calls for x in call.mask.tensors)]
+        indices = [call.keys_tb for call in self.plan.calls if call.keys_tb is not None]
+        return [*indices, *(x for call in self.plan.calls for x in call.mask.tensors)]
 
 
 class _KeysAndValues:
     """Keys and values of this rank and of all ranks.
 
-    The all-gather starts at construction, and the first call that needs other ranks' keys waits for it.
+    The all-gather of the last `gathered` tokens of each rank starts at construction, and the first call that needs
+    other ranks' keys waits for it.
     """
 
-    def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup) -> None:
+    def __init__(self, k_rbgd: Tensor, v_rbgd: Tensor, group: ProcessGroup, gathered: int) -> None:
         self.local = k_rbgd.contiguous(), v_rbgd.contiguous()
-        self._gathered, self._work = all_gather_async(self.local, group)
+        if gathered:
+            last = [x[len(x) - gathered :] for x in self.local]
+            self._gathered, self._work = all_gather_async(last, group)
         self._waits = True
 
     def for_call(self, call: AttentionCall) -> list[Tensor]:
@@ -264,12 +300,12 @@ class _ContextAttention(Function):
         ctx: Any, q_rbad: Tensor, k_rbgd: Tensor, v_rbgd: Tensor, sink_a: Tensor | None, bias_ar: Tensor | None,
         context: ContextAttention, scores: Scores,
     ) -> Tensor:  # fmt: skip
-        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group)
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, context.group, context.plan.gathered)
         queries = q_rbad.contiguous()
         o_rbad = queries.new_empty(*queries.shape[:3], v_rbgd.shape[-1])
         lse_rba = q_rbad.new_empty(q_rbad.shape[:3], dtype=torch.promote_types(q_rbad.dtype, torch.float32))
         written = 0
-        for call in context.calls:
+        for call in context.plan.calls:
             rows = call.rows
             k, v = keys_and_values.for_call(call)
             q = queries[rows]
@@ -292,15 +328,15 @@ class _ContextAttention(Function):
         q_rbad, k_rbgd, v_rbgd, o_rbad, lse_rba, bias_ar = ctx.saved_tensors
         scores, bias_grad = replace(ctx.scores, distance_bias_ar=bias_ar), ctx.needs_input_grad[4]
         context: ContextAttention = ctx.context
-        group = context.group
-        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group)
+        group, gathered = context.group, context.plan.gathered
+        keys_and_values = _KeysAndValues(k_rbgd, v_rbgd, group, gathered)
         q_rbad, do_rbad = q_rbad.contiguous(), do_rbad.contiguous()
         dq_rbad = torch.zeros_like(q_rbad)
         wide = torch.promote_types(k_rbgd.dtype, torch.float32)
         own_grads = [x.new_zeros(x.shape) for x in (k_rbgd, v_rbgd)]
-        summed_grads = [x.new_zeros(len(x) * group.size(), *x.shape[1:], dtype=wide) for x in (k_rbgd, v_rbgd)]
+        summed_grads = [x.new_zeros(gathered * group.size(), *x.shape[1:], dtype=wide) for x in (k_rbgd, v_rbgd)]
         dbias_ar: Tensor | None = None
-        for call in context.calls:
+        for call in context.plan.calls:
             do, q, o, lse = (x[call.rows] for x in (do_rbad, q_rbad, o_rbad, lse_rba))
             k, v = keys_and_values.for_call(call)
             dq, dk, dv, dbias = attention.backward(do, q, k, v, o, lse, call.mask, scores, bias_grad=bias_grad)
@@ -314,9 +350,9 @@ class _ContextAttention(Function):
                 # Adding one block after the other fixes the order of sums.
                 for keys, values in zip(call.keys_tb.split(call.blocks), part.split(call.blocks), strict=True):
                     _put(keys, _take(total, keys) + values, total)
-        dk, dv = (
-            reduce_scatter(total.to(k_rbgd.dtype), group).add_(mine)
-            for total, mine in zip(summed_grads, own_grads, strict=True)
-        )
+        if gathered:
+            for total, mine in zip(summed_grads, own_grads, strict=True):
+                mine[len(mine) - gathered :] += reduce_scatter(total.to(k_rbgd.dtype), group)
+        dk, dv = own_grads
         dsink = None if ctx.sink_a is None else sink_gradient(do_rbad, o_rbad, lse_rba, ctx.sink_a)
         return dq_rbad, dk, dv, dsink, None if dbias_ar is None else dbias_ar.to(bias_ar.dtype), None, None

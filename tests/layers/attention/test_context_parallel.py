@@ -9,8 +9,10 @@ from torch import Tensor
 from megafp8.layers.attention import op as attention
 from megafp8.layers.attention.context_parallel import ContextAttention, merge, plan
 from megafp8.layers.attention.mask import AttentionMask, causal_mask
+from megafp8.parallel import placement
 from megafp8.parallel.context import shard_positions
 from megafp8.parallel.parallel_state import Group, initialize_model_parallel
+from megafp8.parallel.placement import Placement
 from tests.layers.attention.test_op import B, allowed, offsets, scores_of, twin
 from tests.marks import slow_but
 from tests.world import World
@@ -19,6 +21,7 @@ D, CPU = 6, torch.device("cpu")
 DOCUMENTS = {
     24: offsets([5, 1, 15, 0, 3], [1, 1, 1, 1, 20]),
     48: offsets([48, 0, 0, 0], [7, 24, 1, 16]),
+    96: offsets([5, 3, 70, 2, 9, 7], [24, 20, 16, 23, 1, 12]),
 }
 
 
@@ -31,24 +34,26 @@ def _random(s: int, heads: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(s, B, n, D, dtype=dtype, generator=generator) for n in heads]
 
 
-def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group) -> Tensor:
+def _shard(x_sbad: Tensor, cu_seqlens: Tensor | None, group: Group, chunks: Tensor | None = None) -> Tensor:
     """Each sample's tokens of this rank."""
     s, b = x_sbad.shape[:2]
-    positions = shard_positions(cu_seqlens, s, group.rank, group.size, CPU).expand(b, -1)
+    positions = shard_positions(cu_seqlens, s, group.rank, group.size, CPU, chunks).expand(b, -1)
     return torch.stack([x_sbad[positions[sample], sample] for sample in range(b)], dim=1)
 
 
 def _compare(
     s: int, heads: int, groups: int, window: int | None, documents: bool, kind: str = "plain", causal: bool = True,
-    prefix: bool = False, width: int = D,
+    prefix: bool = False, width: int = D, whole: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
-    """`width`: of values."""
+    """`width`: of values; `whole`: longest documents of each sample that stay on one rank."""
     group, widths = _context_group(), (heads, groups, groups)
     *qkv, do = _random(s, (*widths, heads), torch.float64)
     qkv[2][..., width:] = 0.0
     do = do[..., :width]
     ends, scores = DOCUMENTS[s] if documents else None, scores_of(kind, s, s, heads)
     prefix_b = torch.tensor([s // 2 + 3, 1]) if prefix else None
+    placed = None if whole is None else _placed(ends, group.size, whole)
+    chunks = None if placed is None else placed.chunks_bml
     mask = AttentionMask(ends, ends, causal, window, prefix_b=prefix_b)
     o, _, (*expected, dbias) = twin(*qkv[:2], qkv[2][..., :width], allowed(s, s, mask), do, scores=scores)
     if scores.distance_bias_ar is None:
@@ -56,22 +61,34 @@ def _compare(
     else:
         scores.distance_bias_ar.requires_grad_()
     # Views of one packed tensor, as the model's are.
-    packed = torch.cat([_shard(x, ends, group) for x in qkv], dim=2).requires_grad_()
+    packed = torch.cat([_shard(x, ends, group, chunks) for x in qkv], dim=2).requires_grad_()
     calls = plan(
         s, group.rank, group.size, window=window, cu_seqlens_bm=ends, device=CPU, causal=causal, prefix_b=prefix_b,
-        positions=scores.depend_on_positions,
+        positions=scores.depend_on_positions, placement=placed,
     )  # fmt: skip
     q, k, v = packed.split(widths, dim=2)
     found = ContextAttention(group.group, calls)(q, k, v[..., :width], None, scores)
-    found.backward(_shard(do, ends, group))
+    found.backward(_shard(do, ends, group, chunks))
     assert packed.grad is not None
     dq, dk, dv = packed.grad.split(widths, dim=2)
     for ours, theirs in zip((found, dq, dk, dv[..., :width]), (o, *expected), strict=True):
-        torch.testing.assert_close(ours, _shard(theirs, ends, group), rtol=1e-11, atol=1e-12)
+        expected_shard = _shard(theirs, ends, group, chunks)
+        torch.testing.assert_close(ours, expected_shard, rtol=1e-11, atol=1e-12)
     if scores.distance_bias_ar is not None:
         of_all_ranks = scores.distance_bias_ar.grad
         torch.distributed.all_reduce(of_all_ranks, group=group.group)
         torch.testing.assert_close(of_all_ranks, dbias, rtol=1e-11, atol=1e-12)
+
+
+def _placed(ends: Tensor, ranks: int, whole: tuple[int, ...]) -> Placement:
+    """Placement in which documents of at most `whole` tokens, by sample, stay on one rank where they fit."""
+    tokens, chunks, gathered = int(ends[0, -1]) // ranks, [], []
+    for sample, longest in zip(ends, whole, strict=True):
+        lengths = sample.diff().numpy().astype("int64")
+        owners = placement._owners(lengths, ranks, longest)
+        chunks.append(torch.from_numpy(placement._chunks(lengths, owners, ranks)))
+        gathered.append(placement._gathered(placement._rooms(lengths, owners, ranks), tokens))
+    return Placement(torch.stack(chunks), max(gathered))
 
 
 SHAPES = [
@@ -91,6 +108,23 @@ def test_output_and_gradients_equal_the_reference(
     world4: World, s: int, heads: int, groups: int, window: int | None, documents: bool, ranks: int
 ) -> None:
     world4.run(_compare, s, heads, groups=groups, window=window, documents=documents, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "whole", "ranks"),
+    slow_but(
+        [
+            ("plain", None, (0, 24), 4), ("plain", None, (12, 24), 2), ("plain", None, (0, 48), 2),
+            ("plain", 11, (9, 24), 2), ("plain", 5, (9, 20), 4), ("bias", None, (9, 24), 2), ("all", 7, (5, 24), 4),
+        ],
+        ("plain", None, (0, 24), 4), ("plain", None, (12, 24), 2), ("plain", 5, (9, 20), 4), ("all", 7, (5, 24), 4),
+    ),
+)  # fmt: skip
+def test_whole_documents_on_one_rank(
+    world4: World, kind: str, window: int | None, whole: tuple[int, ...], ranks: int
+) -> None:
+    """Of both samples some or all documents stay whole, and the ranks gather as much for both."""
+    world4.run(_compare, 96, 4, groups=2, window=window, documents=True, kind=kind, whole=whole, ranks=ranks)
 
 
 def _in_bf16(window: int | None) -> float:
