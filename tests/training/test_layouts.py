@@ -282,6 +282,25 @@ def test_reported_losses_are_nats_per_token_without_the_z_loss(world2: World, pr
     assert world2.run(_reported, config_of(preset | Z_LOSS), ranks=preset.ranks) == expected
 
 
+def _gathered(config: Config) -> list[tuple[bool, int | None]]:
+    """Return of each micro-batch whether a document is whole on a rank, and the gathered tokens of a rank."""
+    trainer, parallel = start(config)
+    own = trainer.own_tokens(batches(0, trainer.config, parallel))
+    ranks = parallel.context.size
+    return [(x.chunks is not None and bool(x.chunks[..., 2 * ranks :].any()), x.gathered) for x in own]
+
+
+def test_documents_are_placed_on_context_ranks(world2: World) -> None:
+    """As many keys are gathered in all micro-batches of a step, which are then of one shape."""
+    first, second = world2.run(_gathered, config_of(DOCUMENTS | CP2), ranks=2)
+    assert first == second
+    assert len({gathered for _, gathered in first}) == 1
+    assert any(whole for whole, _ in first)
+    assert {*world2.run(_gathered, config_of(HYBRID | DOCUMENTS | CP2), ranks=2)[0]} == {
+        (False, None)
+    }  # cut as a whole
+
+
 # --- options, alone and in pairs -------------------------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Preset]] = [  # those of one group exclude each other

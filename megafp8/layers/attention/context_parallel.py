@@ -142,9 +142,9 @@ def _of_documents(slots: tuple[int, ...], placed: DocumentPlacement, ranks: int,
     # The gathered rows of a rank are its last ones: some of whole documents, if it has few tokens of others.
     skipped = r - gathered
     gathered_row_bs = row_bs // r * gathered + row_bs % r - skipped
-    rank_bs = torch.where(row_bs % r < skipped, 2, 1)  # 2: not gathered
+    after_needed_bs = torch.where(row_bs % r < skipped, 2, 1)  # 2: not gathered
     counts = low * (gathered // 2), high * (gathered // 2)
-    keys = [first(torch.where(slot_bs < slot, 0, rank_bs), count) for slot, count in zip((low, high), counts)]
+    keys = [first(torch.where(slot_bs < slot, 0, after_needed_bs), count) for slot, count in zip((low, high), counts)]
     low_bm, high_bm = lengths[..., low], lengths[..., high]
     before_low_bm, before_high_bm = lengths[..., :low].sum(-1), lengths[..., :high].sum(-1)
     none_b1 = torch.zeros_like(low_bm[:, :1])
