@@ -11,6 +11,9 @@ from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 _load: Callable[[str], ModuleType] | None = None
 
 
@@ -36,3 +39,8 @@ def triton_module(name: str) -> Callable[[], ModuleType]:
     The module needs Triton, which comes only with torch's CUDA builds.
     """
     return cache(partial(import_module, name))
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return whether kernels compute with `x`: on CUDA, in any dtype but float64."""
+    return x.is_cuda and x.dtype != torch.float64

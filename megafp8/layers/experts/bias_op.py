@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megafp8.layers.experts.permute_op import has_kernel
 from megafp8.linear.autograd import once_differentiable
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 
 _kernels = triton_module("megafp8.layers.experts.bias_kernel")
 

@@ -26,7 +26,7 @@ from torch.autograd import Function
 from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import FusedOutput, LinearInput, fused_gradient
 from megafp8.linear.state import InputFormat, QuantizedGradHandoff
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 from megafp8.numerics.sources import Gathered
 
 _kernels = triton_module("megafp8.layers.experts.permute_kernel")
@@ -127,11 +127,6 @@ def combine_backward(
         present_nk = inverse_nk < num_rows
         drows_mh[inverse_nk[present_nk]] = drows_nkh[present_nk]
     return drows_mh, dweights_nk
-
-
-def has_kernel(rows_mh: Tensor) -> bool:
-    """Return whether kernels compute with these rows: on CUDA, in any dtype but float64."""
-    return rows_mh.is_cuda and rows_mh.dtype != torch.float64
 
 
 class _Permute(Function):

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -39,20 +38,16 @@ from megafp8.layers.hyper_connections.reference import (
     weights_backward,
 )
 from megafp8.linear.autograd import once_differentiable
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 
 _kernels = triton_module("megafp8.layers.hyper_connections.kernel")
-
-
-def _by_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
 
 
 def _project_and_read(
     x_rk: Tensor, fn_mk: Tensor, base_m: Tensor, scale: Tensor, rule: HyperConnectionRule
 ) -> tuple[Tensor, Weights, Tensor, Tensor]:
     """Return the weighted sum of the streams, the weights, the products and the inverse root mean squares."""
-    if _by_kernels(x_rk):
+    if has_kernel(x_rk):
         outputs: tuple[Tensor, Weights, Tensor, Tensor] = _kernels().project_and_read(x_rk, fn_mk, base_m, scale, rule)
         return outputs
     products_rm, inverse_r = project(x_rk, fn_mk, rule.norm_eps)
@@ -65,7 +60,7 @@ def _project_and_read_backward(ctx: Any, passed: Tensor | None, dy: Tensor, dpos
     x, fn, base, scale, products_rm, inverse_r = ctx.saved_tensors
     x_rk, dy_rh = _rows(x), _rows(dy)
     passed_rk = None if passed is None else _rows(passed)
-    if _by_kernels(x):
+    if has_kernel(x):
         dx, dfn, grad = _kernels().project_and_read_backward(
             x_rk, passed_rk, dy_rh, dpost, dcomb, fn, base, scale, products_rm, inverse_r, ctx.rule
         )
@@ -117,7 +112,7 @@ class _Mix(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, post_rn: Tensor, comb_rnn: Tensor) -> Tensor:
         ctx.save_for_backward(x, y, post_rn, comb_rnn)
-        compute = _kernels().mixed if _by_kernels(x) else mixed
+        compute = _kernels().mixed if has_kernel(x) else mixed
         mixed_rk: Tensor = compute(_rows(x), _rows(y), post_rn, comb_rnn)
         return mixed_rk.view(x.shape)
 
@@ -125,7 +120,7 @@ class _Mix(Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
         x, y, post_rn, comb_rnn = ctx.saved_tensors
-        compute = _kernels().mixed_backward if _by_kernels(x) else mixed_backward
+        compute = _kernels().mixed_backward if has_kernel(x) else mixed_backward
         dx, dy, dpost, dcomb = compute(_rows(d), _rows(x), _rows(y), post_rn, comb_rnn)
         return dx.view(x.shape), dy.view(y.shape), dpost, dcomb
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 
 _kernels = triton_module("megafp8.layers.norm.gated_kernel")
 
@@ -26,7 +26,7 @@ def gated_norm(
     x_sbac: Tensor, z_sbc: Tensor, weight: Tensor, eps: float, *, silu: bool = True, gate_first: bool = False
 ) -> Tensor:
     """Compute `gated` with the fastest implementation for the tensors; return `[s, b, a·c]` in the dtype of `z_sbc`."""
-    if x_sbac.is_cuda and x_sbac.dtype != torch.float64 and z_sbc.stride(-1) == 1:
+    if has_kernel(x_sbac) and z_sbc.stride(-1) == 1:
         return _GatedNorm.apply(x_sbac, z_sbc, weight, eps, silu, gate_first)
     if not torch.is_grad_enabled():
         return gated(x_sbac, z_sbc, weight, eps, silu, gate_first)

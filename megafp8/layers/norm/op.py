@@ -23,7 +23,7 @@ from megafp8.linear.autograd import once_differentiable
 from megafp8.linear.fusion import FusedOutput, LinearInput, as_matrix, runs_unfused
 from megafp8.linear.grad_sink import deliver, summed_in_place, was_added
 from megafp8.linear.state import InputFormat
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 from megafp8.numerics.sources import Normalized, ZeroCenteredNormalized, norm_factor
 
 _kernels = triton_module("megafp8.layers.norm.kernel")
@@ -35,7 +35,7 @@ class _Norm(Function):
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         zero_centered: bool, fused: FusedOutput, dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if fused.format is None and _has_kernel(x):
+        if fused.format is None and has_kernel(x):
             total, mean_r, rstd_r, y = _kernels().normalize(
                 x.contiguous(), _contiguous(branch), weight, bias, eps, dropout, zero_centered=zero_centered
             )
@@ -74,7 +74,7 @@ def _statistics(
     x: Tensor, branch: Tensor | None, eps: float, dropout: Dropout | None, *, centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return `x + branch` (x itself without a branch), and the mean and reciprocal deviation of each row."""
-    if _has_kernel(x):
+    if has_kernel(x):
         return _kernels().statistics(x.contiguous(), _contiguous(branch), eps, centered=centered, dropout=dropout)
     total = x
     if branch is not None:
@@ -90,7 +90,7 @@ def _backward(
 
     The gradients of weight and bias are `[c]`, or partial sums `[p, c]` in float64 where a kernel runs.
     """
-    if _has_kernel(x_rc):
+    if has_kernel(x_rc):
         return _kernels().backward(
             dy.contiguous(), x_rc, mean_r, rstd_r, weight, _contiguous(dresidual), dropout, zero_centered=zero_centered
         )
@@ -115,10 +115,6 @@ def deliver_sums(weight: Tensor, dweight: Tensor) -> Tensor | None:
             return None
         dweight = dweight.sum(dim=0).float()
     return deliver(weight, dweight.to(weight.dtype))
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.kernels.limits import LENGTH_EPS
-from megafp8.numerics.implementations import triton_module
+from megafp8.numerics.implementations import has_kernel, triton_module
 
 if TYPE_CHECKING:
     from megafp8.layers.short_convolution.kernel import ConvolutionInputs
@@ -95,8 +95,7 @@ def convolve_parts(
         A tensor `[s, b, heads, width]` for each part.
     """
     assert sum(part.heads * part.width for part in parts) == x_sbn.shape[2]
-    fits = x_sbn.stride(-1) == 1 and weight_nk.shape[1] <= _KERNEL_TOKENS
-    if fits and x_sbn.is_cuda and x_sbn.dtype != torch.float64:
+    if has_kernel(x_sbn) and x_sbn.stride(-1) == 1 and weight_nk.shape[1] <= _KERNEL_TOKENS:
         return _Convolved.apply(x_sbn, weight_nk, last_btn, starts_sb, bias_n, tuple(parts))
     y_sbn = F.silu(convolve(x_sbn, weight_nk, last_btn, starts_sb, bias_n))
     outputs = []
