@@ -32,6 +32,7 @@ key-value heads of width d; m documents of a sample.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -118,10 +119,15 @@ def plan(
             cu_seqlens_bm, cu_seqlens_bm, causal, window, chunk, prefix_b=prefix_b, positions_bs=positions_bs
         )
         return AttentionPlan((AttentionCall(shard, mask, row_bs.T, (s,)),), r)
-    mine = slots if placement is None else (2 * ranks + rank, *slots)
     if window is not None:
-        return AttentionPlan((_windowed(shard, mine, placed, ranks, window, cu_seqlens_bm),), r)
+        c = c if placement is None else placement.gathered // 2  # most tokens of a slot of chunks
+        most = {slot: (slot + 1) * c for slot in slots}
+        if cu_seqlens_bm is None:
+            most = {slot: min(keys, c + window - 1) for slot, keys in most.items()}
+        whole_documents = {} if placement is None else {2 * ranks + rank: r}
+        return AttentionPlan((_windowed(shard, whole_documents | most, placed, ranks, window),), r)
     if cu_seqlens_bm is not None:
+        mine = slots if placement is None else (2 * ranks + rank, *slots)
         return _of_documents(mine, placed, ranks, r if placement is None else placement.gathered)
     # One document has full triangles and rectangles, which have faster kernels.
     halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
@@ -176,32 +182,22 @@ def _bidirectional(
 
 
 def _windowed(
-    rows: slice,
-    slots: tuple[int, ...],
-    placed: DocumentPlacement,
-    ranks: int,
-    window: int,
-    cu_seqlens_bm: Tensor | None,
+    rows: slice, most_keys: Mapping[int, int], placed: DocumentPlacement, ranks: int, window: int
 ) -> AttentionCall:
     """Return the call of each slot's chunks with their own keys and the `window` - 1 tokens before them.
 
-    Only the device knows how many keys the documents need. The call therefore has the largest number of keys that could
-    be needed, and the surplus keys form a last segment without queries.
+    Only the device knows how many keys the documents need. The call therefore has the largest number of keys that each
+    of the rank's slots may need, `most_keys`, and the surplus keys form a last segment without queries.
     """
     lengths, document_bs, offset_bs, slot_bs = placed
     s = slot_bs.shape[1]
-    c = s // (2 * ranks)
     starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
     counts_q, counts_k, keys = [], [], []
-    for slot in slots:
+    for slot, most in most_keys.items():
         length_bm, start_bm = lengths[..., slot], starts[..., slot]
         oldest_bm = torch.where(length_bm > 0, (start_bm - window + 1).clamp(min=0), s)
         needed_bs = (slot_bs <= slot) & (offset_bs >= oldest_bm.gather(1, document_bs))
         count_bm = torch.where(length_bm > 0, start_bm + length_bm - oldest_bm, 0)
-        if slot >= 2 * ranks:
-            most = s // ranks  # a rank's whole documents
-        else:
-            most = (slot + 1) * c if cu_seqlens_bm is not None else min((slot + 1) * c, c + window - 1)
         unneeded_b1 = most - count_bm.sum(1, keepdim=True)
         counts_q += [length_bm, torch.zeros_like(unneeded_b1)]
         counts_k += [count_bm, unneeded_b1]
