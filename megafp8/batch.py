@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megafp8.layers.head.parts import TokenPart
 from megafp8.parallel.context import shard_positions
@@ -80,14 +81,14 @@ class Batch:
         return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
 
     def with_room(self, documents: int) -> Batch:
-        """Pad `cu_seqlens` and `reference` to hold at least `documents` documents per sample."""
-        if self.cu_seqlens is None or documents <= self.room:
+        """Pad `cu_seqlens`, `chunks` and `reference` to hold at least `documents` documents per sample."""
+        more = documents - self.room
+        if self.cu_seqlens is None or more <= 0:
             return self
-        padding = self.cu_seqlens[:, -1:].expand(-1, documents - self.room)
-        reference = self.reference
-        if reference is not None:
-            reference = torch.nn.functional.pad(reference, (0, documents - self.room))
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, padding], dim=1), reference=reference)
+        cu_seqlens = torch.cat([self.cu_seqlens, self.cu_seqlens[:, -1:].expand(-1, more)], dim=1)
+        chunks = None if self.chunks is None else pad(self.chunks, (0, 0, 0, more))
+        reference = None if self.reference is None else pad(self.reference, (0, more))
+        return replace(self, cu_seqlens=cu_seqlens, chunks=chunks, reference=reference)
 
     @property
     def placement(self) -> Placement | None:
@@ -104,6 +105,10 @@ class Batch:
         chunks, gathered = place_documents(self.cu_seqlens, ranks)
         pinned = self.cu_seqlens.is_pinned()  # a copy from other memory would wait for the device
         return replace(self, chunks=chunks.pin_memory() if pinned else chunks, gathered=gathered)
+
+    def with_gathered(self, tokens: int) -> Batch:
+        """Let context-parallel ranks gather the keys of `tokens` of their tokens, at least as many as before."""
+        return self if self.gathered is None else replace(self, gathered=tokens)
 
     def with_later_labels(self, depths: int) -> Batch:
         """Append the labels of depths 1 to `depths` of multi-token prediction: at depth d, the labels d tokens later.

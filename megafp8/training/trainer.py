@@ -388,15 +388,25 @@ class RankTrainer:
     def _with_room(self, batches: Sequence[Batch]) -> list[Batch]:
         """Give batches room for the largest number of documents seen so far, so that shapes rarely change.
 
-        Documents are placed on context-parallel ranks, and as many keys are gathered in all batches.
+        Documents are placed on context-parallel ranks.
         """
         self._room = max([self._room, *(batch.room for batch in batches)])
-        batches = [batch.with_room(self._room) for batch in batches]
-        if not self._places_documents:
+        if self._places_documents:
+            batches = [batch.with_placement(self.parallel.context.size) for batch in batches]
+        return [batch.with_room(self._room) for batch in batches]
+
+    def _alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Give batches of documents equal shapes in all micro-batches and on all ranks, to record or replay a graph.
+
+        If only some ranks had a graph for their shapes, the others would compute eagerly, and send other numbers of
+        rows to experts. Collective, between hosts; the device does not wait.
+        """
+        if not self.config.data.reset_at_documents or not batches:
             return batches
-        placed = [batch.with_placement(self.parallel.context.size) for batch in batches]
-        gathered = [batch.gathered for batch in placed if batch.gathered is not None]
-        return [replace(batch, gathered=max(gathered)) for batch in placed] if gathered else placed
+        gathered = max(batch.gathered or 0 for batch in batches)
+        largest = all_reduce(torch.tensor([self._room, gathered]), self.parallel.world.group, "max")
+        self._room, gathered = largest.tolist()
+        return [batch.with_room(self._room).with_gathered(gathered) for batch in batches]
 
     def train_step(
         self,
@@ -426,6 +436,7 @@ class RankTrainer:
         sampled = self.fp8.begin_step(step + 1)
         activity.enter("forward and backward")
         if self._replays(step):
+            batches = self._alike(batches)
             passes = self._replay(batches, sampled, before_update)
         else:
             stopwatch = self._begin_eager(step)
@@ -683,7 +694,7 @@ class RankTrainer:
         else:
             self.strategy.wait()  # a graph cannot wait for a gather that began outside it
             self.fp8.forget_weights()  # a graph makes its own FP8 copies and leaves them in its memory
-            batches = self._with_room(batches)
+            batches = self._alike(self._with_room(batches))
             reports = self.graphs.run_parts(
                 "evaluation", self._parts(batches, self._forward_only), capturing=self._fixed_rows
             )

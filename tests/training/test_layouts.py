@@ -291,10 +291,8 @@ def _gathered(config: Config) -> list[tuple[bool, int | None]]:
 
 
 def test_documents_are_placed_on_context_ranks(world2: World) -> None:
-    """As many keys are gathered in all micro-batches of a step, which are then of one shape."""
     first, second = world2.run(_gathered, config_of(DOCUMENTS | CP2), ranks=2)
     assert first == second
-    assert len({gathered for _, gathered in first}) == 1
     assert any(whole for whole, _ in first)
     assert {*world2.run(_gathered, config_of(HYBRID | DOCUMENTS | CP2), ranks=2)[0]} == {
         (False, None)
