@@ -334,7 +334,7 @@ class GPTStage(nn.Module):
             prefix_b=batch.prefix,
             cuts_documents=self.model.cuts_documents,
         )
-        return self.inputs_of(tokens, self._places(s, batch))
+        return self.inputs_of(tokens, self._places(s, batch.samples, batch.cu_seqlens, batch.chunks))
 
     def inputs_of(self, tokens: Tokens, places: TokenPlaces | None = None, which: slice = slice(None)) -> LayerInputs:
         """Return the inputs of the blocks `which` for these tokens, in addition to the residual stream.
@@ -354,9 +354,10 @@ class GPTStage(nn.Module):
             return inputs
         return replace(inputs, per_layer_sblp=self.per_layer_embedding(tokens_bs, x_sbh))
 
-    def _places(self, s: int, batch: Batch) -> TokenPlaces | None:
+    def _places(
+        self, s: int, samples_b: Tensor | None, cu_seqlens_bn: Tensor | None = None, chunks_bnl: Tensor | None = None
+    ) -> TokenPlaces | None:
         """Return the places of the tokens of this rank's residual stream; None without dropout."""
-        samples_b = batch.samples
         if samples_b is None or not self.model.hidden_dropout:
             return None
         context, group = self.context, self.context.context_parallel
@@ -364,8 +365,8 @@ class GPTStage(nn.Module):
             positions_bs = torch.arange(s, device=context.device).unsqueeze(0)
         else:
             ranks = group.size()
-            documents = batch.cu_seqlens if self.model.cuts_documents else None
-            positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device, batch.chunks)
+            documents = cu_seqlens_bn if self.model.cuts_documents else None
+            positions_bs = shard_positions(documents, s * ranks, group.rank(), ranks, context.device, chunks_bnl)
         positions_sb = positions_bs.transpose(0, 1)
         if context.sequence_sharded:
             positions_sb = scatter_to_sequence_parallel(positions_sb, context.tensor)

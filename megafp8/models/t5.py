@@ -316,7 +316,7 @@ class T5Stage(GPTStage):
             stream_sbh, rows_sbh = x_sbh.split([s // t + d // t, self._bias_rows(b)])
             biases = rows_sbh.flatten()[: math.prod(self._biases_shape)].view(self._biases_shape)
         x_dbh, encoder_sbh = stream_sbh.split([d // t, s // t])
-        encoder_places, decoder_places = (self._places(length, batch) for length in (s, d))
+        encoder_places, decoder_places = (self._places(length, samples_b) for length in (s, d))
         if self.embedding is not None:
             x_dbh = dropouts.add(None, x_dbh, self.decoder_dropout.at(decoder_places))
             encoder_sbh = dropouts.add(None, encoder_sbh, self.encoder_dropout.at(encoder_places))

@@ -366,7 +366,7 @@ def _t5_blocks(
     """
     backward = list[Any]()
     for is_decoder, (tokens, stack_sbh) in enumerate(zip(stacks, (x_sbh, x_dbh), strict=True)):
-        places = stage._places(len(stack_sbh), None, tokens.samples_b)
+        places = stage._places(len(stack_sbh), tokens.samples_b)
         blocks = slice(stage.encoder_blocks, None) if is_decoder else slice(stage.encoder_blocks)
         inputs = stage.inputs_of(tokens, places, blocks)
         if is_decoder:

@@ -144,7 +144,8 @@ def test_gradients_are_those_of_the_formula(world2: World, preset: Preset) -> No
 def _curve(preset: Preset) -> Curve:
     trainer, parallel = start(config_of(preset))
     curve = steps_of(trainer, parallel, range(2))
-    evaluated = trainer.evaluate(batches(9, trainer.config, parallel))
+    # The rewards of some pairs of other batches are equal, and rounding decides whether they count as right.
+    evaluated = trainer.evaluate(batches(3, trainer.config, parallel))
     return [*curve, (evaluated.mean, evaluated.tokens), *((x, 0.0) for x in evaluated.metrics.values())]
 
 

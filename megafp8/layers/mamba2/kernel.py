@@ -44,8 +44,8 @@ _HEADS = 8
 """Largest number of heads per program of kernels for several heads. The number divides the heads of a group."""
 _DECAY_HEADS = 16
 """Heads per program of `decays_kernel`."""
-_SMALL_STATE = 8192
-"""Largest state for whose gradients four warps have enough registers, and which fits into shared memory three times."""
+_SMALL_STATE, _MEDIUM_STATE = 8192, 16384
+"""Largest state for whose gradients four warps have enough registers, and that fits into shared memory twice."""
 
 
 @triton.jit
@@ -318,6 +318,12 @@ class StateSpaceInputs(NamedTuple):
         per_group = self.x_sbaw.shape[2] // self.b_sbgd.shape[2]
         return max(n for n in range(1, _HEADS + 1) if per_group % n == 0)
 
+    def warps_and_stages(self) -> tuple[int, int]:
+        """Return the warps of programs for one head and the stages of loads, as states of this size leave room."""
+        constants = self.constants()
+        size = constants["D"] * constants["W"]
+        return (4, 3) if size <= _SMALL_STATE else (8, 2 if size <= _MEDIUM_STATE else 1)
+
     def constants(self) -> dict[str, int]:
         """Return the compile-time constants of the kernels."""
         _, _, _, _, d, w = self.sizes
@@ -333,13 +339,13 @@ def forward(inputs: StateSpaceInputs, state_badw: Tensor) -> tuple[Tensor, Tenso
     """Return the outputs, the state after the last token, and the states at the start of each chunk for backward."""
     s, b, a, _, _, w = inputs.sizes
     rows = inputs.rows
-    decays = _decays_of(inputs)
+    decays, (warps, stages) = _decays_of(inputs), inputs.warps_and_stages()
     states_mbadw, last_badw = _states(inputs, decays, inputs.b_sbgd, inputs.x_sbaw, rows, state_badw, reverse=False)
     y_sbaw = inputs.x_sbaw.new_empty(s, b, a, w)
     x, _, _, b_sbgd, c_sbgd, skip, starts = inputs
     outputs_kernel[ceil_div(s, CHUNK), b * a // inputs.heads](
         x, *decays, b_sbgd, c_sbgd, skip, starts, states_mbadw, y_sbaw, *inputs.sizes, *rows, **inputs.constants(),
-        HEADS=inputs.heads, num_warps=4,
+        HEADS=inputs.heads, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y_sbaw, last_badw, states_mbadw
 
@@ -360,7 +366,7 @@ def backward(
     shape = (2, parts, s, b, g, d) if inputs.rows == (b, 1) else (2, parts, b, s, g, d)
     db, dc = x.new_empty(shape, dtype=dtype)
     constants = inputs.constants()
-    warps, stages = (4, 3) if constants["D"] * constants["W"] <= _SMALL_STATE else (8, 2)
+    warps, stages = inputs.warps_and_stages()
     head_gradients_kernel[chunks, b * a](
         dy_sbaw, x, *decays, rate, b_sbgd, c_sbgd, skip, starts, states_mbadw, dstates_mbadw, dx, dstep, drate, dskip,
         *inputs.sizes, *inputs.rows, **constants, num_warps=warps,

@@ -25,7 +25,8 @@ _kernels = triton_module("megafp8.layers.mamba2.kernel")
 
 CHUNK = 64
 """Tokens of a chunk."""
-_LARGEST = 256  # d and w for which a program has room
+_LONGEST_SIDE, _LARGEST = 256, 128 * 256
+"""Longest side of a state for which a program has room, and most numbers, with sides rounded up to powers of 2."""
 
 
 def state_space(
@@ -56,8 +57,8 @@ def missing_kernel(device: torch.device, dtype: torch.dtype, d: int, w: int) -> 
         return "it needs a GPU"
     if dtype.itemsize != 2:
         return f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
-    if max(d, w) > _LARGEST:
-        return f"a state has {d} × {w} numbers per head, and at most {_LARGEST} × {_LARGEST} fit"
+    if max(d, w) > _LONGEST_SIDE or (1 << (d - 1).bit_length()) * (1 << (w - 1).bit_length()) > _LARGEST:
+        return f"a state has {d} × {w} numbers per head, and at most 128 × 256 fit"
     return None
 
 

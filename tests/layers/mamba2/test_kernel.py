@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.layers.mamba2 import kernel
-from megafp8.layers.mamba2.op import StateSpace
+from megafp8.layers.mamba2.op import StateSpace, missing_kernel
 from megafp8.layers.mamba2.reference import recurrence
 from tests.kernels import DEVICE
 from tests.marks import slow_but
@@ -54,8 +54,18 @@ def test_equals_the_recurrence(
         assert (found.double() - expected).abs().max() < tolerance * expected.abs().max(), name
 
 
+def test_states_that_do_not_fit() -> None:
+    cuda = torch.device("cuda")
+    assert missing_kernel(cuda, torch.bfloat16, 256, 128) is None
+    for d, w in ((256, 129), (200, 160), (512, 16)):
+        assert f"a state has {d} × {w} numbers per head" in str(missing_kernel(cuda, torch.bfloat16, d, w))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("d", "w"), [(16, 64), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("d", "w"),
+    [(16, 64), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128), (256, 64), (256, 128), (128, 256)],
+)
 def test_widths_of_states(d: int, w: int) -> None:
     """With the tiles of models; root mean square errors are those of rounding to bf16. The gradient of a rate is a sum
     over tokens of which little is left."""
