@@ -401,9 +401,9 @@ class RankTrainer:
         If only some ranks had a graph for their shapes, the others would compute eagerly, and send other numbers of
         rows to experts. Collective, between hosts; the device does not wait.
         """
-        if not self.config.data.reset_at_documents or not batches:
+        if not self.config.data.reset_at_documents:
             return batches
-        gathered = max(batch.gathered or 0 for batch in batches)
+        gathered = max((batch.gathered or 0 for batch in batches), default=0)
         largest = all_reduce(torch.tensor([self._room, gathered]), self.parallel.world.group, "max")
         self._room, gathered = largest.tolist()
         return [batch.with_room(self._room).with_gathered(gathered) for batch in batches]
