@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common import milliseconds, now, replayed
 from megafp8.layers.attention import context_parallel
 from megafp8.layers.attention.context_parallel import AttentionPlan, ContextAttention, plan
 from megafp8.layers.attention.mask import causal_mask
@@ -78,20 +79,16 @@ def random(s: int, heads: int) -> Tensor:
     return torch.randn(s, 1, heads, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
+def milliseconds_of(work: Callable[[], object], repeats: int = 5) -> float:
     """Return the mean time of a replay of `work`."""
-    work()
-    torch.cuda.synchronize()
-    graph, (begin, end) = torch.cuda.CUDAGraph(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    begin.record()
+    replay = replayed(work)
+    replay()
+    start = now(DEVICE)
     for _ in range(repeats):
-        graph.replay()
-    end.record()
+        replay()
+    end = now(DEVICE)
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return milliseconds(start, end) / repeats
 
 
 def time_rank(rank: int, ranks: int, calls: AttentionPlan, s: int) -> tuple[float, float]:
@@ -99,8 +96,8 @@ def time_rank(rank: int, ranks: int, calls: AttentionPlan, s: int) -> tuple[floa
     inputs = [random(s // ranks, heads) for heads in (HEADS, GROUPS, GROUPS)]
     gradient, attend = random(s // ranks, HEADS).detach(), ContextAttention(EmulatedGroup(rank, ranks), calls)
     with torch.no_grad():
-        forward = milliseconds(lambda: attend(*inputs))
-    return forward, milliseconds(lambda: torch.autograd.grad(attend(*inputs), inputs, gradient))
+        forward = milliseconds_of(lambda: attend(*inputs))
+    return forward, milliseconds_of(lambda: torch.autograd.grad(attend(*inputs), inputs, gradient))
 
 
 def largest_error(positions: Sequence[Tensor], plans: Sequence[AttentionPlan], ends: Tensor, s: int) -> float:

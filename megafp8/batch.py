@@ -82,12 +82,12 @@ class Batch:
 
     def with_room(self, documents: int) -> Batch:
         """Pad `cu_seqlens`, `chunks` and `reference` to hold at least `documents` documents per sample."""
-        more = documents - self.room
-        if self.cu_seqlens is None or more <= 0:
+        added = documents - self.room
+        if self.cu_seqlens is None or added <= 0:
             return self
-        cu_seqlens = torch.cat([self.cu_seqlens, self.cu_seqlens[:, -1:].expand(-1, more)], dim=1)
-        chunks = None if self.chunks is None else pad(self.chunks, (0, 0, 0, more))
-        reference = None if self.reference is None else pad(self.reference, (0, more))
+        cu_seqlens = torch.cat([self.cu_seqlens, self.cu_seqlens[:, -1:].expand(-1, added)], dim=1)
+        chunks = None if self.chunks is None else pad(self.chunks, (0, 0, 0, added))
+        reference = None if self.reference is None else pad(self.reference, (0, added))
         return replace(self, cu_seqlens=cu_seqlens, chunks=chunks, reference=reference)
 
     @property

@@ -38,6 +38,11 @@ def slots_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
+def whole_slot_of(rank: int, ranks: int) -> int:
+    """Return the slot of the documents that are whole on `rank`."""
+    return 2 * ranks + rank
+
+
 def chunk_lengths(cu_seqlens_bm: Tensor, slots: int) -> Tensor:
     """Return the number of tokens of each document in each slot, `[b, m, slots]`.
 

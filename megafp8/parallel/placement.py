@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megafp8.parallel.context import slots_of
+from megafp8.parallel.context import slots_of, whole_slot_of
 
 _TILE = 128
 """Queries and keys of a kernel's tile. A chunk's last tile has on average half as many."""
@@ -126,7 +126,7 @@ def _chunks(lengths_m: NDArray[np.int64], owner_m: NDArray[np.int64], ranks: int
     for document, owner in enumerate(owner_m.tolist()):
         length = int(lengths_m[document])
         if owner >= 0:
-            chunks[document, 2 * ranks + owner] = length
+            chunks[document, whole_slot_of(owner, ranks)] = length
         elif length:
             whole, rest = np.divmod(length * left, left.sum())
             whole[np.argsort(-rest, kind="stable")[: length - int(whole.sum())]] += 1

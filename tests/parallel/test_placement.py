@@ -60,8 +60,11 @@ def test_choice(lengths: list[int], whole: int, gathered: int) -> None:
 
 
 def test_the_chosen_placement_is_balanced() -> None:
-    """With log-normal lengths of mean 4,096 in samples of 131,072 tokens, in most samples the slowest of four ranks has
-    at most 1.05 times the mean pairs of a query and a key, and on average less than half of the tokens are cut."""
+    """Place 20 samples of 131,072 tokens, with log-normal lengths of mean 4,096, on four ranks.
+
+    In most samples the slowest rank has at most 1.05 times the mean pairs of a query and a key. On average less than
+    half of the tokens are cut.
+    """
     rng, excess, cut = np.random.default_rng(0), [], []
     for _ in range(20):
         lengths: list[int] = []

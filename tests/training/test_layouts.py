@@ -294,9 +294,8 @@ def test_documents_are_placed_on_context_ranks(world2: World) -> None:
     first, second = world2.run(_gathered, config_of(DOCUMENTS | CP2), ranks=2)
     assert first == second
     assert any(whole for whole, _ in first)
-    assert {*world2.run(_gathered, config_of(HYBRID | DOCUMENTS | CP2), ranks=2)[0]} == {
-        (False, None)
-    }  # cut as a whole
+    recurrent = world2.run(_gathered, config_of(HYBRID | DOCUMENTS | CP2), ranks=2)[0]
+    assert {*recurrent} == {(False, None)}  # samples are cut as a whole
 
 
 # --- options, alone and in pairs -------------------------------------------------------------------------------------

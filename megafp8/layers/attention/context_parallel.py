@@ -56,6 +56,7 @@ from megafp8.parallel.context import (
     rank_order,
     rank_rows,
     slots_of,
+    whole_slot_of,
 )
 from megafp8.parallel.placement import Placement
 
@@ -124,11 +125,11 @@ def plan(
         most = {slot: (slot + 1) * c for slot in slots}
         if cu_seqlens_bm is None:
             most = {slot: min(keys, c + window - 1) for slot, keys in most.items()}
-        whole_documents = {} if placement is None else {2 * ranks + rank: r}
-        return AttentionPlan((_windowed(shard, whole_documents | most, placed, ranks, window),), r)
+        whole_documents = {} if placement is None else {whole_slot_of(rank, ranks): r}
+        return AttentionPlan((_windowed(shard, whole_documents | most, placed, row_bs, window),), r)
     if cu_seqlens_bm is not None:
-        mine = slots if placement is None else (2 * ranks + rank, *slots)
-        return _of_documents(mine, placed, ranks, r if placement is None else placement.gathered)
+        mine = slots if placement is None else (whole_slot_of(rank, ranks), *slots)
+        return _of_documents(mine, placed, row_bs, r, r if placement is None else placement.gathered)
     # One document has full triangles and rectangles, which have faster kernels.
     halves = [(slot, slice(i * c, (i + 1) * c)) for i, slot in enumerate(slots)]
     triangles = [AttentionCall(rows, CAUSAL) for _, rows in halves]
@@ -137,10 +138,12 @@ def plan(
     return AttentionPlan((*triangles, *rectangles), r)
 
 
-def _of_documents(slots: tuple[int, ...], placed: DocumentPlacement, ranks: int, gathered: int) -> AttentionPlan:
-    """Return the plan of a rank whose shard has these slots, the last two of which have chunks of documents."""
+def _of_documents(
+    slots: tuple[int, ...], placed: DocumentPlacement, row_bs: Tensor, r: int, gathered: int
+) -> AttentionPlan:
+    """Return the plan of a rank whose r tokens are in these slots, the last two of which have chunks of documents."""
     lengths, _, _, slot_bs = placed
-    r, row_bs, low, high = slot_bs.shape[1] // ranks, rank_rows(slot_bs, ranks), *slots[-2:]
+    low, high = slots[-2:]
     segments = offsets(torch.cat([lengths[..., slot] for slot in slots], dim=1))
     local = AttentionCall(slice(0, r), AttentionMask(segments, segments))
     if not gathered:
@@ -182,7 +185,7 @@ def _bidirectional(
 
 
 def _windowed(
-    rows: slice, most_keys: Mapping[int, int], placed: DocumentPlacement, ranks: int, window: int
+    rows: slice, most_keys: Mapping[int, int], placed: DocumentPlacement, row_bs: Tensor, window: int
 ) -> AttentionCall:
     """Return the call of each slot's chunks with their own keys and the `window` - 1 tokens before them.
 
@@ -191,7 +194,7 @@ def _windowed(
     """
     lengths, document_bs, offset_bs, slot_bs = placed
     s = slot_bs.shape[1]
-    starts, row_bs = lengths.cumsum(-1) - lengths, rank_rows(slot_bs, ranks)
+    starts = lengths.cumsum(-1) - lengths
     counts_q, counts_k, keys = [], [], []
     for slot, most in most_keys.items():
         length_bm, start_bm = lengths[..., slot], starts[..., slot]

@@ -125,7 +125,7 @@ def test_output_and_gradients_equal_the_reference(
 def test_whole_documents_on_one_rank(
     world4: World, kind: str, window: int | None, whole: tuple[int, ...], ranks: int
 ) -> None:
-    """Of both samples some or all documents stay whole, and the ranks gather as much for both."""
+    """Keep some or all documents of both samples whole; the ranks gather as many tokens for both."""
     s = 32 if whole == (16, 16) else 96
     world4.run(_compare, s, 4, groups=2, window=window, documents=True, kind=kind, whole=whole, ranks=ranks)
 
