@@ -107,7 +107,7 @@ class Batch:
         return replace(self, chunks=chunks.pin_memory() if pinned else chunks, gathered=gathered)
 
     def with_gathered(self, tokens: int) -> Batch:
-        """Let context-parallel ranks gather the keys of `tokens` of their tokens, at least as many as before."""
+        """Set the tokens of each context-parallel rank whose keys all ranks gather, to at least as many as now."""
         return self if self.gathered is None else replace(self, gathered=tokens)
 
     def with_later_labels(self, depths: int) -> Batch:

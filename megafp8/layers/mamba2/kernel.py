@@ -45,7 +45,7 @@ _HEADS = 8
 _DECAY_HEADS = 16
 """Heads per program of `decays_kernel`."""
 _SMALL_STATE, _MEDIUM_STATE = 8192, 16384
-"""Largest state for whose gradients four warps have enough registers, and that fits into shared memory twice."""
+"""Numbers of the largest state whose gradients fit into four warps' registers, and of the largest that is staged."""
 
 
 @triton.jit
